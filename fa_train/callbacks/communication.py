@@ -47,7 +47,7 @@ class CommunicationTimer:
             self._undo.append(register_multi_grad_hook(parameters, self._all_gradients).remove)
 
     def end_of_backward(self) -> None:
-        """Ends the span of DDP. Call this method after each backward pass."""
+        """Ends the span that measures DDP's all-reduces. Call this method after each backward pass."""
         if self._gradients_done is not None:
             self._spans.append((self._gradients_done, Timestamp(self._device)))
             self._gradients_done = None

@@ -128,7 +128,8 @@ class Monitor(Callback):
     def log_reading(self, trainer: L.Trainer, *, together: bool = True) -> None:
         """Finishes a pending log, if there is one: waits until the device has finished the step, and logs its values.
 
-        together: whether all ranks call log_reading at the same point of the run. If false, ranks are not compared.
+        together: whether all ranks call log_reading at the same point of the run. If `together` is false, ranks are not
+        compared.
         Raises: DivergedError if max_skipped_steps or more consecutive steps were skipped.
         """
         reading, self._reading = self._reading, None
@@ -165,7 +166,10 @@ class Monitor(Callback):
             )
 
     def _of_ranks(self, reading: Reading, seconds: float, together: bool) -> dict[str, float]:
-        """Returns metrics that differ between ranks: this rank's, or a comparison. seconds: the time of a step."""
+        """Returns the metrics that differ between ranks: only this rank's own values, or a comparison of all ranks.
+
+        seconds: the time of a step.
+        """
         own = {
             "perf/step_ms": 1e3 * seconds,
             "perf/data_wait_ms": 1e3 * reading.waited / reading.steps,

@@ -27,8 +27,8 @@ class Family:
     use local_rope_theta.
     softmax_scale: the factor that attention scores are multiplied by, or None for head_dim**-0.5.
     softcap, logit_softcap: the soft caps of the scaled scores and of the logits (Gemma 2), or 0 for no cap.
-    embedding_scale: the factor that token embeddings are multiplied by, which is sqrt(dim) in Gemma. This scale is
-    rounded to the dtype of the embeddings.
+    embedding_scale: the factor that token embeddings are multiplied by, rounded to their dtype. In Gemma, the factor is
+    `sqrt(dim)`.
     post_norms: whether the outputs of attention and FFN are normalised before the residual addition (Gemma 2 and 3).
     """
 
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def kv_dim(self) -> int:
-        """The number of channels of all key heads together, and also of all value heads together."""
+        """The number of channels of all key heads together, which is also that of all value heads."""
         return self.heads.kv * self.heads.dim
 
     @property

@@ -179,7 +179,7 @@ class GPT(nn.Module):
         mean_seqlen: the mean document length in tokens, which determines attention's kernels; by default total /
         n_docs.
         traffic: for each attention window, the keys that this rank of a context group sends and receives
-        (share_context). All other tensors except cu_seqlens then hold only the rank's own tokens.
+        (share_context). If `traffic` is given, all other tensors except cu_seqlens hold only the rank's own tokens.
         Raises: ValueError if shapes do not match, or a single document has more tokens than the model has learned
         positions. If there are several documents, their lengths are not checked, because these lengths are on the GPU.
         Call `require_seq_len` before training.

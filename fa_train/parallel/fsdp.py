@@ -52,7 +52,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     """A Lightning strategy that shards the model over all ranks. The device mesh has one dimension.
 
     context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). With
-    1, each rank has streams to itself.
+    1, ranks do not share streams.
 
     A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.

@@ -82,7 +82,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns the sum x + added in x's dtype, and the sum's RMSNorm times weight in `dtype`.
 
-    The norm is computed in fp32. Both results can be differentiated once.
+    The norm is computed in fp32. Both results are differentiable, but only once.
     Shapes: x and added (rows, dim), weight (dim,) -> two tensors (rows, dim).
     keep_sum: whether to save the sum for the backward pass, instead of x and added.
     Raises: ValueError if the shapes do not fit together.

@@ -62,7 +62,7 @@ def _rotate_kernel(
 def _select(head, k_head, v_head, q, k, v):
     """Returns q if `head` is a head of q, k if it is a head of k, and v if it is a head of v.
 
-    k_head and v_head are the indices of the first heads of k and v.
+    k_head is the index of the first head of k, and v_head that of the first head of v.
     """
     return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
 

@@ -137,7 +137,7 @@ class Block:
     def _gathered(self) -> int:
         """Returns the bytes of the keys and values of all ranks that share the stream, or 0 without other ranks.
 
-        One document needs that much. Several documents need less.
+        The result is exact for one document. Several documents need less.
         """
         return 2 * self.kv * self.run.context if self.run.context > 1 else 0
 

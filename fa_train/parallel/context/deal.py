@@ -68,8 +68,8 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
     """Assigns the chunks of a stream to ranks. The result is the same on every rank.
 
     boundaries: (n_docs + 1,), the first token of each document, then the end of the last one; at most `total`.
-    balanced: False keeps contiguous shares. They are best if all layers have windows, because each token then has about
-    the same work.
+    balanced: False keeps contiguous shares. Contiguous shares are best if all layers have windows, because each token
+    then has about the same work.
     """
     size = chunk_size_for(total, ranks)
     padded = padded_total(total, ranks, size)
@@ -95,10 +95,11 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
 
 
 def exchange(owner: np.ndarray, work: np.ndarray, ranks: int) -> None:
-    """Exchanges pairs of chunks in `owner` until the ranks' work is within TOLERANCE, or no pair brings it closer.
+    """Exchanges pairs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
-    In each exchange, the rank with the most work and the rank with the least work swap one chunk each. The exchange
-    moves as much work as possible, but at most half of the difference. A rank's tokens then have few gaps.
+    TOLERANCE says how much more work than the mean a rank may have. In each exchange, the rank with the most work and
+    the rank with the least work swap one chunk each. The exchange moves as much work as possible, but at most half of
+    the difference between the two ranks. Few exchanges are then needed, so a rank's tokens have few gaps.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     limit = (1 + TOLERANCE) * load.mean()

@@ -19,17 +19,17 @@ _GROUPS: dict[str, ProcessGroup] = {}
 
 
 def register_group(name: str, group: ProcessGroup) -> None:
-    """Gives the operators a process group under a name. A later group of the same name replaces it."""
+    """Makes a process group known to the operators under a name. Replaces an earlier group of the same name."""
     _GROUPS[name] = group
 
 
 @torch.library.custom_op("fa_train::gather_keys", mutates_args=())
 def gather_keys(x: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
-    """Returns the rows of x, from all ranks, that this rank's queries see. They are in stream order, then zeros follow.
+    """Returns the rows of x that this rank's queries see, gathered from all ranks in stream order, and then zeros.
 
     Shapes: x (local, heads, head_dim) -> (total, heads, head_dim). sent, place: see Traffic. sizes: the sizes of
-    Traffic as a CPU tensor, (2, ranks) int64. If they were integers, a compiled model would be compiled again for other
-    integers.
+    Traffic as a CPU tensor, (2, ranks) int64. With integers, a compiled model would be compiled again for each new
+    size.
     """
     rows = received_rows(x, sent, place, sizes, group)
     gathered = rows.new_zeros(place.shape[0], *rows.shape[1:])
@@ -187,7 +187,7 @@ def _gathered(k: Tensor, v: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, 
 
 
 def of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
-    """Shortens the tensors of a schedule that have one entry per key or per tile of keys to the keys that arrived."""
+    """Removes keys that did not arrive from the tensors of a schedule with one entry per key or per tile of keys."""
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     tiles = key_tiles[: -(-n_keys // WORK_TILE)]  # tiles of keys that no query sees come last
     return [key_start, key_end, query_start[:n_keys], query_end[:n_keys], query_tiles, tiles, wide_query_tiles]

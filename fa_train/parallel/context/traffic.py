@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -> Traffic:
-    """Returns the traffic of `rank`. The host computes it from document boundaries, without the GPU.
+    """Returns the traffic of `rank`, which the host computes from document boundaries, without the GPU.
 
     boundaries, window: as for causal_ranges.
     """

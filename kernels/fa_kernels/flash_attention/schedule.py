@@ -83,7 +83,7 @@ def build_schedule(
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, both with the same number of documents.
         total_q, total_k: the numbers of rows of q and of k.
-        causal: whether to set the right side of the window to 0.
+        causal: whether to replace `right` in window_size by 0.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         padded: whether tokens may come after the last document.
         seqlen: the number of keys per document, from which the length class is chosen; by default the mean length.

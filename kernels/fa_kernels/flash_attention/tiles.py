@@ -294,7 +294,10 @@ def _shared_of_one_product(
 
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Returns the shared memory (bytes) for operands of tcgen05: masked blocks without NaN, P and dS."""
+    """Returns the shared memory (bytes) for the operands of tcgen05 that a program computes or changes.
+
+    The program computes P and dS, and replaces NaN in loaded blocks by 0.
+    """
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory
         return 0

@@ -161,7 +161,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
     """Launches a kernel in less host time than `launch`.
 
     The kernel is compiled once for each device and set of constants.
-    Unlike in a recorded call, numbers and the grid may differ in every call. The first argument must be a tensor.
+    Numbers and the grid may differ in every call, but not in a recorded call. The first argument must be a tensor.
     Numbers must be int32 and listed in the kernel's do_not_specialize. Pointers must be listed in
     do_not_specialize_on_alignment, unless they are always aligned to ALIGNMENT bytes.
     """

@@ -219,7 +219,7 @@ def _decode_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M rows of one sequence and KV head over one of n_splits parts of the keys.
+    """One program computes BLOCK_M rows of one sequence and one KV head, over one of the n_splits parts of the keys.
 
     A row is a query of one head: row r is token r // GROUP and head r % GROUP of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
@@ -356,9 +356,9 @@ def decode_attention(
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
-        cache: holds seqlens + seqlen_new tokens of each sequence.
-        rotary_by_token: whether query i is rotated to position seqlens + i. If rotary_by_token is False, all queries
-            are rotated to position seqlens.
+        cache: holds `seqlens + seqlen_new` tokens of each sequence.
+        rotary_by_token: whether query i is rotated to position `seqlens + i`. If rotary_by_token is False, all queries
+            are rotated to position `seqlens`.
         slopes: the ALiBi slopes, (n_heads,) or (batch, n_heads) fp32; the last stride is 1. None means no ALiBi.
         left, right: how many keys a query sees to the left and right of its aligned key; -1 means all.
         n_splits: the number of parts into which keys are split, or 0 to let `choose_splits` decide.

@@ -69,9 +69,10 @@ def config_of(
 
 @cache
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
-    """Returns `config` without a queue if `ordered`, and with lse read after the wait for dO if `late_lse`.
+    """Returns `config` with the changes for `ordered` and `late_lse`.
 
-    With `ordered`, each program has only one work item. If programs drew items from a queue, an item could wait for a
-    program that has not started.
+    With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each
+    program has only one work item. If programs drew items from a queue, an item could wait for a program that has not
+    started.
     """
     return replace(config, dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -213,7 +213,7 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Processes one step.
 
-    Returns the gradients, and the next step's place in the ring buffers with the phase of its mbarriers.
+    Returns the gradients, the next step's place in the ring buffers, and the phase of the mbarriers of this place.
     The matmul dP starts after S has become P, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
@@ -257,9 +257,9 @@ def _step_ahead(
 ):  # fmt: skip
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
-    Returns S of the next step, the gradients, and the next step's place in the ring buffers with the phase of its
-    mbarriers. In the last step of an item, the returned S is computed from arbitrary data, and the caller does not use
-    this S.
+    Returns S of the next step, the gradients, the next step's place in the ring buffers, and the phase of the mbarriers
+    of this place. In the last step of an item, the returned S is computed from arbitrary data, and the caller does not
+    use this S.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage

@@ -181,7 +181,7 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def hide(p, visible, m):
-    """Returns P^T [keys, queries from m on], with 0 where a query does not see a key."""
+    """Returns p with 0 where a query does not see a key. p is P^T [keys, queries from `m` on]."""
     if (m < visible.whole_start) | (m + p.shape[1] > visible.whole_end):
         p = keep_columns(p, visible.start - m, visible.end - m, 0.0)
     return p

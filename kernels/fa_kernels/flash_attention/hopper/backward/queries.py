@@ -159,7 +159,7 @@ def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
 
 @gluon.jit
 def _release(ring, stage, ARRIVALS: gl.constexpr):
-    """Signals that this warpgroup has read a stage of a ring.
+    """Signals that this warpgroup has read the place `stage` of a ring.
 
     ARRIVALS is how many threads of the warpgroup arrive at the mbarrier.
     """

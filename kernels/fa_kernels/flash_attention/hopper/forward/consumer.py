@@ -143,8 +143,8 @@ def _visit_first(
 ):  # fmt: skip
     """Processes the first block of keys that this consumer visits.
 
-    For the first block, there is no previous block whose P V is still to be added. The consumer visits the blocks begin
-    <= b < stop; the first block is `begin`.
+    For the first block, there is no previous block whose P V is still to be added. The consumer visits the blocks from
+    `begin` to `stop - 1`.
     """
     k, q = work.rings.k, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
