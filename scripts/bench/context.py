@@ -106,7 +106,8 @@ class Case:
         sizes = np.array(plan.sizes)
         self.received = float(sizes[1].sum() - sizes[1, rank]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
-        on_device = Traffic(*(x.to(device) for x in plan[:4]), plan.sizes)
+        key_start, key_end, sent, place = (x.to(device) for x in plan[:4])
+        on_device = Traffic(key_start, key_end, sent, place, plan.sizes)
         schedule = shared_schedule(on_device, length_class_of(mean if window is None else min(mean, window)))
         self.parts: dict[str, Callable[[], object]] = {
             "shared": self._both_passes(ContextAttention(flash_attention, "bench"), schedule, dealt, setting, device),
@@ -252,8 +253,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return args
 
 
-def main(arguments: list[str]) -> None:
-    args = parse_arguments(arguments)
+def main() -> None:
+    args = parse_arguments(sys.argv[1:])
     if args.cpu_ranks is None:
         require_gpu("bench_context")
     ranks = args.cpu_ranks or torch.cuda.device_count()
@@ -271,4 +272,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
