@@ -46,7 +46,7 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # this environment variable switches recording off if it is 0; read at the first call
-MAX_KEYS = 512  # more keys remove all recordings, because many may be of lengths that no longer occur
+MAX_KEYS = 512  # beyond this number, all recordings are removed, because many may be of lengths that no longer occur
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16

@@ -20,7 +20,7 @@ def poisoned_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms also fills memory, but then torch runs other kernels than in production.
     """
-    # let torch cache, before the patches, its list of functions that take the device of a device context
+    # before the patches, torch must cache the list of functions to which a device context applies
     with torch.device("meta"):
         torch.empty(0)
     patches = [

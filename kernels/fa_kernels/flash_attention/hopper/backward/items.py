@@ -293,7 +293,8 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1  # an extra iteration, in which an item without steps draws
+    # with one extra iteration, the warp also draws a ticket if an item has no steps
+    DRAWS: gl.constexpr = 0 if counter_ptr is None else 1
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0
     for step in range(item.n_steps + DRAWS):
