@@ -32,7 +32,7 @@ GRACE = 30.0  # seconds that a failing run gives a checkpoint that is being writ
 
 @dataclass
 class Save:
-    """A checkpoint that is being written. stall: seconds that training stood still for it."""
+    """A checkpoint that is being written. stall: the seconds for which training stood still during the save."""
 
     path: Path
     step: int
@@ -47,8 +47,9 @@ class Checkpoint(CheckpointCallback):
     keep_best: whether to save a checkpoint also after each validation with a new lowest val/loss. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones.
     save_on_exception: whether to save a checkpoint also on SIGTERM, on Ctrl-C and, in a run of one process, on errors.
-    asynchronous: whether several ranks write a checkpoint while training goes on. They copy it to CPU memory first. The
-    next save and the end of a run wait until it is written. A rank that cannot write ends the run.
+    asynchronous: whether several ranks write a checkpoint while training goes on. The ranks first copy the checkpoint
+    to CPU memory. The next save and the end of a run wait until the checkpoint is written. A rank that cannot write
+    ends the run.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
     Logs perf/save_stall_s, the seconds that training stood still for a save, and perf/save_s, the seconds of the whole
@@ -140,7 +141,10 @@ class Checkpoint(CheckpointCallback):
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves the current step, or starts to, unless that is done. Returns on all ranks whether the step is saved."""
+        """Saves the current step unless it is saved, possibly in the background.
+
+        Returns on all ranks whether the step is saved.
+        """
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
         if self._save_in_flight is not None and self._save_in_flight.step == trainer.global_step:
@@ -196,13 +200,13 @@ class Checkpoint(CheckpointCallback):
             self._complete(trainer, save, seconds=save.stall + self._background.seconds)
 
     def _finish_alone(self) -> None:
-        """Waits for a save in flight for at most GRACE seconds. The other ranks may never come here."""
+        """Waits for a save in flight for at most GRACE seconds. Other ranks may never call this method."""
         save, self._save_in_flight = self._save_in_flight, None
         if save is not None and self._background is not None and self._background.finish_alone(GRACE):
             self.saved.append(save.path)
 
     def _end_background(self, trainer: L.Trainer) -> None:
-        """Waits for a save in flight. Later saves are complete when `_save` returns."""
+        """Waits for a save in flight. From now on, a save is complete when `_save` returns."""
         self._finish(trainer)
         self._background = None
 

@@ -214,7 +214,7 @@ class Monitor(Callback):
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Logs metrics by name, and the tokens of `step` optimizer steps."""
+        """Logs the metrics, and as `tokens` the number of tokens in `step` optimizer steps."""
         metrics = metrics | {"tokens": step * self.tokens_per_step}
         self.latest |= metrics
         self.latest_step = step

@@ -1,7 +1,8 @@
 """Writes a checkpoint of several ranks while training goes on.
 
-torch's dcp.async_save is not used, for three reasons. It writes no single file, which `strategy=ddp` saves. Its thread
-keeps a process from exiting while another rank hangs. It allocates host memory again for each checkpoint.
+torch's dcp.async_save is not used, for three reasons. dcp.async_save cannot write a single file, but `strategy=ddp`
+saves single files. The thread of dcp.async_save keeps a process from exiting while another rank hangs. dcp.async_save
+also allocates host memory again for each checkpoint.
 """
 
 import copy
@@ -27,7 +28,8 @@ Key = tuple[Any, ...]
 class BackgroundSave:
     """Copies a checkpoint to host memory and writes the copy in a thread. Writes one checkpoint at a time.
 
-    All ranks must construct it together. The copies' memory is kept for the next checkpoint.
+    All ranks must create their BackgroundSave at the same time. The memory of the copies is kept for the next
+    checkpoint.
     `writers` is a process group for the thread.
     """
 
@@ -51,7 +53,10 @@ class BackgroundSave:
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns whether every rank had finished at the last call. All ranks must make the same calls."""
+        """Returns whether every rank had already finished at the previous call.
+
+        All ranks must call this method equally often.
+        """
         if self._asked is not None:
             self._asked.wait()
             if self._is_done.item():
@@ -108,7 +113,7 @@ class BackgroundSave:
 class HostCopies:
     """Copies nested dicts and lists of tensors to host memory, which is pinned for a GPU's tensors.
 
-    `of` reuses the memory of its last result, which must not be needed any more.
+    `of` overwrites the copy that the previous call of `of` has returned.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,7 +123,7 @@ class HostCopies:
         weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def of(self, state: Any) -> Any:
-        """Returns a copy of `state`, complete when it returns. Tensors that share memory share it in the copy too."""
+        """Returns a complete copy of `state`. Tensors that share memory also share memory in the copy."""
         copied = self._copied(state, (), {})
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

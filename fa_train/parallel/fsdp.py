@@ -69,19 +69,19 @@ class FullyShardedStrategy(ModelParallelStrategy):
             make_context_groups(self.context)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the weights. Lightning's own method would copy them to memory that is not pinned."""
+        """Returns the weights. Lightning's own method would copy the weights to memory that is not pinned."""
         assert self.model is not None
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the optimizer's state, not copied either."""
+        """Returns the optimizer's state, without a copy."""
         assert self.model is not None
         return get_optimizer_state_dict(self.model, optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: BackgroundSave | None = None
     ) -> None:
-        """Writes each rank's part into the folder, or lets storage_options do so in the background.
+        """Writes each rank's part into the folder, in the background if `storage_options` is given.
 
         Raises: CheckpointError on all ranks if any rank fails.
         """

@@ -82,10 +82,10 @@ class FolderWriter(dcp.FileSystemWriter):
 def write_folder(
     state: dict[str, Any], meta: dict[str, Any], folder: Path, background: BackgroundSave | None = None
 ) -> None:
-    """Writes this rank's part of `state`, and rank 0 also `meta`. All ranks must call it.
+    """Writes this rank's part of `state`. Rank 0 also writes `meta`. All ranks must call this function.
 
-    background: calls this function with a copy of `state` in host memory.
-    Raises: CheckpointError on all ranks if any rank fails. Rank 0 then removes the folder.
+    background: the BackgroundSave that calls this function with a copy of `state` in host memory, or None.
+    Raises: CheckpointError on all ranks if any rank fails. After a failure, rank 0 removes the folder.
     """
     try:
         writer = FolderWriter(folder, meta, on_host=background is not None)
