@@ -31,8 +31,8 @@ def answer(
     Exactly one of `prompt` and `chat` must be given.
 
     dtype=None uses the dtype of the stored weights on a GPU and float32 on the CPU. device=None uses a GPU if there is
-    one. Raises: ValueError if the model or its tokenizer is missing, if `chat` is given without a chat template, and on
-    impossible values.
+    one. Raises: ValueError if the model or its tokenizer is missing, if `chat` is given without a chat template, or if
+    an argument has an impossible value.
     """
     path = Path(model)
     if path.suffix == ".ckpt":  # a checkpoint file, or the folder of a sharded checkpoint

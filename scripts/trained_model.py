@@ -69,8 +69,8 @@ def _loaded(path: Path, needs: str) -> DictConfig:
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     """Returns the trained model on the CPU, and the number of optimizer steps that it was trained for.
 
-    Raises: ValueError if a `_target_` in the config is outside fa_train, and the errors of
-    fa_train.models.hf.export.load.
+    Raises: ValueError if a `_target_` in the config is outside fa_train. Errors of fa_train.models.hf.export.load are
+    not caught.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no adapter
     # Resolve interpolations once, so that the targets that are checked are the ones that are built.

@@ -1,6 +1,6 @@
 """Every value in a config is checked before anything is built.
 
-Each mistake gives an error of one line that names it.
+Each mistake gives an error of one line that names the mistake.
 """
 
 import math

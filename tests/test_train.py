@@ -235,7 +235,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 def test_the_number_of_processes_may_change(tmp_path):
     """One process runs three steps, two processes run two more, and one process runs the rest.
 
-    Rows and losses do not change.
+    The rows and the losses are those of a run in one process.
 
     The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches with one process, and
     2 on each of two processes.

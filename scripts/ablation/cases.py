@@ -2,7 +2,7 @@
 
 Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. Times
 are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. Attention alone
-counts 2 n_heads head_dim N^2 FLOPs for the forward pass, and 2.5 times as many for the backward pass.
+counts `2 * n_heads * head_dim * N**2` FLOPs for the forward pass, and 2.5 times as many for the backward pass.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Computes the minimum memory of naive attention before anything runs.
 
-A score is the product of one query and one key in one head. The softmax is computed in fp32, so the scores alone take 4
-N^2 bytes per head for N tokens. fa_train.models.attention.naive_attention needs the following bytes per score, for
-inputs of 2 and 4 bytes per element:
+A score is the product of one query and one key in one head. The softmax is computed in fp32, so the scores alone take
+`4 * N**2` bytes per head for N tokens. fa_train.models.attention.naive_attention needs the following bytes per score,
+for inputs of 2 and 4 bytes per element:
 
 | when | 2 | 4 | tensors |
 |:--|--:|--:|:--|
@@ -13,13 +13,13 @@ inputs of 2 and 4 bytes per element:
 The mask adds one byte per query and key, shared by all heads. Code from torch.compile recomputes the mask and the
 softmax in the backward, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q, and
 the backward adds the gradient of that tensor. A training step keeps the score tensors of all layers except the last.
-Memory peaks in the backward of the last layer, which runs first. With activation checkpointing, the tensors of only one
+Memory peaks at the start of the backward, in the last layer. With activation checkpointing, the tensors of only one
 layer exist at a time. `selective` checkpointing keeps the output of flash attention, but no tensor of naive attention.
 AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two moments. Hidden states, logits and libraries need
 additional memory, which the formula leaves out. If the computed minimum exceeds the memory of the device, naive
-attention must run out of memory. In eager mode, the forward of naive attention reads and writes 4 N^2 + 4 N d elements
-per head. Only 4 N d elements (q, k, v and o) need to move. The traffic of naive attention is thus N/d + 1 times the
-necessary traffic (scripts/bench/io_traffic.py counts every transfer).
+attention must run out of memory. In eager mode, the forward of naive attention reads and writes `4 * N**2 + 4 * N * d`
+elements per head. Only `4 * N * d` elements (q, k, v and o) need to move. The traffic of naive attention is thus `N / d
++ 1` times the necessary traffic (scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ LEAST_PARAMETER_BYTES = 4  # with any other optimizer, only the weight counts
 
 @dataclass(frozen=True)
 class Formula:
-    """The minimum memory of naive attention at N tokens: fixed + per_token N + per_pair N^2 bytes."""
+    """The minimum memory of naive attention at N tokens, in bytes: `fixed + per_token * N + per_pair * N**2`."""
 
     n_heads: int
     head_dim: int
@@ -64,7 +64,7 @@ class Formula:
         return fails
 
     def scores(self, seq_len: int) -> int:
-        """Returns the bytes of one layer's attention scores, which are 4 N^2 per head."""
+        """Returns the bytes of one layer's attention scores, which are `4 * N**2` per head."""
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:

@@ -33,7 +33,7 @@ Finished = dict[Case, Result]
 
 
 class ProcessError(RuntimeError):
-    """Raised if a process ended without a result: by an exception, a signal or its time limit."""
+    """Raised if an exception, a signal or the time limit ended a process before its result."""
 
     def __init__(self, reason: str, exitcode: int | None = None) -> None:
         super().__init__(reason)
@@ -110,7 +110,7 @@ def run_apart(case: Case, timeout: float, log: Path) -> Result:
 
 
 def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
-    """Runs function(*arguments) by call_apart. If the process ends without a result, the result gives the reason."""
+    """Runs function(*arguments) by call_apart. If the process fails, the returned result gives the reason."""
     try:
         return call_apart(function, arguments, timeout, log)
     except ProcessError as error:

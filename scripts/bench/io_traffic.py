@@ -6,19 +6,19 @@
 Writes OUT.md. The problem is one sequence of N tokens in bf16 with n_heads * head_dim = 2048, and each query head has
 its own KV head. Elements are counted per head.
 
-The forward of naive attention moves 4 N^2 + 4 N d elements, where S are the scores and P is their softmax. The first
+The forward of naive attention moves `4 * N**2 + 4 * N * d` elements, where P is the softmax of the scores S. The first
 kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and writes O.
 A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
 
-If P is kept from the forward, the backward of naive attention moves 7 N^2 + 8 N d elements. Its five kernels compute dV
-from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds the same
-transfers to the backward as to the forward.
+If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. Its five kernels
+compute dV from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds
+the same transfers to the backward as to the forward.
 
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
-forward of flash attention therefore reads K and V N / block_m times. By theorem 2 of arXiv:2205.14135, flash attention
-moves Theta(N^2 d^2 / M) elements, where fast memory holds M elements. The formulas for flash count the bytes that the
-multiprocessors load, most of them from the L2 cache. Device memory moves fewer bytes. The column `least` is the
-minimum, where each tensor moves once. Tile sizes come from tiles.py, or for method `hopper` from its kernels.
+forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
+attention moves on the order of `N**2 * d**2 / M` elements, where fast memory holds M elements. The formulas for flash
+count the bytes that the multiprocessors load, most of them from the L2 cache. Device memory moves fewer bytes. The
+column `least` is the minimum, where each tensor moves once. Tile sizes are those of tiles.py or the Hopper kernels.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class Case:
         return MODEL_DIM // self.head_dim
 
     def flops(self) -> float:
-        """Returns the FLOPs of the necessary matmuls: two forward, five backward; half of that if causal."""
+        """Returns the FLOPs of the necessary matmuls: two in the forward or five in the backward, halved if causal."""
         forward = 4 * self.n_heads * self.seqlen**2 * self.head_dim / (2 if self.causal else 1)
         return forward * (2.5 if self.direction == "backward" else 1)
 
@@ -255,8 +255,8 @@ def least_bytes(case: Case) -> int:
 def order_bytes(case: Case, arch: Arch) -> float:
     """Returns the theoretical lower bound of the traffic in bytes, without its constant factor.
 
-    The bound is N^2 + N d elements for naive attention, and N^2 d^2 / M for flash attention with M elements in shared
-    memory.
+    The bound is `N**2 + N * d` elements for naive attention. For flash attention with M elements in shared memory, the
+    bound is `N**2 * d**2 / M` elements.
     """
     n, d = case.seqlen, case.head_dim
     elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)

@@ -30,8 +30,7 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
 
 
 def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
-    """Returns the relative slowdown by `lever`: the row's step time, compared with the same combination without the
-    lever.
+    """Returns by what share the steps of a row are slower than those of the same combination without `lever`.
 
     Returns None if one of the two times is missing.
     """

@@ -8,7 +8,7 @@ logger=csv and batch_size=1 (one micro-batch per step) unless the command sets t
 folder that is not a git checkout, pass +commit=HASH to show the commit on the page.
 
 The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive times of the parts.
-Together with the idle time, these times add up to the step's time. Copies and communication count only while no kernel
+The exclusive times and the idle time add up to the step's time. Copies and communication count only while no kernel
 computes; the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png`
 shows the allocated memory by component over host time, because the host allocates and frees memory.
 

@@ -421,7 +421,7 @@ def test_max_seqlen_too_small_is_named(monkeypatch):
 def test_wrong_documents_never_read_out_of_bounds(cu):
     """Debug checks are off, as is usual on a GPU.
 
-    The kernels must stay within the tensors, and the memory around them is NaN.
+    The memory around the tensors holds NaN, so that the output shows whether the kernels read that memory.
     """
     cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     schedule = build_schedule(cu, cu, 50, 50, causal=True)

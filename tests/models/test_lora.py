@@ -79,7 +79,7 @@ def tokens() -> Tensor:
 
 
 def by_formula(folder: Path, name: str, base: Any) -> None:
-    """Adds scale * B A from the adapter's files to the weights of a transformers model."""
+    """Adds `scale * B @ A` from the adapter's files to the weights of a transformers model."""
     config, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / name)
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
     for key, a in tensors.items():

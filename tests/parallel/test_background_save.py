@@ -1,4 +1,6 @@
-"""Four ranks write checkpoints while they train on. 1, 2 and 4 ranks resume. A kill leaves the older checkpoint."""
+"""Four ranks write checkpoints while training continues. Runs of 1, 2 and 4 ranks resume. A kill leaves the older
+checkpoint.
+"""
 
 import io
 import os
@@ -161,7 +163,7 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 
 
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
-    """Four ranks train. Four ranks, and in other processes two ranks, resume, and one rank is killed in a save."""
+    """With `number` 4, trains first. Then resumes the run of four ranks, until one rank is killed in a save."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     shared, ranks = Path(folder), (*FSDP, f"trainer.devices={number}")

@@ -1,4 +1,4 @@
-"""Four processes on the CPU that share streams of tokens compute and train like one process."""
+"""Four processes on the CPU share streams of tokens. Their results and their training equal those of one process."""
 
 import os
 from functools import partial

@@ -193,8 +193,8 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """Rank 1 passes 143 to the third call of `largest`. Both ranks get 143 from the fourth call, although one is
-    slower.
+    """Rank 1 passes 143 to the third call of `largest`. Both ranks get 143 from the fourth call, although one rank is
+    slower than the other.
     """
     agreement = Agreement()
     answers = []
@@ -360,7 +360,7 @@ def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
 
 
 def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
-    """A run in three parts, the last one in one process, has the losses of a run that never stopped."""
+    """The losses of three parts equal those of a run that never stopped. One process runs the third part."""
     again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
     [newest] = (again / "checkpoints").iterdir()
     rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")

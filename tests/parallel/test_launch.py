@@ -24,7 +24,7 @@ TWO = ("strategy=ddp", "trainer.devices=2", "data=synthetic", "data.val_rows=2",
 
 
 class Fails(Callback):
-    """Ends one rank in its third step: it is killed, or runs out of memory."""
+    """Kills one rank in its third step, or raises an out-of-memory error in it."""
 
     def __init__(self, rank: int, how: str) -> None:
         self.rank, self.how = rank, how

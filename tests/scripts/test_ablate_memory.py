@@ -359,7 +359,7 @@ def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The measured peak is at least the minimum of the formula.
 
     The peak is at most 1.03 times the sum of the formula's minimum and a second mask of N^2 bytes. The formula leaves
-    out terms linear in N. Only fp32 has the upper bound, because some CPUs copy the operands of fp16 matmuls.
+    out terms linear in N. Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py writes the cache that train.py uses if it has the same overrides."""
+"""scripts/prepare_data.py writes the cache that train.py uses with the same overrides."""
 
 import re
 import shutil

@@ -1,7 +1,7 @@
 """Runs train.py or torchrun like their command lines, but forks the ranks, because imports take many seconds.
 
-`forked_ranks.py train.py ARGUMENTS` or `forked_ranks.py torchrun ARGUMENTS`. The program must run in a process of
-tests.support.processes, which has imported everything that the ranks need.
+The command line is `forked_ranks.py train.py ARGUMENTS` or `forked_ranks.py torchrun ARGUMENTS`. The program must run
+in a process of tests.support.processes, which has imported everything that the ranks need.
 """
 
 import contextlib

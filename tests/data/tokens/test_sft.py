@@ -74,7 +74,7 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
     """The test decodes the tokens one by one to get the characters of each token.
 
-    A token is trained on if its first character belongs to an answer.
+    The loss counts a token if its first character belongs to an answer.
     """
     messages = [
         chat_message("user", "the weather \n"),

@@ -147,7 +147,7 @@ def misplaced_descriptors_of(cubin):
 
 
 def compile_to_ptx(source, capability, options):
-    """Compiles to PTX and keeps Triton from running ptxas. The cubin in `asm` is therefore empty.
+    """Compiles to PTX and keeps Triton from running ptxas. Without ptxas, the cubin in `asm` is empty.
 
     To get a report, call ptxas() on the PTX.
     """

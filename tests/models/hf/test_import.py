@@ -1,4 +1,4 @@
-"""Imports tiny random Hugging Face checkpoints of every model family, which transformers has written."""
+"""Imports tiny random Hugging Face checkpoints of every model family. transformers has written the checkpoints."""
 
 import json
 import weakref

@@ -142,9 +142,9 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """Every kernel that a launcher starts counts as attention.
+    """Every attention kernel that a launcher starts counts for one of attention's two passes.
 
-    All but a few of these kernels belong to the backward pass.
+    The kernels in `forward` belong to the forward pass, and all others to the backward pass.
     """
     forward = {
         "_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel", "_schedule_kernel",
