@@ -1,0 +1,87 @@
+"""Two GPUs that share a stream compute the same attention as one GPU."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fa_kernels.flash_attention.schedule import length_class_of
+from fa_train.models.attention import flash_attention
+from fa_train.models.stream import windowed_schedule
+from fa_train.parallel.context.attention import ContextAttention, shared_schedule
+from fa_train.parallel.context.deal import deal
+from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.traffic import Traffic, traffic
+from tests.test_train import ranks_of_torchrun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+RANKS, TOTAL = 2, 12_000
+LENGTHS = {"one": [TOTAL], "several": [5000, 1, 700, 0, 4000, 1100, 900], "short": [150] * 79}
+WINDOWS = (None, 1000)
+HEAD_DIMS = (64, 96, 128, 256)
+
+
+def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
+    os.environ.update(environments[rank])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    register_group("two", dist.new_group(range(RANKS)))
+    errors = {
+        (documents, window, head_dim): compare(rank, lengths, window, head_dim)
+        for documents, lengths in LENGTHS.items()
+        for window in WINDOWS
+        for head_dim in HEAD_DIMS
+    }
+    torch.save(errors, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def compare(rank: int, lengths: list[int], window: int | None, head_dim: int) -> list[float]:
+    """Returns this rank's largest errors of o, dq, dk and dv, relative to the largest value on one GPU."""
+    torch.manual_seed(0)
+    boundaries = np.cumsum([0, *lengths])
+    dealt = deal(boundaries, TOTAL, RANKS, balanced=window is None)
+    own = torch.from_numpy(dealt.positions(rank)).cuda()
+    q, k, v, do = (torch.randn(dealt.total, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2, 8))
+    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
+    mean = TOTAL // len(lengths)
+    whole = windowed_schedule(cu_seqlens, dealt.total, q.device, window, mean)
+    expected = outputs(lambda q, k, v: flash_attention(q, k, v, whole), q, k, v, do)
+    plan = traffic(dealt, boundaries, rank, window)
+    key_start, key_end, sent, place = (x.cuda() for x in plan[:4])
+    moved = Traffic(key_start, key_end, sent, place, plan.sizes)
+    schedule = shared_schedule(moved, length_class_of(mean if window is None else min(mean, window)))
+    attention = ContextAttention(flash_attention, "two")
+    got = outputs(lambda q, k, v: attention(q, k, v, schedule), *(x[own] for x in (q, k, v, do)))
+    return [
+        ((mine.float() - theirs[own].float()).abs().max() / theirs.float().abs().max()).item()
+        for mine, theirs in zip(got, expected, strict=True)
+    ]
+
+
+def outputs(attend, q, k, v, do):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = attend(*leaves)
+    return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_gpus")
+    arguments = (str(folder), ranks_of_torchrun(RANKS))
+    torch.multiprocessing.start_processes(on_two_gpus, args=arguments, nprocs=RANKS, start_method="spawn")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("documents", LENGTHS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_attention_is_that_of_one_gpu(documents, window, head_dim, errors):
+    for of_rank in errors:
+        assert max(of_rank[documents, window, head_dim]) < 1e-2
