@@ -20,7 +20,7 @@ from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.memory.planner.plan import require_precision
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
-from fa_train.parallel.fsdp import CONTEXT_GROUP, context_ranks, is_sharded, local, shard, whole
+from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
 # each seed contains one of these numbers, so that micro-batches and updates draw different random numbers
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2
@@ -60,14 +60,13 @@ class LitGPT(L.LightningModule):
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 
     def configure_model(self) -> None:
-        """Shards and materialises the model if the strategy shards. Lightning may call this more than once."""
-        if self.device_mesh is None or is_sharded(self.model):
-            return
-        if context_ranks(self.trainer.strategy) > 1:
-            self.model.share_context(CONTEXT_GROUP)
-        self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the dtype only after sharding
-        shard(self.model, self.device_mesh, str(self.trainer.precision))
-        self.model.materialise(self.trainer.strategy.root_device)
+        """Shards the model if the strategy does. Lightning may call this more than once."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
+            if strategy.context > 1:
+                self.model.share_context(CONTEXT_GROUP)
+            self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the model only after sharding
+            strategy.shard(self.model, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16

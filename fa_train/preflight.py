@@ -37,17 +37,29 @@ def require_groups(world_size: int, context: int) -> None:
         raise ValueError(f"strategy.context must divide the number of devices, {world_size}; got {context}")
 
 
-def require_shardable(run: RunSize, *, samples: bool) -> None:
-    """Checks that strategy=fsdp supports the run.
+def ranks_per_copy(devices: int, replicas: int) -> int:
+    """Returns over how many devices strategy=fsdp shards each copy of the model.
 
-    samples: whether callbacks.sample is set. Sampling is not supported, because it runs on rank 0, which does not have
-    all weights.
-    Raises: ValueError if there is only one device, or a part of the run cannot be sharded.
+    Raises: ValueError if there is only one device, or replicas does not divide the devices into groups of at least 2.
     """
-    if run.ranks == 1:
+    if devices == 1:
         raise ValueError(
             "strategy=fsdp must have at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2"
         )
+    if devices % replicas or devices == replicas:
+        raise ValueError(
+            f"strategy.replicas must divide the {devices} devices into groups of at least 2; got {replicas}. "
+            "strategy=ddp keeps a whole copy on each device"
+        )
+    return devices // replicas
+
+
+def require_shardable(run: RunSize, *, samples: bool) -> None:
+    """Checks that strategy=fsdp supports the run.
+
+    samples: whether callbacks.sample is set. A sample's tokens cannot be divided among the ranks of a context group.
+    Raises: ValueError if a part of the run cannot be sharded.
+    """
     if run.adapters is not None and run.adapters.quantized:
         raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
     if run.optimizer in ("adamw_8bit", "adamw_offload"):
@@ -55,10 +67,8 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
             "strategy=fsdp must have optimizer=adamw, or optimizer=adamw_bf16 with trainer.precision=bf16-true; "
             f"got {run.optimizer}"
         )
-    if samples:
-        raise ValueError(
-            "strategy=fsdp must have callbacks.sample=null, because rank 0 lacks some weights; got a callback"
-        )
+    if samples and run.context > 1:
+        raise ValueError(f"strategy.context={run.context} must have callbacks.sample=null; got a callback")
 
 
 def machine() -> str:

@@ -80,7 +80,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     with torch.device("meta"):  # sizes only, no weights
         model = build_model(cfg, vocab_size)
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
-    sharded = isinstance(trainer.strategy, FullyShardedStrategy)
+    sharding = trainer.strategy if isinstance(trainer.strategy, FullyShardedStrategy) else None
     plan = plan_of(
         model,
         seq_len=cfg.seq_len,
@@ -89,10 +89,12 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         optimizer=instantiate(cfg.optimizer),
         accumulates=trainer.accumulate_grad_batches > 1,
         compiled=cfg.lit_gpt.compile_model,
-        ranks=trainer.world_size if sharded else 1,
         context=context_ranks(trainer.strategy),
+        ranks=1 if sharding is None else preflight.ranks_per_copy(trainer.world_size, sharding.replicas),
+        reshard_after_forward=sharding is None or sharding.reshard_after_forward,
+        reduce_once=sharding is not None and sharding.reduce_once,
     )
-    if sharded:
+    if sharding is not None:
         preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
     levers = plan_memory(
         plan,

@@ -19,7 +19,7 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.run import device_bytes, plan_of
 from fa_train.memory.planner.weights import parameter_sizes
-from fa_train.preflight import require_groups, require_shardable
+from fa_train.preflight import ranks_per_copy, require_groups, require_shardable
 from scripts.composed import composed
 
 H200_GIB = 139.8
@@ -67,8 +67,10 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         optimizer=instantiate(cfg.optimizer),
         accumulates=cfg.batch_size > cfg.data.micro_batch_size * (world_size // context),
         compiled=cfg.lit_gpt.compile_model,
-        ranks=world_size if sharded else 1,
         context=context,
+        ranks=ranks_per_copy(world_size, cfg.strategy.replicas) if sharded else 1,
+        reshard_after_forward=not sharded or cfg.strategy.reshard_after_forward,
+        reduce_once=sharded and cfg.strategy.reduce_once,
     )
     if sharded:
         require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)

@@ -54,7 +54,7 @@ def test_a_lightning_that_would_hang_on_a_signal_is_refused(connector, epoch_loo
 
 
 def test_a_lightning_with_another_mesh_is_refused():
-    strategy = FullyShardedStrategy()
+    strategy = FullyShardedStrategy(1, True, False, "float32")
     del strategy._data_parallel_size
     with pytest.raises(ImportError, match=r"has no FullyShardedStrategy._data_parallel_size"):
         strategy.setup_environment()

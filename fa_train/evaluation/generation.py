@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from fa_kernels import flash_attn_with_kvcache
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
@@ -60,6 +62,8 @@ def generate(
         for end in range(len(prompt), longest):
             logits = model(stream[seen:end], position_ids=torch.arange(seen, end, device=device))[-1]
             stream[end] = _chosen(logits.float(), temperature, top_p, generator)
+            if isinstance(model, FSDPModule):  # all ranks must end together, and rounding can differ between GPUs
+                dist.broadcast(stream[end : end + 1], src=0)
             generated.append(int(stream[end]))
             if generated[-1] in stop:
                 break
@@ -135,8 +139,12 @@ class Sample:
         self.max_new_tokens = max_new_tokens
 
     def __call__(self, trainer: Any, lit_gpt: Any) -> None:
-        """Samples on rank 0. trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device."""
-        sampled = sampled_chat(self.chats) if trainer.is_global_zero else None
+        """Samples on rank 0. If the model is sharded, all ranks compute, because each has only a part of the weights.
+
+        trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device.
+        """
+        computes = trainer.is_global_zero or isinstance(lit_gpt.model, FSDPModule)
+        sampled = sampled_chat(self.chats) if computes else None
         if sampled is None:
             return
         messages, tools = sampled
@@ -145,6 +153,8 @@ class Sample:
         with trainer.precision_plugin.forward_context():
             stop = stop_tokens(lit_gpt.model, loaded.eos_id)
             ids = generate(lit_gpt.model, prompt, max_new_tokens=self.max_new_tokens, stop=stop)
+        if not trainer.is_global_zero:
+            return
         answer = loaded.decode(ids)
         asked = messages[-1]["content"]
         trainer.print(f"sample after {trainer.global_step} steps\n  asked: {asked}\n  answer: {answer}")

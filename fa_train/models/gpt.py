@@ -93,7 +93,7 @@ class GPT(nn.Module):
             Block(self.config, attention, memory, rotates=rope is not None) for rope in self.ropes
         )
         self.norm = build_norm(self.config, dim)
-        self.head = nn.Linear(dim, vocab_size, bias=False)
+        self.head = Head(dim, vocab_size, self.loss, self.logit_softcap)
         self.tie()
 
     def tie(self) -> None:
@@ -212,9 +212,8 @@ class GPT(nn.Module):
         if offload is not None:
             offload.end(x)
         x = self.norm(x)
-        if labels is None:
-            return soft_capped(self.head(x), self.logit_softcap)
-        return self.loss(x, self.head.weight, labels)
+        result: Tensor = self.head(x) if labels is None else self.head(x, labels)
+        return result
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """Returns the embeddings of the tokens. Shapes: tokens and position_ids (total,) -> (total, dim)."""
@@ -303,6 +302,26 @@ class Block(nn.Module):
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
         x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the add_and_norm above has saved x
         return x, self.ffn_post_norm(self.ffn(normed))
+
+
+class Head(nn.Linear):
+    """The last linear layer and the loss. FSDP gathers the weight for this module's forward, where the loss reads it.
+
+    softcap: the soft cap on the logits, or 0. `loss` includes it.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, loss: "LinearCrossEntropy | SoftCappedLoss", softcap: float) -> None:
+        super().__init__(dim, vocab_size, bias=False)
+        self.loss, self.softcap = loss, softcap
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Returns the logits, or the sum of the losses if labels are given.
+
+        Shapes: x (total, dim), labels (total,); returns (total, vocab_size) or ().
+        """
+        if labels is None:
+            return soft_capped(super().forward(x), self.softcap)
+        return self.loss(x, self.weight, labels)
 
 
 class SelfAttention(nn.Module):

@@ -1,15 +1,20 @@
-"""Shards weights, gradients and optimizer states over all ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
+"""Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps a part of every parameter's rows, its shard. The weights of a block are gathered before its forward
-pass, and again before its backward pass. After each pass, the weights are freed. As soon as the backward pass has
-computed the block's gradients, FSDP2 averages and shards these gradients. The weights of embeddings, last norm and head
-are gathered once per micro-batch. The weights outside the blocks stay gathered, because the loss reads the head's
-weight directly. A tied head shares its weight with the token embedding.
+Each rank keeps a part of every parameter's rows, its shard. Weights are gathered in groups: each block, the embeddings
+and the head. A group is gathered before its forward pass and again before its backward pass, and freed after each. As
+soon as the backward pass of a group has computed its gradients, they are averaged and sharded. The head stays gathered
+between both passes, because the backward pass begins with it. The last norm, and the token embedding if the head shares
+its weight, stay gathered for the whole micro-batch.
+
+With replicas (HSDP), ranks form groups of equal size. Each group holds the whole model, sharded inside the group.
+Gradients are also averaged between groups, once per step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -49,18 +54,31 @@ SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of dat
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """A Lightning strategy that shards the model over all ranks. The device mesh has one dimension.
-
-    context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). With
-    1, ranks do not share streams.
+    """A Lightning strategy that shards the model over all ranks, or over those that share a copy of the model.
 
     A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.
+    replicas: the number of copies of the model; more than 1 means HSDP. Consecutive ranks share a copy.
+    reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward.
+    reduce_once: whether gradients are averaged only in the last micro-batch of a step. Until then, each rank holds
+    whole gradients.
+    reduce_dtype: the dtype in which gradients are sent and averaged.
+    context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). With
+    1, ranks do not share streams.
     """
 
-    def __init__(self, context: PositiveInt = 1) -> None:
+    def __init__(
+        self,
+        replicas: PositiveInt,
+        reshard_after_forward: bool,
+        reduce_once: bool,
+        reduce_dtype: Literal["float32", "bfloat16"],
+        context: PositiveInt = 1,
+    ) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
         self.context = context
+        self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
+        self.reduce_once, self.reduce_dtype = reduce_once, reduce_dtype
 
     def setup_environment(self) -> None:
         replace_private("lightning", self, "_data_parallel_size", self.num_nodes * self.num_processes)
@@ -77,6 +95,28 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Returns the optimizer's state, without a copy."""
         assert self.model is not None
         return get_optimizer_state_dict(self.model, optimizer)
+
+    def shard(self, model: GPT, precision: str) -> None:
+        """Shards a model on the meta device, and gives this rank its part of the weights."""
+        mesh = self.device_mesh[SHARDED_MESH]
+        if self.replicas > 1:
+            sizes = (self.replicas, self.world_size // self.replicas)
+            mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicate", "shard"))
+        dtype: torch.dtype = getattr(torch, self.reduce_dtype)
+        shard(model, mesh, precision, reshard_after_forward=self.reshard_after_forward, reduce_dtype=dtype)
+        model.materialise(self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning backpropagates all micro-batches of a step except the last one in this context."""
+        model = cast(FSDPModule, self._gpt)
+        # without replicas, an all-reduce never happens
+        communicates = model.set_requires_gradient_sync if self.reduce_once else model.set_requires_all_reduce
+        communicates(False)
+        try:
+            yield
+        finally:
+            communicates(True)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: BackgroundSave | None = None
@@ -161,19 +201,31 @@ def make_context_groups(context: int) -> None:
             register_group(CONTEXT_GROUP, group)
 
 
-def shard(model: GPT, mesh: DeviceMesh, precision: str) -> None:
+def shard(
+    model: GPT,
+    mesh: DeviceMesh,
+    precision: str,
+    *,
+    reshard_after_forward: bool = True,
+    reduce_dtype: torch.dtype = torch.float32,
+) -> None:
     """Shards the model's parameters over the ranks. No device ever holds the whole model.
 
-    precision: trainer.precision. With bf16-mixed, the weights of blocks are gathered in bf16, the dtype in which
-    autocast computes. All other weights are gathered in fp32. Shards stay in fp32, and gradients are averaged in fp32.
+    mesh: the ranks, or replicas x ranks of one replica.
+    precision: trainer.precision. With bf16-mixed, the weights of blocks and of an untied head are gathered in bf16, the
+    dtype that autocast computes in. Shards stay in fp32, and other weights are gathered in fp32.
     """
-    of_blocks = torch.bfloat16 if precision == "bf16-mixed" else None
-    ranks = mesh[SHARDED_MESH]
+    # inputs are not cast to bf16, because autocast keeps the hidden states between blocks in fp32
+    policy = partial(MixedPrecisionPolicy, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    rounded, exact = policy(torch.bfloat16 if precision == "bf16-mixed" else None), policy(None)
     for block in model.blocks:
-        # inputs are not cast to bf16, because autocast keeps the hidden states between blocks in fp32
-        policy = MixedPrecisionPolicy(of_blocks, torch.float32, cast_forward_inputs=False)
-        fully_shard(block, mesh=ranks, mp_policy=policy)
-    fully_shard(model, mesh=ranks, mp_policy=MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False))
+        fully_shard(block, mesh=mesh, mp_policy=rounded, reshard_after_forward=reshard_after_forward)
+    if model.position_embedding is not None:
+        fully_shard(model.position_embedding, mesh=mesh, mp_policy=exact)
+    if not model.config.tied:
+        fully_shard(model.token_embedding, mesh=mesh, mp_policy=exact)
+        fully_shard(model.head, mesh=mesh, mp_policy=rounded, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=exact)
 
 
 def context_ranks(strategy: Strategy) -> int:

@@ -108,7 +108,7 @@ def mistake() -> None:
 def test_ranks_agree_on_what_kind_of_checkpoint_they_read(tmp_path, monkeypatch):
     """This rank sees a folder that rank 0 does not see yet, as can happen on a network file system."""
     read = []
-    strategy = FullyShardedStrategy()
+    strategy = FullyShardedStrategy(1, True, False, "float32")
     monkeypatch.setattr(strategy, "broadcast", lambda answer: not answer)
     monkeypatch.setattr(strategy, "_load_whole", lambda path: read.append(path))
     strategy.load_checkpoint(tmp_path)

@@ -61,7 +61,7 @@ def sharded(model: GPT, precision: str = "32-true") -> GPT:
     assert all(parameter.is_meta for parameter in model.parameters())
     if precision == "bf16-true":
         model.bfloat16()
-    shard(model, init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel")), precision)
+    shard(model, init_device_mesh("cpu", (2,)), precision)
     model.materialise(CPU)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return model

@@ -6,7 +6,7 @@ from fa_train.memory.offload import IN_FLIGHT
 from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.optimizer import optimizer_working
 from fa_train.memory.planner.plan import Plan
-from fa_train.memory.planner.weights import block_sizes, outer_sizes, trained_sizes
+from fa_train.memory.planner.weights import block_sizes, gathered_outside, trained_sizes
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Step:
         """
         model, run, embeddings = self.model, self.run, self.embeddings
         # unsharded gradients of the weights outside the blocks, and fp32 copies of these gradients
-        outer = sum(outer_sizes(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
+        outer = sum(gathered_outside(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
         return [
             Moment(
                 "the embedding's backward",

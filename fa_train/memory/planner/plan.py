@@ -47,7 +47,7 @@ class RunSize:
     accumulates: whether a step has several micro-batches, so that gradients exist in all micro-batches after the first.
     adapters: the sizes of LoRA adapters, or None if all weights are trained.
     ranks: the number of GPUs over which weights, gradients and optimizer states are sharded (fa_train.parallel.fsdp),
-    or 1 without sharding.
+    or 1 without sharding. reshard_after_forward, reduce_once: the settings of strategy=fsdp.
     context: the number of GPUs that share each micro-batch (fa_train.parallel.context).
     arch: the GPU's architecture, which determines the attention kernels.
     """
@@ -62,6 +62,8 @@ class RunSize:
     adapters: Adapters | None = None
     ranks: int = 1
     context: int = 1
+    reshard_after_forward: bool = True
+    reduce_once: bool = False
     arch: Arch = "sm90"
 
     def __post_init__(self) -> None:

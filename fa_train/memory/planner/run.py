@@ -53,6 +53,8 @@ def plan_of(
     compiled: bool,
     ranks: int = 1,
     context: int = 1,
+    reshard_after_forward: bool = True,
+    reduce_once: bool = False,
 ) -> Plan:
     """Returns the plan of a run. The model may be on the meta device.
 
@@ -70,6 +72,8 @@ def plan_of(
         adapters=adapters_of(model),
         ranks=ranks,
         context=context,
+        reshard_after_forward=reshard_after_forward,
+        reduce_once=reduce_once,
         arch=planned_arch(),
     )
     return Plan(model.config, model.memory.levers, run)

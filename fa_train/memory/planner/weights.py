@@ -55,12 +55,20 @@ def weights_bytes(plan: Plan) -> int:
 def gathered_bytes(plan: Plan) -> int:
     """Returns the peak bytes of the weights and gradients that FSDP2 gathers on a rank.
 
-    The formula counts all weights outside the blocks, the weights of two blocks, and the gradients of one block with an
-    fp32 copy. No measurement has confirmed the formula.
+    The formula counts the larger of embedding and head (both, if they share a weight), the weights of two blocks or of
+    all, and the gradients of one block with an fp32 copy. With reduce_once, it also counts whole gradients in fp32. No
+    measurement has confirmed the formula.
     """
-    run = plan.run
+    model, run = plan.model, plan.run
     if run.ranks == 1:
         return 0
-    gradients = run.compute_bytes + 4 if run.adapters is None else 0
-    of_block = sum(block_sizes(plan.model)) * (2 * run.compute_bytes + gradients)
-    return sum(outer_sizes(plan.model)) * run.weight_bytes + of_block
+    trained = run.adapters is None
+    blocks = min(2, model.n_layers) if run.reshard_after_forward else model.n_layers
+    of_block = sum(block_sizes(model)) * (blocks * run.compute_bytes + (run.compute_bytes + 4) * trained)
+    whole_gradients = sum(trained_sizes(plan)) * 4 if run.reduce_once and run.accumulates else 0
+    return sum(gathered_outside(model)) * run.weight_bytes + of_block + whole_gradients
+
+
+def gathered_outside(model: ModelConfig) -> list[int]:
+    """Returns the number of elements of each parameter outside the blocks that FSDP2 gathers at the same time."""
+    return outer_sizes(model)[0 if model.tied else 1 :]
