@@ -26,5 +26,5 @@ def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
 
 
 def columns_of(width: int, itemsize: int = 2) -> tuple[int, ...]:
-    """Returns the width of each column block of a head: the result of `split_columns` without zeros."""
+    """Returns the width of each column block of a head: the widths from `split_columns` that are not 0."""
     return tuple(block for block in split_columns(width, itemsize) if block)

@@ -1,8 +1,8 @@
 """RMSNorm (arXiv:1910.07467) fused with the residual addition before it.
 
 The forward kernel adds the output of a layer to the residual stream and normalises the sum. The backward kernel
-computes the gradients of the stream, of the added tensor and of the weight. The stream and the added tensor have the
-same gradient, but possibly in different dtypes.
+computes the gradients of the residual stream, of the added tensor and of the weight. The residual stream and the tensor
+that is added to it have the same gradient, but possibly in different dtypes.
 """
 
 from typing import Any

@@ -42,7 +42,7 @@ def may_have_dispatch_mode() -> bool:
 def may_be_watched() -> bool:
     """Returns whether a mode, a functorch transform, a trace or a profiler is active.
 
-    If this version of torch cannot tell whether one is active, returns True.
+    Also returns True if this version of torch gives no answer.
     """
     return may_be_traced() or bool(_has_function_mode() or _profiles())
 
@@ -50,8 +50,8 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    While any of the three is active, tensors may have no data. If this version of torch cannot tell whether any is
-    active, returns True.
+    While any of the three is active, tensors may have no data. Also returns True if this version of torch gives no
+    answer.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None

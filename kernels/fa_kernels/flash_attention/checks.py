@@ -26,7 +26,8 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
     require_consistent does not run for a call whose recorded launches are repeated (launch/record.py). The key of a
     recording, backend._common_key, must therefore contain everything that this function checks.
-    Shapes: q (tokens, n_heads, head_dim), k and v (tokens, n_kv_heads, head_dim), or with (batch, seqlen) for tokens.
+    Shapes: q (tokens, n_heads, head_dim), k and v (tokens, n_kv_heads, head_dim), or with (batch, seqlen) in place of
+    `tokens`.
     """
     device, dtype = q.device, q.dtype
     require_backend(device)

@@ -287,7 +287,7 @@ def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.d
 def _page_table(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> Tensor | None:
-    """Returns the pages of each sequence, (batch, pages per sequence) int32, or None if sequence i is page i.
+    """Returns each sequence's page indices, (batch, pages per sequence) int32, or None if sequence i has only page i.
 
     In the result, the last dimension has stride 1. A cache without pages counts as one page per sequence.
     """

@@ -29,7 +29,7 @@ def isolate_nan(x):
 
 @triton.jit
 def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
-    """Returns whether a NaN mark is set for any of ROWS rows of a head, from `first` on.
+    """Returns whether a NaN mark is set for any of the `ROWS` rows of a head that begin at row `first`.
 
     marks_ptr points to the result of `new_marks`. If head and first are tensors, the function checks many tiles at
     once.
@@ -41,9 +41,10 @@ def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
 
 @triton.jit
 def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
-    """Returns whether a NaN mark is set for any of the program's next LOOK work items, from `item` on.
+    """Returns whether a NaN mark is set in any of the program's next `LOOK` work items, starting with `item`.
 
-    Item i is tile i % n_tiles of head i // n_tiles. A program's items are num_programs apart.
+    Item i is tile `i % n_tiles` of head `i // n_tiles`. The indices of a program's consecutive items are `num_programs`
+    apart.
     """
     items = tl.minimum(item + tl.arange(0, LOOK) * tl.num_programs(0), n_items - 1)
     marked = is_marked(marks_ptr, items // n_tiles, items % n_tiles * ROWS, total, ROWS)

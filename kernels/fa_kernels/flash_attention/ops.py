@@ -14,9 +14,9 @@ that run:
 | yes, eager    | yes        | _Attention: forward_operator                  | backward_operator |
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
-A call is observed if code outside this file may watch operators (see `_observed`). The backward pass checks again
-whether code outside this file may watch. Operators of torch accept no Schedule and no Features. Operators receive a
-Schedule as its seven tensors, and ALiBi as a list of three tensors, or as an empty list without ALiBi.
+A call is observed if code outside this file could watch operators (see `_observed`). The backward pass calls
+`_observed` again. Operators of torch accept no Schedule and no Features. Operators receive a Schedule as its seven
+tensors, and ALiBi as a list of three tensors, or as an empty list without ALiBi.
 """
 
 from collections.abc import Sequence
@@ -245,7 +245,7 @@ def _forward(
 
 
 def _observed(q: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether code outside this file may watch the operator.
+    """Returns whether code outside this file could watch the operator.
 
     The watcher may be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
     transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. Calls that are

@@ -87,8 +87,8 @@ def build_schedule(
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         padded: whether tokens may come after the last document.
         seqlen: the number of keys per document, from which the length class is chosen; by default the mean length.
-        gradients: whether a backward pass may use the schedule. If False, the fields that only backward passes read
-            (query_start, query_end, key_tiles) may be empty.
+        gradients: whether the schedule must also serve backward passes. If False, the fields that only backward passes
+            read (query_start, query_end, key_tiles) may be empty.
     """
     left, right = window_size
     if causal:
@@ -238,7 +238,7 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
 
 
 class _Side(NamedTuple):
-    """The documents of the queries, or the documents of the keys; each of the two is a side.
+    """One side of the attention: either the documents of the queries, or the documents of the keys.
 
     Documents are counted from 1. Tokens after the last document belong to an additional, empty document.
     """
@@ -264,8 +264,8 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
     """Returns start and end of each token's document on the other side, and each token's aligned token on that side.
 
-    If `own` is the side of the queries, `other` is that of the keys, and vice versa. Shapes: three tensors (total,)
-    int32, for the tokens of `own`.
+    If `own` is the side of the queries, `other` is that of the keys, and vice versa. Each of the three results is
+    (total,) int32, with one value per token of `own`.
     """
     start, end = other.starts[own.document], other.ends[own.document]
     return start, end, own.token if own is other else own.token - own.ends[own.document] + end
@@ -296,7 +296,7 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
     With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. A tile that contains several documents is sorted by its first or its last document, whichever is longer.
+    run last. The place of a tile with several documents depends on the longer of its first and last document.
 
     Args:
         length: (total,), the length of each token's document on the other side (keys for queries, and vice versa).

@@ -32,7 +32,9 @@ ALIGNMENT = 32  # int32 elements: each tensor begins at a multiple of 128 bytes 
 
 @triton.jit
 def _document_of(tokens, cu_ptr, n_edges, stride):
-    """Returns the number of documents that begin at or before each token, which skips empty documents.
+    """Returns each token's document, counted from 1: how many documents begin at or before the token.
+
+    No token gets the number of an empty document.
 
     stride: the highest power of two that is at most n_edges, the number of elements of cu_seqlens.
     """
@@ -70,7 +72,7 @@ def _ranges_of(tokens, side):
 
 @triton.jit
 def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr):
-    """Stores the visible ranges of TOKENS tokens. `total` is the number of all tokens."""
+    """Stores the range that each of `TOKENS` tokens sees. `total` is the number of all tokens."""
     tokens = program * TOKENS + tl.arange(0, TOKENS)
     start, end, _ = _ranges_of(tokens, side)
     tl.store(start_ptr + tokens, start, mask=tokens < total)
@@ -79,7 +81,7 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 
 @triton.jit
 def _length_of(tiles, side, total, TILE: tl.constexpr):
-    """Returns the length of the document of each tile's first or last token, whichever document is longer.
+    """Returns the larger of two lengths for each tile: of the first token's document and of the last token's document.
 
     Lengths are numbers of tokens on the other side.
     """
@@ -95,7 +97,7 @@ def _store_order(
     program, order_ptr, side, total,
     TILE: tl.constexpr, LAST_FIRST: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Stores TILES tiles of TILE tokens at their positions in the order that schedule.document_by_document defines."""
+    """Stores `TILES` tiles of `TILE` tokens at their positions in the order of schedule.document_by_document."""
     n_tiles = tl.cdiv(total, TILE)
     tiles = program * TILES + tl.arange(0, TILES)
     length = _length_of(tiles, side, total, TILE)
@@ -129,8 +131,8 @@ def _schedule_kernel(
 ):  # fmt: skip
     """Each program computes a part of one result.
 
-    In the order of the programs, the results are query_tiles, wide_query_tiles, ranges of queries, key_tiles and ranges
-    of keys.
+    In ascending order of their ids, the programs compute query_tiles, wide_query_tiles, the ranges of queries,
+    key_tiles and the ranges of keys.
 
     A launch without gradients has no programs for key_tiles and ranges of keys. out_ptr: the buffer of all tensors,
     which `_layout` divides.

@@ -13,9 +13,10 @@ def tanh(x, dtype: tl.constexpr):
     """Computes tanh(x) in fp32, where x is score / softcap. `dtype` is the dtype of q and k.
 
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
-    narrower dtypes use one instruction, whose relative error of 2^-11 is below the rounding of bf16 scores. fp16 and
-    fp32 use `1 - 2 / (e^(2 * x) + 1)`. In fp16, dK may be a sum of terms `1 - tanh(x)^2` of saturated scores. With the
-    one instruction, the error of such a dK could be more than twice the error of torch's dK.
+    narrower dtypes use the approximate instruction `tanh.approx`, whose relative error of 2^-11 is below the rounding
+    of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`. If all scores of a key are saturated, dK of the key is
+    a sum of small terms with the factor `1 - tanh(x)^2`. In this case, `tanh.approx` could make the error of dK in fp16
+    more than twice the error of torch's dK.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)

@@ -19,10 +19,11 @@ QUERIES_IN_L2 = 16 * 2**20  # the most bytes of Q, dO and fp32 dQ in a section o
 def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_TILE: tl.constexpr):
     """Returns the tile and the head that a program processes.
 
-    Consecutive programs process all heads of a section for one tile, then for the next tile, then the next section.
-    `section` is the number of heads in a section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles
-    are processed in ascending order. One tile of the schedule holds TILES_PER_WORK_TILE tiles of the kernel, and the
-    last of these is processed first.
+    Consecutive programs process one tile for all heads of a section, then the next tile for the same heads, and so on.
+    After the last tile, the programs continue with the next section of heads. `section` is the number of heads in a
+    section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending order. One
+    tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel, which programs process from the last to
+    the first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -39,7 +40,7 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
 
 
 def grid_of_tiles(work_tiles: Tensor, n_heads: int, block: int) -> tuple[int, int]:
-    """Returns the number of programs, and the number of tiles of `block` tokens per head.
+    """Returns the number of programs, and how many tiles a head has. A tile holds `block` tokens.
 
     The last tiles may begin after the last token.
     """

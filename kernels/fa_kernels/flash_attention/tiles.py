@@ -146,7 +146,7 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 
 
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    """Returns the tiles for one launch: tiles of the table, or smaller ones that fit the shared memory of `device`.
+    """Returns the tiles for one launch: the table's tiles, or smaller tiles if `device` has too little shared memory.
 
     Tiles from the file that FLASH_ATTENTION_TILES names replace those of the table (tuned_tiles.py). Warns once per
     device if the table does not list the device, or if the tiles of the table do not fit.
@@ -238,8 +238,8 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
     """Returns the shared memory (bytes) if each fp32 matmul is three TF32 products of upper and lower halves.
 
-    Shared memory holds both halves of the tiles that a program keeps, and of the block in use. Blocks are prefetched in
-    fp32, and split in registers, one column block at a time. mma.sync reads the halves from registers, so a block is
+    For the tiles that a program keeps and for the block in use, shared memory holds both halves. Blocks are prefetched
+    in fp32, and split in registers, one column block at a time. mma.sync reads the halves from registers, so a block is
     stored only once. The kernels for dK and dV also store the block transposed. The decode kernel, which uses the tiles
     of the forward pass, may hold K, V and two copies of the scores at the same time.
     """
@@ -312,7 +312,7 @@ def precision_of(x: Tensor) -> str:
     For fp32, three TF32 products of the upper and lower halves of the inputs ("tf32x3") are added, as in torch's own
     attention. The option "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product
     ("tf32") is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA.
-    Values that round to infinity in TF32, which are the largest 1/4096 of the fp32 range, count as infinite.
+    Values in the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"

@@ -56,8 +56,8 @@ def elements(x: Tensor, block: int) -> TensorDescriptor:
 def loadable(x: Tensor) -> bool:
     """Returns whether TMA can read x (total, heads, head_dim) in place.
 
-    The address and the strides must be multiples of 16 bytes. The last dimension must have stride 1. All heads of a
-    token must lie before the next token.
+    The address and the strides must be multiples of 16 bytes. The last dimension must have stride 1. In memory, all
+    heads of a token must come before the heads of the next token.
     """
     _, heads, head_dim = x.shape
     stride_t, stride_h, stride_d = x.stride()

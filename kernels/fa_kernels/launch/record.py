@@ -12,9 +12,9 @@ with the same key allocate tensors, insert the new addresses and call the launch
 A recording belongs to one key, one stream and one device. No call is recorded or repeated if a tool has launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
 multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters. A
-call cannot be recorded if it runs an operator of torch, or if it uses an address of an unknown tensor or of two
-overlapping tensors. If recording a call fails, all later calls with its key run without recording. Tile tables and
-other module globals are not part of a key: call `forget()` after changing them.
+call cannot be recorded if it runs an operator of torch, or if a launch contains an address that belongs to no known
+tensor, or to two overlapping tensors. If recording a call fails, all later calls with its key run without recording.
+Tile tables and other module globals are not part of a key: call `forget()` after changing them.
 """
 
 import logging
@@ -161,9 +161,9 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
     """Launches a kernel in less host time than `launch`.
 
     The kernel is compiled once for each device and set of constants.
-    Numbers and the grid may differ in every call, but not in a recorded call. The first argument must be a tensor.
-    Numbers must be int32 and listed in the kernel's do_not_specialize. Pointers must be listed in
-    do_not_specialize_on_alignment, unless they are always aligned to ALIGNMENT bytes.
+    Each call can pass other numbers and another grid, but a recorded call is repeated with the recorded numbers and
+    grid. The first argument must be a tensor. Numbers must be int32 and listed in the kernel's do_not_specialize.
+    Pointers must be listed in do_not_specialize_on_alignment, unless they are always aligned to ALIGNMENT bytes.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
@@ -232,7 +232,7 @@ def _say_once(failure: str) -> None:
 class _Launch(NamedTuple):
     """One recorded kernel launch. `run` launches the kernel.
 
-    `arguments` picks the kernel's arguments from all recorded values.
+    The function `arguments` picks the kernel's arguments from the list of all recorded values.
     """
 
     run: Callable[..., None]
@@ -347,7 +347,10 @@ class _Recorder(torch_private.TorchDispatchMode):
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
-        """Adds a tensor that launches may use. In place of x, a repeated call uses the tensor that again() returns."""
+        """Makes x known to the recorder, because launches can use the address of x.
+
+        In place of x, a repeated call uses the tensor that again() returns.
+        """
         self.tensors.append(x)
         self.allocations.append(again)
 
@@ -400,7 +403,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Returns the indices of the tensors whose addresses launches use, or a repeated call compares (`same`)."""
+        """Returns the indices of tensors whose addresses are needed: by launches, or for the comparisons in `same`."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
         return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
 
@@ -424,8 +427,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Returns where a repeated call finds the values that the launcher needs for the kernel argument x.
 
-        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several places, any
-        other x has one.
+        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several places, and
+        any other argument has one place.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())

@@ -15,7 +15,10 @@ from fa_kernels.flash_attention.nan_isolation import isolate_nan
 @triton.jit
 def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                  MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads ROWS rows from `first` on, as a tuple of blocks [ROWS, COLUMNS[i]]. `load_block` explains the arguments."""
+    """Loads `ROWS` rows from `first` on, as a tuple of blocks [ROWS, COLUMNS[i]].
+
+    `load_block` explains the arguments.
+    """
     blocks = ()
     for i in tl.static_range(len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)
@@ -125,7 +128,7 @@ def add_to_rescaled(acc, rescale, a, b, PRECISION: tl.constexpr):
 def isolate_nan_columns(blocks):
     """Applies isolate_nan to each column block.
 
-    Returns the blocks without NaN, and the sum of isolate_nan's vectors.
+    Returns the blocks with 0 in place of inf and NaN, and the sum of the vectors that isolate_nan returns.
     """
     finite, nan_rows = isolate_nan(blocks[0])
     isolated = (finite,)
@@ -144,7 +147,7 @@ def by_block(a, b):
 
 @triton.jit
 def by_tensor(blocks):
-    """Inverts `by_block`: returns (a, b)."""
+    """Undoes `by_block`: returns the two tuples (a, b) again."""
     return blocks[0][0] + blocks[1][0], blocks[0][1] + blocks[1][1]
 
 

@@ -167,7 +167,7 @@ def _attend(
     HAS_ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from start to end to the running softmax of one tile of queries.
+    """Updates the running softmax of one tile of queries with the keys from `start` to `end - 1`.
 
     start is a multiple of BLOCK_N.
     """
@@ -221,7 +221,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """One program computes BLOCK_M rows of one sequence and one KV head, over one of the n_splits parts of the keys.
 
-    A row is a query of one head: row r is token r // GROUP and head r % GROUP of the group. o (n_splits, batch,
+    A row is a query of one head: row r is token `r // GROUP` and head `r % GROUP` of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
     the final result. Heads of k have D columns, padded with zeros to BLOCK_D, a power of two. Heads of v have DV
     columns, padded to BLOCK_DV. Two column blocks per head do not work in this kernel. If K or V reaches shared memory

@@ -36,7 +36,7 @@ def _attend(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys from start to end to the running softmax of one tile of queries."""
+    """Updates the running softmax of one tile of queries with the keys from `start` to `end - 1`."""
     for n in range(start, end, BLOCK_N):
         scores = None
         for i in tl.static_range(len(D_COLUMNS)):

@@ -6,8 +6,8 @@ call is deterministic (order.py).
 
 Two kernels compute all other calls, with seven matmuls in total: the first computes dK and dV (keys.py or wide.py), the
 second dQ (queries.py). Two kernels are needed at head_dim 256, and in fp16 with a soft cap at head_dim 128, because the
-fused kernel has too few registers there. The separate kernels for dK, dV and dQ are always deterministic, because one
-program computes each output.
+fused kernel has too few registers there. The separate kernels for dK, dV and dQ are always deterministic, because every
+output is computed by exactly one program.
 
 NaN isolation: if the batch has several documents, the kernels mark rows with NaN (nan_marks.py). The portable kernels
 then compute the tiles with marked rows again (portable/repair.py).

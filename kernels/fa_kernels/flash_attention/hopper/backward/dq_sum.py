@@ -36,9 +36,9 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program writes lse and delta of BLOCK queries of one head to rows_ptr.
 
-    The kernel has three further outputs, and the pointer of each may be None. The sum of dQ (dq_ptr) is set to 0, WORDS
-    elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to NO_TILE. delta_ptr receives
-    delta as (n_heads, total).
+    The kernel has three further outputs, and the pointer of each may be None. The sum of dQ (dq_ptr) is set to 0,
+    `WORDS` elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to NO_TILE. delta_ptr
+    receives delta as (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def prepare(
 def _finish_columns(
     sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Multiplies the sum by `scale`, and stores COLUMNS columns of the given rows to dq.
+    """Multiplies the sum by `scale`, and stores `COLUMNS` columns of the given rows to dq.
 
     Returns NaN if a sum is not finite, else 0.
     """
@@ -128,7 +128,7 @@ def _finish_kernel(
 ):  # fmt: skip
     """One program scales and rounds dQ of BLOCK queries of a head.
 
-    If marks_ptr is not None, the program also writes the NaN mark of these queries.
+    If marks_ptr is not None, the program also writes the NaN mark of its `BLOCK` queries.
     """
     unit, head = tl.program_id(0) // n_heads, tl.program_id(0) % n_heads
     rows = unit * BLOCK + tl.arange(0, BLOCK)

@@ -98,8 +98,9 @@ def _bwd_kernel(
     counter_ptr: the counter of the queue of items (queue.py), or None. tiles_ptr: the order in which tiles of keys are
     processed, or None for ascending order. semaphore_ptr: the semaphores of the dQ order (order.py), or None. If
     semaphores are given, tiles_ptr must be None. marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or
-    None. padded_q: the number of lse values per head, with padding. A descriptor without a 2 in its name describes the
-    first column block of heads. A descriptor with a 2 describes the second column block, or is None.
+    None. padded_q: the number of lse values per head, with padding. Descriptors with a 2 in their names describe the
+    second column block of each head, and are None if heads have only one block. The other descriptors describe the
+    first column block.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]

@@ -1,8 +1,9 @@
 """The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
-warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. `_step` computes S of the step itself. `_step_ahead` receives this
-step's S, and computes S of the next step, so that the tensor cores have work during the exponentials.
+warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` first computes S of its own step. The function
+`_step_ahead` receives S of its own step, and computes S of the next step, so that the tensor cores have work during the
+exponentials.
 """
 
 from triton.experimental import gluon
@@ -146,7 +147,7 @@ def _probabilities(
 def _product(a, b):
     """Multiplies two bf16 tensors, two elements per instruction.
 
-    Triton's own product would be computed in fp32 and then rounded.
+    Triton's operator `*` would compute the product in fp32 and then round it.
     """
     gl.static_assert(a.dtype == gl.bfloat16 and b.dtype == gl.bfloat16)
     return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.bfloat16, True, 2)
@@ -322,7 +323,7 @@ def _consume_item(
 ):  # fmt: skip
     """Computes dK, dV and dS^T for half of an item's keys.
 
-    The consumer with HALF 0 stores dK of both halves, and the other consumer stores dV.
+    The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
     item_index: how many items this program has processed before.
     done: the number of steps of all earlier items of this program.
     Returns `done` plus the number of steps of this item.

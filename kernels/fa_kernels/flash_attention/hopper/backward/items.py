@@ -32,7 +32,7 @@ SIZES = (
 
 @structure
 class Item:
-    """A work item: the keys from `first` on of a KV head, and the queries from `start` to `end` that may see them."""
+    """A work item: keys of a KV head, from `first` on, and the queries that can see them, from `start` to `end - 1`."""
 
     first: gl.tensor
     kv_head: gl.tensor
@@ -142,8 +142,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head. After the last block of a head, the next
-    step is the first block of the next head. With BACKWARDS, the next step is the same block of the next head. After
-    the last head, the next step with BACKWARDS is the previous block of queries of the first head.
+    step is the first block of the next head. With `BACKWARDS`, the next step is the same block of the next head, or,
+    after the last head, the preceding block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -164,7 +164,7 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
 @gluon.jit
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Returns the range of queries that sees each of KEYS keys from `first` on.
+    """Returns the range of queries that see a key, for each of `KEYS` keys from `first` on.
 
     `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
     mask, because they see the first key, the last key, and all keys between.

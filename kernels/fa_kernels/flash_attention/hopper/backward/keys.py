@@ -3,7 +3,7 @@
 With a soft cap in fp16 at head_dim 128, the fused kernel (fused.py) has too few registers. One program of keys.py
 computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer warpgroups own 64
 keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV and dK can read P^T
-and dS^T from registers. Only one program writes each output, so every run gives the same bits.
+and dS^T from registers. Every output is written by exactly one program, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -60,7 +60,7 @@ def _consume(
 ):  # fmt: skip
     """Runs a consumer warpgroup: it computes dK and dV of half of an item's keys.
 
-    The consumer with HALF 0 stores dK of both halves, and the other consumer stores dV.
+    The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
     """
     q_bufs, do_bufs = buffers.q[0], buffers.do[0]
     k_buf, v_buf = buffers.k[0].index(0), buffers.v[0].index(0)

@@ -1,10 +1,10 @@
 """The dQ order: tiles of keys add to dQ in ascending order, so that every run gives the same bits.
 
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
-one tile of keys. After the program has added this part to dQ of a block, and the sum has reached memory, the program
-writes the tile's number to the block's semaphore. Tile t waits until the semaphore is at least t - 1 before it adds to
-dQ. From one key to the next, the range of queries that see the key never starts earlier and never ends earlier. The
-tiles that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
+one tile of keys. A program adds its part to dQ of a block, waits until the sum is in memory, and then writes the number
+of its tile of keys to the block's semaphore. Tile t waits until the semaphore is at least t - 1 before it adds to dQ.
+From one key to the next, the range of queries that see the key never starts earlier and never ends earlier. The tiles
+that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
 
 The kernel cannot deadlock: a tile waits only for an earlier tile that will add to the same block, and semaphores never
 decrease. Programs have one tile each and start in ascending order, so the first unfinished tile waits for nothing.
@@ -61,14 +61,13 @@ def wait_for_order(
     dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs the warp that signals `due` for each step, as soon as the program may add the step's part to dQ.
+    """Runs the warp that signals `due` for each step when the program is allowed to add the step's part to dQ.
 
-    The warp first waits until the previous tile of keys has added its part to dQ of the same queries, if it has such a
-    part.
+    Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
+    also adds to dQ of the step's queries, the warp then waits until the previous tile's part is in memory.
 
-    Before each step, the warp waits until the step's place in the ring of dS is empty. The place becomes empty only
-    after `due` was signalled for the previous step in the place. The mbarriers of dS and `due` can therefore never be
-    two phases apart.
+    A place in the ring becomes empty only after `due` was signalled for the step that used the place before. The
+    mbarriers of dS and `due` can therefore never be two phases apart.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
@@ -92,7 +91,7 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
     If `step` is -1, the function gives no signal. The function first waits until TMA has added dQ of `step` to memory.
-    The latest PENDING TMA operations, which belong to later steps, may still be incomplete.
+    The function does not wait for the last `PENDING` TMA operations, which belong to later steps.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)

@@ -1,4 +1,5 @@
-"""A Hopper kernel for dQ at head_dim 128 and 256. One program writes each output, so every run gives the same bits.
+"""A Hopper kernel for dQ at head_dim 128 and 256. Every output is written by exactly one program, so every run gives
+the same bits.
 
 One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once, and then blocks of K and V, by
 TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds dS K to dQ.

@@ -1,9 +1,9 @@
-"""A Hopper kernel for dK and dV at head_dim 256, of 64 keys per program. Another kernel computes dQ (queries.py).
+"""A Hopper kernel for dK and dV at head_dim 256, with 64 keys per program. Another kernel computes dQ (queries.py).
 
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
 warpgroup passes P^T to the second through shared memory, in 16 bits. Together, this kernel and the kernel for dQ need
-seven matmuls, but one fused kernel would need five. Because only one program writes each output, no sum in global
+seven matmuls, but one fused kernel would need five. Every output is written by exactly one program, so no sum in global
 memory is needed, and every run gives the same bits.
 
 The table gives lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per
@@ -138,7 +138,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Multiplies an accumulator by `scale`, if it is not None, and stores the product through the buffer of K or V."""
+    """Stores an accumulator, times `scale` unless `scale` is None, through the buffer of K or V."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale

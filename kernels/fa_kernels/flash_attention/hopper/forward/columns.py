@@ -55,7 +55,7 @@ def begin_values(operands, v_buffers, stage, o):
 
 @gluon.jit
 def wait_for(tokens):
-    """Waits until all matmuls are complete. Returns the accumulators as a tuple, one for each of `tokens`."""
+    """Waits until all matmuls are complete. Returns a tuple with the accumulator of each matmul in `tokens`."""
     values = warpgroup_mma_wait(0, deps=tokens)
     if len(tokens) == 1:
         values = (values,)

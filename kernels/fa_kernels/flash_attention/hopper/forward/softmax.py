@@ -60,10 +60,10 @@ def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
 def visible(
     scores, scale, queries, key, at_edge, dtype: gl.constexpr, MASK: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Applies the soft cap and the mask to scores [M, N]. The scores of hidden keys become HIDDEN.
+    """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The columns of `scores` are the keys from `key` on. MASK is `always`, `never` or `at_edge`. With `at_edge`, the mask
-    is applied only if the argument at_edge is true.
+    The columns of `scores` are the keys from `key` on. MASK is `always`, `never` or `at_edge`. If MASK is `at_edge`,
+    the boolean argument at_edge says whether the mask is applied.
     """
     if HAS_SOFTCAP:
         scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)
@@ -103,7 +103,10 @@ def operand(pairs, dtype: gl.constexpr, o):
 
 @gluon.jit
 def rescale(o, factor):
-    """Multiplies o [M, D] by the factors [M, 8] of its rows. A warp skips the product if all its 16 factors are 1."""
+    """Multiplies o [M, D] by the factors [M, 8] of its rows.
+
+    A warp skips the product if the factors of its 16 rows are all 1.
+    """
     n: gl.constexpr = o.shape[1] // 2  # values per thread
     values = [o, along_rows(factor, o)]
     return gl.inline_asm_elementwise(_multiply_asm(n), _multiply_constraints(n), values, gl.float32, False, n)
@@ -162,11 +165,13 @@ def _repeated(four, N: gl.constexpr):
 
 @gluon.jit
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
-    """Returns p = 2^(score * scale - exponent) in packed pairs, each pair stored twice, and four partial sums of p.
+    """Returns p = 2^(score * scale - exponent), as packed pairs, and four partial sums of p.
 
-    exponent_0 and exponent_1 are row_max of the two rows in log2 units. Partial sum i adds the values i, i + 4, i + 8
-    and so on. `_of_thread` may compute p twice. Without the explicit fma, the compiler would round the product in the
-    second computation, but not in the first. The bits of rows whose row_max stays would then change.
+    Each packed pair appears twice in p. exponent_0 and exponent_1 are row_max of the two rows in log2 units. Partial
+    sum i adds the values i, i + 4, i + 8 and so on. If a sum is too large, `_of_thread` raises row_max and computes p a
+    second time. Without the explicit fma, the compiler would round the product `score * scale` in the second
+    computation, but not in the first. A row whose row_max is unchanged would then get different bits in the second
+    computation.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

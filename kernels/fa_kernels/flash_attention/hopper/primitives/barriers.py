@@ -31,7 +31,7 @@ def _run(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr
 
 @gluon.jit
 def named_barrier(BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Blocks until THREADS threads have arrived at the named barrier."""
+    """Blocks until `THREADS` threads have arrived at the named barrier `BARRIER`."""
     _run("bar.sync", BARRIER, THREADS)
 
 
@@ -54,7 +54,7 @@ def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 def hand_back(empty):
     """Signals at mbarrier `empty` that this warpgroup has read a buffer.
 
-    `empty` must count WARPGROUP threads per reader.
+    The mbarrier `empty` must count `WARPGROUP` arrivals per reading warpgroup.
     Each thread arrives for itself, with the arrive instruction of cp.async. With mbarrier.arrive, one thread would
     arrive for the whole warpgroup, and only after the warpgroup's last warp is ready. The arrive instruction of
     cp.async does not order stores. Call hand_back only after all reads of the buffer are finished: matmuls and TMA
@@ -67,9 +67,9 @@ def hand_back(empty):
 def hand_over(full):
     """Signals at mbarrier `full` that this warpgroup has written its part of a buffer.
 
-    The mbarrier `full` must count WARPGROUP threads per writing warpgroup. Each thread arrives for itself, after it has
-    fenced its own stores. The fences make the stores visible to waiting threads and to the async proxy, through which
-    matmuls and TMA read.
+    The mbarrier `full` must count `WARPGROUP` arrivals per writing warpgroup. Each thread arrives for itself, after it
+    has fenced its own stores. The fences make the stores visible to waiting threads and to the async proxy, through
+    which matmuls and TMA read.
     """
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)

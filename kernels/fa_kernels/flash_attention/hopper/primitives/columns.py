@@ -69,7 +69,7 @@ def both_at(a, b, place):
 def with_rest_at(tiles, buffers, place):
     """Returns the tile of each buffer at index `place`.
 
-    `tiles` holds the tiles of the first buffers, which the caller already has.
+    The caller has already taken the tiles of the first buffers, and passes these tiles as `tiles`.
     """
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)
@@ -78,7 +78,7 @@ def with_rest_at(tiles, buffers, place):
 
 @gluon.jit
 def rows_at(tiles, start, ROWS: gl.constexpr):
-    """Returns ROWS rows of each tile, from row `start` on."""
+    """Returns `ROWS` rows of each tile, from row `start` on."""
     rows = ()
     for i in gl.static_range(len(tiles)):
         rows += (tiles[i].slice(start, ROWS, dim=0),)

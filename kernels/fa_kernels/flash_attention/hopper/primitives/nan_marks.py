@@ -2,8 +2,8 @@
 
 A tile of the Hopper kernels may contain several documents. If a query does not see a key, P of this pair is 0. But 0 *
 NaN is NaN, so NaN in one document reaches all rows of the tile. To isolate NaN in each matmul would cost registers and
-time. The Hopper kernels therefore only mark rows whose results are NaN, and portable/repair.py computes their tiles
-again.
+time. Hopper kernels therefore compute without isolation, and only mark rows whose results are NaN. portable/repair.py
+then computes the tiles of marked rows again.
 
 Each mark, 0 or 1, is for 64 rows. Marks need no initial value, because every mark is written.
 """
@@ -23,7 +23,7 @@ def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, T
     columns: this warpgroup's part of the rows, as one tensor [64, D] per column block. marks_ptr: points to the result
     of nan_isolation.new_marks. THREADS: how many threads hold a part of the rows; they all synchronise in this
     function. WARPGROUP: a number from 0 to 4 that chooses the barrier. Warpgroups that hold different rows need
-    different numbers.
+    different values of `WARPGROUP`.
     """
     if first < total:
         zeros = gl.sum(columns[0] * 0.0, 1)  # NaN where a row is not finite

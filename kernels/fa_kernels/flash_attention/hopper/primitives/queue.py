@@ -74,7 +74,7 @@ class Queue:
 
 @gluon.jit
 def new_queue(READERS: gl.constexpr):
-    """Returns a queue whose items are read by READERS warpgroups."""
+    """Returns a queue whose items are read by `READERS` warpgroups."""
     slots = gl.allocate_shared_memory(gl.int32, [2, _FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = new_barriers(2)
     empty = new_barriers(2)
@@ -137,6 +137,6 @@ def read(queue, item_index):
 
 @gluon.jit
 def field(values, INDEX: gl.constexpr):
-    """Returns field INDEX of a posted item. Each thread holds all fields, so the code compiles to one move."""
+    """Returns field `INDEX` of a posted item. Each thread holds all fields, so the code compiles to one move."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)

@@ -45,7 +45,8 @@ class _OneTuple:
 
 @core.builtin
 def map_threads(function, tensors, constants, _semantic=None, _generator=None):
-    """Calls `function` once in each thread, with a tuple of the thread's elements of all `tensors`, tensor by tensor.
+    """Calls `function` once per thread, with a tuple of the thread's elements of tensors[0], then tensors[1], and so
+    on.
 
     `constants` are further arguments of `function`. `function` returns a tuple with the thread's elements of all result
     tensors. `function` must have no side effects. Warp votes and shuffles are allowed where all threads of a warp take
@@ -93,7 +94,7 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N]. In row i, columns before start[i] and columns from end[i] on are set to OTHERWISE.
+    """Returns x [M, N], but with the value `OTHERWISE` in columns of row i before start[i] or from end[i] on.
 
     x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """

@@ -10,7 +10,7 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform()
 def structure(cls: type[_Class]) -> type[_Class]:
-    """Decorates a class with annotated fields, so that kernels can create, pass, return and loop over its objects.
+    """Decorates a class with annotated fields: its objects can be arguments, results and loop variables in kernels.
 
     A field may be any value of a kernel: a tensor, a buffer, a descriptor, a tuple, None or another structure. Methods
     must be `gluon.jit` functions. Fields cannot be reassigned.
