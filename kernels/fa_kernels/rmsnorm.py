@@ -115,7 +115,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 @torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
 def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sum x + added, its RMSNorm times weight, and 1 / (root mean square) of each row, (rows,) fp32."""
+    """Returns x + added, RMSNorm of this sum times weight, and 1 / (root mean square) of each row, (rows,) fp32."""
     run = _forward_by_kernel if x.is_cuda else _forward_plainly
     return run(x, added, weight, eps, dtype)
 

@@ -62,7 +62,7 @@ def _rotate_kernel(
 def _select(head, k_head, v_head, q, k, v):
     """Returns q if `head` is a head of q, k if it is a head of k, and v if it is a head of v.
 
-    k_head is the index of the first head of k, and v_head that of the first head of v.
+    k_head is the index of k's first head, and v_head is the index of v's first head.
     """
     return tl.where(head < k_head, q, tl.where(head < v_head, k, v))
 
@@ -133,7 +133,10 @@ def _rotate(
 
 
 def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, y: Tensor) -> list[Any]:
-    """Returns the kernel's arguments. If `parts` has one tensor, it is passed three times, but only read as q."""
+    """Returns the kernel's arguments.
+
+    If `parts` has one tensor, the kernel gets this tensor three times, but reads the tensor only as q.
+    """
     dense = [x if x.stride(2) == 1 else x.contiguous() for x in parts]
     q, k, v = dense if len(dense) == 3 else dense * 3
     strides = [stride for x in (q, k, v) for stride in x.stride()[:2]]

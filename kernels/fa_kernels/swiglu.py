@@ -16,7 +16,7 @@ BLOCK = 1024  # columns per program; in 16-bit dtypes, a thread loads 16 bytes o
 
 @triton.jit
 def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program processes BLOCK columns of one row. All tensors are contiguous."""
+    """One program processes `BLOCK` columns of one row. All tensors are contiguous."""
     row, cols, inside = _place(FFN_DIM, BLOCK)
     gate_ptrs = projected_ptr + row * (2 * FFN_DIM) + cols
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
@@ -26,7 +26,7 @@ def _forward_kernel(projected_ptr, activated_ptr, FFN_DIM: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _backward_kernel(projected_ptr, d_activated_ptr, d_projected_ptr, FFN_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """One program processes BLOCK columns of one row.
+    """One program processes `BLOCK` columns of one row.
 
     d_projected_ptr may equal projected_ptr, because each program overwrites only elements that it has read.
     """

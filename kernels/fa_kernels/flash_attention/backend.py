@@ -123,7 +123,7 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 
 
 def in_order(x: Tensor) -> Tensor:
-    """Returns x if `packed` can flatten it without a copy and its last stride is 1, otherwise a contiguous copy.
+    """Returns x if `packed` can flatten x without a copy and x's last stride is 1, otherwise a contiguous copy.
 
     In the result, the last dimension has stride 1. Consecutive tokens are always the same distance apart, also where
     one sequence ends and the next begins.

@@ -337,7 +337,8 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
-    """Returns (2, n_heads) float32: row 0 holds the factors of each head's scores, and row 1 the factors of its output.
+    """Returns (2, n_heads) float32, with the factors of each head's scores in row 0, and of each head's output in row
+    1.
 
     `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1. If
     all three are None, returns None.
@@ -368,7 +369,7 @@ def _seqlen_that_decides(max_seqlen: int) -> int | None:
 
 
 def _may_read(cu_seqlens: Tensor) -> bool:
-    """Returns whether the host may read the values of cu_seqlens.
+    """Returns whether the host is allowed to read the values of cu_seqlens.
 
     To read values on a GPU, the host must wait for the GPU.
     """

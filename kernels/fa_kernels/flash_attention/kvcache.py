@@ -38,10 +38,10 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Appends k and v to a cache in place, and computes attention of q over the cache. There are no gradients.
 
-    The last query is aligned with the last key, which may be an appended one. A query that sees no key has output 0 and
-    lse -inf. With rotary_cos, key j of k is rotated to position cache_seqlens + j. With `causal` or a window, query i
-    is rotated to position cache_seqlens + i. If there is neither `causal` nor a window, all queries are rotated to
-    position cache_seqlens.
+    The last query is aligned with the last key, which can be one of the appended keys. A query that sees no key has
+    output 0 and lse -inf. With rotary_cos, key j of k is rotated to position cache_seqlens + j. With `causal` or a
+    window, query i is rotated to position cache_seqlens + i. If there is neither `causal` nor a window, all queries are
+    rotated to position cache_seqlens.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -56,7 +56,7 @@ def flash_attn_with_kvcache(
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
             length of the cache.
         cache_batch_idx: (batch,) int32, the row of the cache that belongs to each sequence.
-        cache_leftpad: (batch,) int32, the first position that queries may see.
+        cache_leftpad: (batch,) int32, the first position that queries are allowed to see.
         block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
         causal: whether to hide all keys to the right of the key that a query is aligned with.
@@ -289,7 +289,7 @@ def _page_table(
 ) -> Tensor | None:
     """Returns each sequence's page indices, (batch, pages per sequence) int32, or None if sequence i has only page i.
 
-    In the result, the last dimension has stride 1. A cache without pages counts as one page per sequence.
+    In the result, the last dimension has stride 1. A cache without pages counts as a cache with one page per sequence.
     """
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("cache_batch_idx must be None with a block_table; got both")

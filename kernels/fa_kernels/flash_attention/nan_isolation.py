@@ -21,7 +21,7 @@ def isolate_nan(x):
     In the next matmul, rows of x that a query does not see have weight 0. But 0 * NaN is NaN, so NaN would reach
     another document. The caller adds the returned vector to the weights of visible rows, so that NaN still reaches the
     queries that see it. `isolate_nan` doubles the instructions of a masked loop, so kernels for one document are
-    compiled without it.
+    compiled without `isolate_nan`.
     """
     zeros = x * 0.0  # NaN where x is not finite
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)

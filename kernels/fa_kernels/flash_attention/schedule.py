@@ -85,7 +85,7 @@ def build_schedule(
         total_q, total_k: the numbers of rows of q and of k.
         causal: whether to replace `right` in window_size by 0.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
-        padded: whether tokens may come after the last document.
+        padded: whether there can be tokens after the last document.
         seqlen: the number of keys per document, from which the length class is chosen; by default the mean length.
         gradients: whether the schedule must also serve backward passes. If False, the fields that only backward passes
             read (query_start, query_end, key_tiles) may be empty.
@@ -264,7 +264,7 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
     """Returns start and end of each token's document on the other side, and each token's aligned token on that side.
 
-    If `own` is the side of the queries, `other` is that of the keys, and vice versa. Each of the three results is
+    If `own` is the side of the queries, `other` is the side of the keys, and vice versa. Each of the three results is
     (total,) int32, with one value per token of `own`.
     """
     start, end = other.starts[own.document], other.ends[own.document]
@@ -279,12 +279,12 @@ def _visible_ranges(start: Tensor, end: Tensor, aligned: Tensor, *, before: int,
 
 
 def _keys_in_sight(length: int, left: int, right: int) -> int:
-    """Returns how many keys a query may see in a document of `length` keys."""
+    """Returns how many keys a query sees at most in a document of `length` keys."""
     return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
 def length_class_of(keys_in_sight: int) -> LengthClass:
-    """Returns the length class of documents whose queries may see `keys_in_sight` keys."""
+    """Returns the length class of documents whose queries see at most `keys_in_sight` keys."""
     if keys_in_sight <= SHORT_DOCUMENT:
         return "short"
     if keys_in_sight < LONG_DOCUMENT:

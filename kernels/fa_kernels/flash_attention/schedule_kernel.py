@@ -1,8 +1,8 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
 To compute a schedule, torch needs more than thirty operators, which take more host time than attention over short
-documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. The other programs compute
-positions of tiles, each in one of the schedule's orders of tiles. A binary search in cu_seqlens finds the document of a
+documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the other programs
+computes positions of tiles in one of the schedule's orders. A binary search in cu_seqlens finds the document of a
 token. A tile's position is the number of tiles that come before it, so nothing is sorted. Each program finds the
 documents of all tiles, so programs do not communicate.
 
@@ -56,7 +56,7 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns start and end of each token's range on the other side, and the length of its document on that side.
+    """Returns start and end of each token's range on the other side, and the length of the token's document there.
 
     side: the tuple `queries` or `keys` that _schedule_kernel builds. For `queries`, the other side is the keys.
     """

@@ -133,8 +133,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
     Two passes compute the scores twice, so they need five matmuls instead of four. The pass for dK and the pass for dV
-    each have half as many accumulators as one pass for both. Tiles can therefore be twice as long, and two warpgroups
-    can share the rows of the scores.
+    each have half as many accumulators as one pass that computes both. Tiles can therefore be twice as long, and two
+    warpgroups can share the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)

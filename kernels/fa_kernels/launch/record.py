@@ -163,7 +163,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
     The kernel is compiled once for each device and set of constants.
     Each call can pass other numbers and another grid, but a recorded call is repeated with the recorded numbers and
     grid. The first argument must be a tensor. Numbers must be int32 and listed in the kernel's do_not_specialize.
-    Pointers must be listed in do_not_specialize_on_alignment, unless they are always aligned to ALIGNMENT bytes.
+    Pointers must be listed in do_not_specialize_on_alignment, unless they are always aligned to `ALIGNMENT` bytes.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
@@ -374,7 +374,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         self.launches.append((compiled, (*grid, 1, 1)[:3], places))
 
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
-        """Returns the recording of the call that returned `outputs`, or UNCLEAR if the call cannot be repeated."""
+        """Returns the recording of the call that returned `outputs`, or `UNCLEAR` if the call cannot be repeated."""
         made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # only inputs can be None
         # Tensors are compared by address: an output may be a view, and torch.empty returns a view under a dispatch
         # mode.

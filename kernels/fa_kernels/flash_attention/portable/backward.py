@@ -126,8 +126,8 @@ def dkdv_tile(
 ):  # fmt: skip
     """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, from `first` on.
 
-    The program loops over the query heads of the KV head. With PHASES=3, only the blocks at both ends of the range of
-    queries are masked. With PHASES=1, all blocks are masked, which needs less code. Without ISOLATE_NAN, NaN of one
+    The program loops over the query heads of the KV head. With `PHASES=3`, only the blocks at both ends of the range of
+    queries are masked. With `PHASES=1`, all blocks are masked, which needs less code. Without ISOLATE_NAN, NaN of one
     document may reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]

@@ -1,9 +1,9 @@
 """Tiles of a head as column blocks: a head of 96 columns is a block of 64 and a block of 32.
 
-The width of a Triton block must be a power of two, but a head may have any width. COLUMNS is a tuple of the widths of
-the one or two blocks that hold a head of WIDTH columns (columns_of_head.py). A tile is a tuple of blocks, one for each
-width in COLUMNS. The compiler loads and stores blocks in the order of the code, so kernels load block 0 of two tensors,
-then block 1 of both.
+The width of a Triton block must be a power of two, but a head may have any width. `COLUMNS` is a tuple with the widths
+of the one or two blocks that hold a head of `WIDTH` columns (columns_of_head.py). A tile is a tuple of blocks, one for
+each width in `COLUMNS`. The compiler loads and stores blocks in the order of the code, so kernels load block 0 of two
+tensors, then block 1 of both.
 """
 
 import triton
@@ -54,7 +54,7 @@ def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.const
                ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
     """Loads one column block [ROWS, COLUMNS[INDEX]] of the rows from `first` on.
 
-    Columns from WIDTH on are 0. With MASK_ROWS, rows from `total` on are 0. Without MASK_ROWS, all rows must exist.
+    Columns from `WIDTH` on are 0. With MASK_ROWS, rows from `total` on are 0. Without MASK_ROWS, all rows must exist.
     """
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)

@@ -71,8 +71,8 @@ def _load_rotated(
 ):  # fmt: skip
     """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
 
-    The first ROTARY columns are rotated. The result is 0 in rows that are not `inside`, and in columns from D on. If
-    the table of angles ends before a row's position, the row is not rotated.
+    The first `ROTARY` columns are rotated. The result is 0 in rows that are not `inside`, and in columns from `D` on.
+    If the table of angles ends before a row's position, the row is not rotated.
     """
     cols = tl.arange(0, BLOCK_D)
     tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)

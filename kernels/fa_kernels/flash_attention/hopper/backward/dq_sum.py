@@ -34,7 +34,7 @@ def _prepare_kernel(
     total, padded, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program writes lse and delta of BLOCK queries of one head to rows_ptr.
+    """One program writes lse and delta of `BLOCK` queries of one head to rows_ptr.
 
     The kernel has three further outputs, and the pointer of each may be None. The sum of dQ (dq_ptr) is set to 0,
     `WORDS` elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to NO_TILE. delta_ptr
@@ -126,7 +126,7 @@ def _finish_columns(
 def _finish_kernel(
     sum_ptr, dq_ptr, marks_ptr, scale, total, n_heads, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program scales and rounds dQ of BLOCK queries of a head.
+    """One program scales and rounds dQ of `BLOCK` queries of a head.
 
     If marks_ptr is not None, the program also writes the NaN mark of its `BLOCK` queries.
     """

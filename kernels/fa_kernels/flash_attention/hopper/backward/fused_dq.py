@@ -98,7 +98,7 @@ def _add_columns(
     step, m, head, desc, buffers, ds, ds_tile, stage, k, n_heads, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BEFORE: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """Adds dQ of one step for one column block, in tiles of ROWS queries and at most 64 columns.
+    """Adds dQ of one step for one column block, in tiles of `ROWS` queries and at most 64 columns.
 
     BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last column block,
     after which dS is released.

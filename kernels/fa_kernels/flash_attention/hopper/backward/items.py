@@ -2,8 +2,8 @@
 
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
 item's keys, for all query heads that share the KV head. A step of an item is one block of queries of one head. By
-default, steps visit all blocks of one head, and then all blocks of the next head. With BACKWARDS (order.py), steps
-visit blocks of queries from the last to the first, and all heads of a block before the next block.
+default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py), steps
+visit blocks of queries from the last to the first. For each block, steps then visit all heads before the next block.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
@@ -109,7 +109,7 @@ def locate_item(
 ):  # fmt: skip
     """Returns the work item with the given index. `ranges` holds the range of queries that see each key.
 
-    The first query of the item is rounded down to a multiple of ALIGNMENT.
+    The first query of the item is rounded down to a multiple of `ALIGNMENT`.
     """
     tile, kv_head = order.locate(index)
     first = tile * BLOCK_N
@@ -129,7 +129,7 @@ def posted_item(fields):
 def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
     """Returns the first query and the head of the first step of an item.
 
-    With BACKWARDS, item.start must be a multiple of BLOCK_M.
+    With `BACKWARDS`, item.start must be a multiple of BLOCK_M.
     """
     m = item.start
     if BACKWARDS:  # LLVM would need one more register to compute m from the number of steps

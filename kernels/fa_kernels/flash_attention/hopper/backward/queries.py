@@ -162,7 +162,7 @@ def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
 def _release(ring, stage, ARRIVALS: gl.constexpr):
     """Signals that this warpgroup has read the place `stage` of a ring.
 
-    ARRIVALS is how many threads of the warpgroup arrive at the mbarrier.
+    `ARRIVALS` is the number of threads in the warpgroup that arrive at the mbarrier.
     """
     if ARRIVALS == 1:
         mbarrier.arrive(ring.empty.index(stage), count=1)

@@ -79,7 +79,7 @@ class _Barriers:
 
 @gluon.jit
 def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
-    """Returns the work item of this program. The first query of the item is rounded down to a multiple of BLOCK.
+    """Returns the work item of this program. The first query of the item is rounded down to a multiple of `BLOCK`.
 
     The last tile of the schedule may contain blocks past the last key, whose items have no steps.
     """

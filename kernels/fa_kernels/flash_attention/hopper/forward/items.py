@@ -108,7 +108,7 @@ def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, RANGED: gl.constexpr):
-    """Posts a work item for the consumers. With RANGED, the fields of an item include `Visits` of each consumer."""
+    """Posts a work item for the consumers. With `RANGED`, the fields of an item include `Visits` of each consumer."""
     if RANGED:
         fields = (item.first, item.head, item.end, item.n_blocks)
         for consumer in gl.static_range(CONSUMERS):

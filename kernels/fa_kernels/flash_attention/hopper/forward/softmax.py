@@ -9,7 +9,7 @@ never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch'
 
 In the code, row_max is the reference that is subtracted from the scores of a row. By default, scores and probabilities
 are both in registers until the sum of exponentials is known. MAX_FIRST compares the scores with row_max before it
-computes exponentials. MAX_FIRST needs fewer registers, but more instructions.
+computes exponentials. `MAX_FIRST` needs fewer registers than the default, but more instructions.
 
 Maxima and sums have the layout registers.PER_ROW. The sum of a row is stored as eight partial sums, so that no thread
 waits for other threads of the row.
@@ -62,8 +62,8 @@ def visible(
 ):  # fmt: skip
     """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The columns of `scores` are the keys from `key` on. MASK is `always`, `never` or `at_edge`. If MASK is `at_edge`,
-    the boolean argument at_edge says whether the mask is applied.
+    The columns of `scores` are the keys from `key` on. `MASK` is `always`, `never` or `at_edge`. If `MASK` is
+    `at_edge`, the boolean argument at_edge says whether the mask is applied.
     """
     if HAS_SOFTCAP:
         scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)

@@ -1,9 +1,9 @@
 """NaN marks: the Hopper kernels mark rows whose results contain NaN, and the portable kernels compute these rows again.
 
-A tile of the Hopper kernels may contain several documents. If a query does not see a key, P of this pair is 0. But 0 *
-NaN is NaN, so NaN in one document reaches all rows of the tile. To isolate NaN in each matmul would cost registers and
-time. Hopper kernels therefore compute without isolation, and only mark rows whose results are NaN. portable/repair.py
-then computes the tiles of marked rows again.
+A tile of the Hopper kernels may contain several documents. If a query does not see a key, P of the query and the key is
+0. But 0 * NaN is NaN, so NaN in one document reaches all rows of the tile. To isolate NaN in each matmul would cost
+registers and time. Hopper kernels therefore compute without isolation, and only mark rows whose results are NaN.
+portable/repair.py then computes the tiles of marked rows again.
 
 Each mark, 0 or 1, is for 64 rows. Marks need no initial value, because every mark is written.
 """

@@ -26,7 +26,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, place, phase):
-        """Waits until a place may be filled. The first fill of a place does not wait.
+        """Waits until a place can be filled. The first fill of a place does not wait.
 
         `phase` is the same as for `wait_full`.
         """
@@ -56,7 +56,7 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until fill `number` of a ring may begin: all readers have read the previous fill of the same place."""
+    """Waits until fill `number` of a ring can begin: all readers have read the previous fill of the same place."""
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 
