@@ -337,8 +337,7 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
-    """Returns (2, n_heads) float32, with the factors of each head's scores in row 0, and of each head's output in row
-    1.
+    """Returns factors, (2, n_heads) float32: of each head's scores in row 0, and of each head's output in row 1.
 
     `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1. If
     all three are None, returns None.

@@ -3,7 +3,8 @@
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
 item's keys, for all query heads that share the KV head. A step of an item is one block of queries of one head. By
 default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py), steps
-visit blocks of queries from the last to the first. For each block, steps then visit all heads before the next block.
+visit blocks of queries from the last to the first. For each block of queries, steps visit all heads before they reach
+the next block.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
