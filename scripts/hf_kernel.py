@@ -5,7 +5,7 @@
     from kernels import get_local_kernel
     flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func    # loads the folder.
 
-The folder may be uploaded as a kernel repository. The folder build/torch-universal is a copy of kernels/fa_kernels for
+The folder can be uploaded as a kernel repository. The folder build/torch-universal is a copy of kernels/fa_kernels for
 every version of torch, CUDA and Python that the sources support. As the format demands, imports in the copy are
 relative, and the torch operators of the copy have their own namespace. The name of the namespace contains a hash of the
 sources, so one process can load several versions alongside fa_kernels.

@@ -124,7 +124,7 @@ def _line(name: str, nbytes: int) -> str:
 
 
 def _taken(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
-    """Returns the value of the argument name=value (or None), and the other arguments."""
+    """Returns the value of the argument `<name>=<value>` (None if it is missing), and a list of the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
     others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
     if not values:

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> str:
 
 
 def _taken_workers(arguments: list[str]) -> tuple[int, list[str]]:
-    """Returns the value of the argument workers=value, and the other arguments."""
+    """Returns the number in the argument `workers=<number>`, and a list of the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith("workers=")]
     others = [argument for argument in arguments if not argument.startswith("workers=")]
     if not values:

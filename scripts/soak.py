@@ -4,15 +4,15 @@
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
-is warm-up and is not compared. Three values of the second third must agree with those of the last third. The median
-step time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. The lowest
-host memory is compared, because each checkpoint needs more memory for a short time. The script writes OUT.md. If the
-second and the last third of the run do not agree within these limits, the script ends with status 1.
+is warm-up and is not compared. Three values of the second third must agree with those of the last third. The allowed
+difference is 3% of the median step time and 2% of the lowest host memory. On a GPU, the reserved memory must be equal.
+The lowest host memory is compared, because each checkpoint needs more memory for a short time. The script writes
+OUT.md. If the second and the last third of the run do not agree within these limits, the script ends with status 1.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
-share count only once. Mapped files, such as libraries and tokens, are listed but not compared, because the operating
-system divides the pages of a mapped file among all processes that map the file, even processes outside the run. The
-script also writes OUT.csv, which has the memory of each process in each sample.
+share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The operating system
+divides their memory among all processes that map them, even processes outside the run. The script also writes OUT.csv,
+which has the memory of each process in each sample.
 """
 
 import argparse
@@ -84,7 +84,7 @@ class Sample:
 
     @property
     def host_gib(self) -> float:
-        """The memory that belongs to the run alone."""
+        """The anonymous and the shared memory of all processes of the run, without mapped files."""
         return self.total("anonymous_gib") + self.total("shared_gib")
 
 
@@ -138,7 +138,9 @@ def memory_of_session(leader: int) -> list[ProcessMemory]:
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
-    """Computes the changes between the thirds of a run, from its metrics.csv and the samples of its host memory."""
+    """Returns the changes from the second to the last third of a run. `metrics` is the path of its metrics.csv, and
+    `host` holds its samples of host memory in GiB.
+    """
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     series = {

@@ -112,7 +112,7 @@ def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", ON_GPU])
 def test_a_learning_rate_of_zero_leaves_the_weights(name, runs, tmp_path):
-    """The update uses the settings that `param_groups` show."""
+    """The update uses the learning rate in `param_groups`."""
     whole = run_of(name, runs)
     folder = run(tmp_path / "still", *OPTIMIZERS[name], "optimizer.lr=0", from_step_three(whole))
     before, after = (

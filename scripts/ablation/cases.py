@@ -144,7 +144,7 @@ def options_of(case: StepCase) -> dict[str, str]:
 def configuration(case: StepCase) -> DictConfig:
     """Composes the model, attention, memory and optimizer config of the case.
 
-    An override may choose another option of memory or optimizer.
+    An override can choose another option of the groups memory and optimizer.
     """
     groups = options_of(case)
     values = [override for override in case.overrides if override.partition("=")[0] not in REPLACEABLE]

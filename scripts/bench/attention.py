@@ -11,10 +11,10 @@ they are installed.
 
 The forward pass counts 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half of that if attention is causal.
 The backward pass counts 2.5 times as many FLOPs as the forward pass. Peak memory is what a pass allocates in addition
-to its inputs (q, k, v and the gradient of o). The peak memory of a backward pass covers the forward pass before it too.
-Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are built
-before the timing starts. Only the backend `ours`, which calls the public function, builds its attention schedule in
-every call.
+to its inputs (q, k, v and the gradient of o). The peak memory of a backward pass includes the memory of its forward
+pass. Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are
+built before the timing starts. Only the backend `ours`, which calls the public function, builds its attention schedule
+in every call.
 """
 
 import argparse
@@ -275,7 +275,7 @@ def packed_workloads(
 
 
 def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
-    """Returns the first documents, as many as fill `total` tokens. The last document is cut to the remaining tokens."""
+    """Takes documents until they fill `total` tokens, and returns their lengths. The last document is cut."""
     documents: list[int] = []
     left = total
     for length in lengths:

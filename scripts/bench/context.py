@@ -3,16 +3,16 @@
     python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
 
-A time is that of a forward and a backward pass, in bf16. Every repetition draws new documents. In random order, a
-repetition runs each of these parts:
+A time is that of a forward and a backward pass, in bf16. Every repetition draws new documents, and runs four parts in
+random order.
 
-- one: rank 0 computes the attention of the whole stream, while the other ranks wait
-- shared: all ranks compute it together (fa_train.parallel.context)
-- alone: each rank computes its share of attention, but its keys and values are already gathered
-- moved: the ranks only exchange keys, values and their gradients
+In the part `one`, rank 0 computes the attention of the whole stream, while the other ranks wait. In the part `shared`,
+all ranks compute this attention together (fa_train.parallel.context). In the part `alone`, each rank computes its share
+of the attention, with keys and values that were gathered before. In the part `moved`, the ranks only exchange keys,
+values and their gradients.
 
-The ideal time is that of `one`, divided by the number of ranks. `alone` shows the best share of the ideal that the
-distribution of tokens allows. A shared time is that of the slowest rank.
+The ideal time is that of `one`, divided by the number of ranks. The time of `alone` shows how near the ranks could come
+to the ideal if moving keys took no time. The time of `shared` is that of the slowest rank.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def documents(stream: str, tokens: int, seed: int) -> tuple[int, ...]:
 
 
 class Case:
-    """One drawn stream on one rank. `parts` holds a function for each of PARTS; it runs both passes."""
+    """One random stream, as one rank holds it. `parts` maps each name in PARTS to a function that runs both passes."""
 
     def __init__(self, stream: str, tokens: int, seed: int, setting: Setting) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -93,7 +93,7 @@ def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str
 def in_pages(x: Tensor, page_size: int, order: Tensor) -> Tensor:
     """Splits x into pages: (..., tokens, heads, head_dim) -> (pages, page_size, heads, head_dim).
 
-    Page i of x becomes page order[i].
+    Page number `i` of x becomes page number `order[i]` of the result.
     """
     pages = torch.empty(order.numel(), page_size, *x.shape[-2:], dtype=x.dtype, device=x.device)
     pages[order] = x.reshape(pages.shape)

@@ -45,7 +45,7 @@ from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # number of documents of equal length, for cases with several documents
 WARM_UP = 5  # untimed calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
-GPU_BOUND = 0.1  # in a GPU-bound row, the GPU works on after the calls for more than this share of a sample's time
+GPU_BOUND = 0.1  # a row is GPU-bound if the GPU still runs for more than this share of a sample after the last call
 MOST_CALLS = 500  # per sample
 NOTHING = "a Function that does nothing"
 

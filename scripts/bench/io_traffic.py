@@ -17,7 +17,7 @@ the same transfers to the backward as to the forward.
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
 attention moves on the order of `N**2 * d**2 / M` elements, where fast memory holds M elements. The formulas for flash
-count the bytes that the multiprocessors load, most of them from the L2 cache. Device memory moves fewer bytes. The
+count the bytes that the multiprocessors load, most of them from the L2 cache. Fewer bytes come from device memory. The
 column `least` is the minimum, where each tensor moves once. Tile sizes are those of tiles.py or the Hopper kernels.
 """
 
@@ -241,7 +241,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns the rows of Q that all key tiles of one head load. If causal, tiles load no rows before their keys."""
+    """Returns the rows of Q that all key tiles of one head load. A causal tile skips rows before its first key."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 

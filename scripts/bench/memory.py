@@ -1,7 +1,7 @@
 """Measures the cost of each memory lever, alone and combined: time per step, GPU memory and host memory.
 
     python -m scripts.bench.memory                                           # llama_1b at 32k and 131k, one GPU.
-    python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile    # two.
+    python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile  # 32k only.
     python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call.
 
 A step runs forward, backward, optimizer and zero_grad on one document of seq_len random tokens. Gradients are not

@@ -243,7 +243,7 @@ def peer_loss(config: DictConfig, device: torch.device, variant: Variant) -> tup
 
 
 def without_liger(device: torch.device) -> str:
-    """Returns the reason that transformers runs without Liger's kernels, or an empty string if it uses them."""
+    """Returns why transformers runs without Liger's kernels, or an empty string if transformers uses them."""
     if find_spec("liger_kernel") is None:
         return "plain transformers: liger-kernel is not installed"
     return "" if device.type == "cuda" else "plain transformers: Liger's kernels need a GPU"
@@ -368,7 +368,9 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
 
 
 def cells(row: Row, rows: list[Row]) -> list[str]:
-    """Returns the cells of a table line, which compare `row` with the rows of transformers among `rows`."""
+    """Returns the cells of a table line. One cell compares the speed of `row` with that of the fastest variant of
+    transformers in `rows`.
+    """
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
     gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]

@@ -123,9 +123,9 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part and of idle time. The parts and the idle time add up to the step's time.
 
-    Each point in time counts for exactly one part. If a kernel and a copy run at the same time on a GPU, the time
-    counts for the kernel. If several kernels run at the same time, the time counts for the kernel that started first.
-    On the host, a point in time counts for the operator that started last, which is the innermost one.
+    No time counts twice. While a kernel and a copy run together on a GPU, the time counts for the kernel. While several
+    kernels run together, the time counts for the kernel that started first. On the host, the time counts for the
+    innermost of the running operators.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:

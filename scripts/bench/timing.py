@@ -55,9 +55,9 @@ def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> d
 
     The candidates run in random order, which is the same in every process.
 
-    A hot GPU lowers its clock, so a kernel seems slower if it runs after a kernel that heats the GPU. On an H200, this
-    effect reaches 2% if the order of the kernels is fixed. With a random order, the times of equal kernels differ by at
-    most 0.3%. The L2 cache is cleared before each run of a candidate.
+    A hot GPU lowers its clock, so a kernel seems slower if it runs after a kernel that heats the GPU. On an H200, the
+    times of equal kernels in a fixed order differ by up to 2%. In a random order, these times differ by at most 0.3%.
+    The L2 cache is cleared before each run of a candidate.
 
     Units: `rep` is the total time per candidate in milliseconds. Each candidate runs at least FEWEST times after two
     warm-up runs.

@@ -110,7 +110,7 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 
     With 8 rows per warp, pairs of warps would compute the same scores.
 
-    If head_dim is above WIDE, 8 rows per warp are enough, because more may not fit in registers or shared memory.
+    If head_dim is above `WIDE`, 8 rows per warp are enough, because more may not fit in registers or shared memory.
     """
     rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
     return rows >= (8 if head_dim > WIDE else 16) * tiles.num_warps
@@ -142,7 +142,7 @@ def near(
 
 
 def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
-    """Returns whether the tile table has an entry. The table has dk and dv instead of dkdv for some head_dims only."""
+    """Returns whether the tile table has an entry. The table has entries dk and dv only for some head_dims."""
     return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 

@@ -31,7 +31,7 @@ def build(vocab_size: int) -> GPT:
 
 
 def memory(name: str) -> int:
-    """Returns a field of /proc/self/status in bytes: VmRSS for the memory in use, VmHWM for its peak."""
+    """Returns the field VmRSS (memory in use) or VmHWM (peak memory) of /proc/self/status, in bytes."""
     found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024

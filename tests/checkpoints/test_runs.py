@@ -140,7 +140,7 @@ def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
 
 
 class FullDisk(Callback):
-    """Replaces torch.save by a function that fails, from the checkpoint of the given step on."""
+    """Makes torch.save fail for the checkpoint of the given step and for all later checkpoints."""
 
     def __init__(self, step: int) -> None:
         self.step = step

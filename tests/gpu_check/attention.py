@@ -146,8 +146,8 @@ def _require_isolation(
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
     """Checks the forward pass in fp8 against a reference in fp64.
 
-    The tolerance has two parts. The kernel rounds P to 11 bits. When Hopper's tensor cores add products, they keep 13
-    bits below the largest product.
+    The tolerance has two parts. One part covers P, which the kernel rounds to 11 bits. The other part covers scores:
+    Hopper's tensor cores add fp8 products with only 13 bits below the largest exponent.
     """
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)

@@ -46,8 +46,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
 
     Together, the yielded values contain all tile sizes that other GPUs use.
 
-    Nothing is yielded for a width that leaves columns unused, because its code differs from a wider head's only by a
-    mask.
+    A width that leaves columns unused yields nothing: compared with the code of a wider head, its code only has an
+    additional mask.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -103,7 +103,7 @@ def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.dev
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
     """Returns pairs of a number of queries per KV head and a tile size that other GPUs use.
 
-    The list is empty if a width before this one in WIDTHS is padded to the same head_dims.
+    The list is empty if an earlier width in `WIDTHS` is padded to the same head_dims.
     """
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):

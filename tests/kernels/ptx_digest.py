@@ -94,7 +94,7 @@ def digest(case: str) -> tuple[str, dict[str, str]]:
 def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
     """Returns the hashes of a kernel's source and of its code.
 
-    If CODE already has the hash of the code, the source is not compiled.
+    If `CODE` already has the hash of the code, the source is not compiled.
     """
     with contextlib.suppress(Known):
         compiled = compile()
@@ -114,8 +114,8 @@ def start(known: dict[str, str]) -> None:
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `make_ir`, the method of Triton's source classes that makes the first IR of a kernel.
 
-    The wrapper appends the hash of the source to SOURCES. If CODE already holds a code hash for this source, the
-    wrapper raises Known.
+    The wrapper appends the hash of the source to SOURCES. If `CODE` already holds a code hash for this source, the
+    wrapper raises `Known`.
     """
 
     def make_and_note(source: Any, target: Any, options: Any, *rest: Any) -> Any:

@@ -3,10 +3,10 @@
 Each test runs 55 combinations of shape, mask and feature.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
-lengths is combined with every mask. Features, head counts and layouts alternate from one combination to the next. The
-head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other head_dims are
-tested with fewer combinations, because each one is compiled separately. If the environment variable MATRIX_REPORT names
-a folder, our largest errors are written there, next to torch's.
+lengths is combined with every mask. Each combination has other features, head counts and layouts than the combination
+before. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other
+head_dims are tested with fewer combinations, because each one is compiled separately. If the environment variable
+MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
 """
 
 import itertools

@@ -35,7 +35,7 @@ def implementation(request, device, monkeypatch):
 
     On the CPU, the functions would use torch, so the fixture patches the kernels in.
     """
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # makes each program process several rows
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # so that each program has several rows
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", module._forward_by_kernel)
         monkeypatch.setattr(module, "_backward_plainly", module._backward_by_kernel)

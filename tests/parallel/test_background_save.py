@@ -1,5 +1,5 @@
-"""Four ranks write checkpoints while training continues. Runs of 1, 2 and 4 ranks resume. A kill leaves the older
-checkpoint.
+"""Four ranks write checkpoints while training continues. A run of four ranks can be resumed by 1, 2 and 4 ranks. If a
+rank is killed during a save, the older checkpoint stays intact.
 """
 
 import io
@@ -163,7 +163,9 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 
 
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
-    """With `number` 4, trains first. Then resumes the run of four ranks, until one rank is killed in a save."""
+    """Resumes the run of four ranks, until the rank `killed` is killed during a save. If `number` is 4, trains that run
+    first.
+    """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     shared, ranks = Path(folder), (*FSDP, f"trainer.devices={number}")

@@ -1,4 +1,4 @@
-"""Four processes on the CPU share streams of tokens. Their results and their training equal those of one process."""
+"""If four processes on the CPU share streams of tokens, their results and losses equal those of one process."""
 
 import os
 from functools import partial
@@ -37,7 +37,7 @@ FEATURES = {
     "norms": {"qk_norm": True, "n_kv_heads": 1},
     "cap": {"family": Family(softcap=20.0, logit_softcap=30.0)},
 }
-# {name: (attention, features, checkpointing, compiled, ranks that share a stream)}, with every pair of two values
+# {name: (attention, features, checkpointing, compiled, ranks that share a stream)}, in which all pairs of values occur
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, 2),
     "naive-4": (naive_attention, "plain", "full", False, 4),

@@ -145,7 +145,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     with pytest.raises(SystemExit) as ended:
         train_in(shared / "cut", shared, *RANKS, *CUT)
     assert ended.value.code == 128 + signal.SIGTERM
-    dist.barrier()  # rank 0 may not have renamed the checkpoint yet
+    dist.barrier()  # wait until rank 0 has renamed the checkpoint
     newest = max((shared / "cut" / "checkpoints").iterdir())
     train_in(shared / "two_from_cut", shared, *RANKS, f"ckpt_path={newest}")
     train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER)
@@ -179,7 +179,7 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
     run = shared / f"full_{strategy}"
     full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", torch.save)  # FullDisk replaces it until the end of this block
+        patch.setattr(torch, "save", torch.save)  # the end of this block undoes the patch of FullDisk
         with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):
             train_in(run, shared, *RANKS, f"strategy={strategy}", *full)
     dist.barrier()
@@ -361,7 +361,9 @@ def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
 
 
 def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
-    """The losses of three parts equal those of a run that never stopped. One process runs the third part."""
+    """A run that was stopped twice has the same losses as a run that never stopped. After the second stop, one process
+    runs the rest.
+    """
     again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
     [newest] = (again / "checkpoints").iterdir()
     rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")

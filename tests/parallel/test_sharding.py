@@ -1,7 +1,8 @@
 """Two and four processes compute the losses, gradients and weights of one, with every strategy and memory lever.
 
-The environment variable SHARDING_CASES chooses more than CI runs. With `pairwise`, each two values of strategy,
-accumulation, memory and mode meet at least once, and a run fine-tunes a checkpoint. With `all`, all combinations run.
+By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, every two values of different settings (strategy,
+accumulation, memory, compilation) occur together in a case, and a run fine-tunes a checkpoint. With SHARDING_CASES=all,
+all combinations run.
 """
 
 import json
@@ -41,7 +42,7 @@ pytestmark = [
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
     pytest.mark.xdist_group("sharding"),
 ]
-IN_CI = [  # every value of each option; compiling takes seconds in each process, so one case is compiled
+IN_CI = [  # every value of each option; only one case is compiled, because compiling takes seconds
     Case("ddp", 2, "selective"),
     Case("fsdp", 1, "selective", compiled=True),
     Case("fsdp", 2, "none", tied=False, reshard=False),
@@ -129,7 +130,9 @@ def test_ranks_compute_what_one_process_does(case, results):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.strategy != "ddp"], ids=str)
 def test_only_what_is_needed_is_gathered(case, results):
-    """During the loss, embeddings are sharded again, and so are blocks, unless reshard_after_forward=false."""
+    """During the loss, the last norm and the head are gathered. Blocks are gathered only if
+    reshard_after_forward=false.
+    """
     gathered = of_rank(results, case, 0)["gathered"]
     outside = {"norm.weight", "token_embedding.weight" if case.tied else "head.weight"}
     assert {name for name in gathered if not name.startswith("blocks.")} == outside
@@ -156,7 +159,7 @@ def test_ranks_generate_what_one_process_does(results):
 
 @pytest.mark.skipif(CHOSEN == "ci", reason="takes seconds: choose SHARDING_CASES=pairwise")
 def test_a_sharded_run_finetunes_samples_and_exports(results):
-    """Each sample is the greedy answer of the checkpoint, before training, or of the exported model, after training."""
+    """The first sample is the greedy answer of the checkpoint. The second sample is the answer of the export."""
     samples = [json.loads(line) for line in (results / "finetuned/samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 2], "rank 0 writes, and no other rank"
     with composed(results / "one", *finetune_overrides(results)) as cfg:

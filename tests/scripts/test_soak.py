@@ -78,7 +78,7 @@ def test_memory_is_that_of_all_processes_of_the_session(tmp_path):
     before = soak.Sample(0.0, soak.memory_of_session(process.pid))
     assert [x.process for x in before.processes] == [soak.TRAINING, soak.WORKERS, soak.OTHERS]
     training, worker, other = (x.anonymous_gib * 1024 for x in before.processes)
-    assert 30 < training < 45 and 30 < worker < 45 and 30 < other < 45  # in MiB; the fork shares 60 MiB
+    assert 30 < training < 45 and 30 < worker < 45 and 30 < other < 45  # MiB; two processes share 60 MiB
     assert before.host_gib * 1024 == pytest.approx(training + worker + other + 40, abs=1)
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:

@@ -78,7 +78,7 @@ def finish(
         if process.exitcode is None:
             process.kill()
             assert process.pid is not None
-            with suppress(ProcessLookupError):  # the process may not have its own session yet
+            with suppress(ProcessLookupError):  # a process that has just started has no session yet
                 os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command, timeout, out.read_text(), errors.read_text())
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())

@@ -97,6 +97,6 @@ def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
     """
     data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of two documents, one row of four
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
-    # the mean over tokens is (48 * 8 + 16 * 4) / 64 = 7, because 48 tokens are in documents of 8 tokens, and 16 of 4
+    # the mean over tokens is (48 * 8 + 16 * 4) / 64 = 7: six documents have 8 tokens, and four documents have 4
     assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}
     assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # Lightning would move a tensor to the GPU

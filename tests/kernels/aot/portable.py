@@ -191,7 +191,7 @@ def resources(log):
 def idle_barriers(ttgir):
     """Returns the mbarriers of a Gluon kernel that no warp group gets as an argument.
 
-    ptxas may reuse the shared memory of an mbarrier that no warp group gets.
+    If no warp group gets an mbarrier as an argument, ptxas can reuse its shared memory.
     """
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds no barrier"

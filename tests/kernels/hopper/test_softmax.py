@@ -57,7 +57,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     for tiles in tiles_of(head_dim):
         has_room = not tiles.o_in_q and tiles.stages <= WIDE_O_STAGES
         o, lse = fwd.run_forward(q, k, v, schedule, features, torch.float32 if has_room else dtype, tiles)
-        roundings = 1.1 if has_room else 2.1  # number of roundings: of the probabilities, and of o unless o is fp32
+        roundings = 1.1 if has_room else 2.1  # the probabilities are rounded, and so is o unless o is fp32
         of_row = roundings * ROUNDING[dtype] + 2 * of_score.T.unsqueeze(2)
         assert ((o - exact).abs() <= of_row * v.abs().max()).all(), tiles
         assert ((lse - exact_lse).abs() <= of_score + 2e-6 + 2.0**-22 * exact_lse.abs()).all(), tiles

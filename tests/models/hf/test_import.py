@@ -1,4 +1,6 @@
-"""Imports tiny random Hugging Face checkpoints of every model family. transformers has written the checkpoints."""
+"""Imports tiny random Hugging Face checkpoints of every model family. The library transformers writes these
+checkpoints.
+"""
 
 import json
 import weakref
@@ -155,8 +157,8 @@ def test_config_of_a_llama_before_transformers_5(checkpoint):
 
 
 def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
-    """Before transformers 5, a Gemma 3 config had two thetas and an interval of global layers. Later configs have
-    dictionaries by layer type.
+    """Before transformers 5, a Gemma 3 config had two thetas and an interval of global layers. Later configs have RoPE
+    parameters for each layer type, and a list of layer types.
     """
     folder = checkpoint("gemma3-scaled")
     expected = load_pretrained(folder, attention="naive")(tokens())

@@ -38,7 +38,9 @@ MEMORIES: dict[str, Memory] = {
 
 @dataclass(frozen=True)
 class Case:
-    """strategy: a key of RANKS, or one for a single process. accumulation: micro-batches per step and rank."""
+    """strategy: a key of `RANKS`, or "one", which means a single process. accumulation: micro-batches per step and
+    rank.
+    """
 
     strategy: str
     accumulation: int

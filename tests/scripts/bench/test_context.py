@@ -1,4 +1,4 @@
-"""Tests the streams, the parts and the table of scripts/bench/context.py. Its times would need several GPUs."""
+"""Tests the streams, the parts and the table of scripts/bench/context.py. Measuring times would need several GPUs."""
 
 import pytest
 import torch

@@ -29,7 +29,7 @@ from scripts.bench.io_traffic import (
 def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
     """Returns how many key rows all query tiles load, or how many query rows all key tiles load.
 
-    The function counts the rows of each block that has a visible pair with a tile.
+    If one row of a block forms a visible (query, key) pair with a tile, all rows of the block count for that tile.
     """
     total = 0
     for first in range(0, seqlen, own_block):

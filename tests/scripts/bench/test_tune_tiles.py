@@ -181,7 +181,9 @@ def test_only_entries_of_the_table_are_written_to_load():
 
 
 def test_tiles_of_one_tf32_product_are_not_loaded():
-    """fp32 uses three TF32 products by default. Tile sizes for one TF32 product were not checked with three."""
+    """By default, fp32 uses three TF32 products. Tile sizes that were measured with one TF32 product are not checked
+    for three.
+    """
     tf32 = Result(Candidate(64, "fwd", TileConfig(64, 32, 4, 2), "tf32"), 1.0, 100.0)
     assert tiles_to_load([tf32], "sm90") == {}
 
