@@ -36,10 +36,11 @@ def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -
     the sum of squared document lengths. N is the number of weights in all matrices and the head, without embeddings,
     norms and biases.
     The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention,
-    in which Q K^T and P V need 4 * head_dim FLOPs per head for each pair of a query and a visible key. Causal attention
-    has S / 2 such pairs. For weights and for attention, the backward needs twice as many FLOPs as the forward. Frozen
-    weights are counted as well, although LoRA computes no gradients for them. The MFU of LoRA is therefore
-    overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait for the GPU.
+    in which Q K^T and P V need 4 * head_dim FLOPs per head for each pair of a query and a visible key. With causal
+    attention, there are `S / 2` pairs of a query and a visible key. For weights and for attention, the backward
+    needs twice as many FLOPs as the forward. Frozen weights are counted as well, although LoRA computes no gradients
+    for them. The MFU of LoRA is therefore overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the
+    host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
     attention = 6 * model.n_layers * model.query_dim

@@ -183,8 +183,8 @@ class LitGPT(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Removes the frozen base model from a checkpoint, and resets Lightning's counters to the last optimizer step.
 
-        A signal or an error can cause a checkpoint between the micro-batches of a step. The resumed run then starts
-        this step again.
+        A signal or an error can cause a checkpoint between the micro-batches of a step. A run that resumes from this
+        checkpoint starts the step again.
         """
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
@@ -202,7 +202,8 @@ def count_labels(labels: Tensor) -> Tensor:
 def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
     """Multiplies the gradients by `scale`. If `skipped` is true, the optimizer's next step changes nothing.
 
-    A fused optimizer scales and skips in its kernel. With any other optimizer, the host waits for `skipped`.
+    A fused optimizer scales the gradients or skips the update inside its kernel. With any other optimizer, the host
+    waits for `skipped`.
     Shapes: scale () fp32, skipped () bool.
     """
     if optimizer.defaults.get("fused"):

@@ -18,7 +18,7 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
 
     The limit is the number of learned positions or the context length of the pretrained checkpoint.
     seq_len, max_doc_len: in tokens, as in fa_train.data.datamodule.PackedDataModule.
-    Raises: ValueError if the model does not support this length.
+    Raises: ValueError if a document can be longer than the model supports.
     """
     longest = min(seq_len, max_doc_len or seq_len) if reset_positions else seq_len
     model.require_seq_len(longest)

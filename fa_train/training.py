@@ -26,7 +26,7 @@ from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.run_config import in_sweep, to_container
 
 for library in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(library).setLevel(logging.WARNING)  # Lightning sets INFO when it is imported
+    logging.getLogger(library).setLevel(logging.WARNING)  # importing Lightning sets the level INFO
 # Lightning 2.6 uses a deprecated function of torch in every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 # resuming within an epoch is exact, because the data module starts at the checkpoint's step

@@ -1,4 +1,7 @@
-"""Chooses the mode of Weights & Biases. A run never asks for an API key, and waits at most TIMEOUT for the network."""
+"""Chooses the mode of Weights & Biases.
+
+A run never asks for an API key, and waits at most `TIMEOUT` seconds for the network.
+"""
 
 import os
 

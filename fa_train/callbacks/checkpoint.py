@@ -200,18 +200,18 @@ class Checkpoint(CheckpointCallback):
             self._complete(trainer, save, seconds=save.stall + self._background.seconds)
 
     def _finish_alone(self) -> None:
-        """Waits for a save in flight for at most GRACE seconds. Other ranks may never call this method."""
+        """Waits at most `GRACE` seconds for a save in flight. No other rank needs to call this method."""
         save, self._save_in_flight = self._save_in_flight, None
         if save is not None and self._background is not None and self._background.finish_alone(GRACE):
             self.saved.append(save.path)
 
     def _end_background(self, trainer: L.Trainer) -> None:
-        """Waits for a save in flight. From now on, a save is complete when `_save` returns."""
+        """Waits for a save in flight. After this call, saves no longer run in the background."""
         self._finish(trainer)
         self._background = None
 
     def _complete(self, trainer: L.Trainer, save: Save, seconds: float) -> None:
-        """Counts a checkpoint as saved, once it has its final name."""
+        """Records a checkpoint that has got its final name, and removes older checkpoints."""
         self.saved.append(save.path)
         if save.is_best:
             self.best_model_path = str(save.path)

@@ -23,7 +23,7 @@ class CommunicationTimer:
     """Collects the spans of a step in which the device waits for communication and computes nothing.
 
     With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
-    of a function in FSDP_STEPS is a span. Communication that overlaps with computation does not count. The host never
+    of a function in `FSDP_STEPS` is a span. Communication that overlaps with computation does not count. The host never
     waits.
     """
 

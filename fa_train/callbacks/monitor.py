@@ -210,7 +210,7 @@ class Monitor(Callback):
             self._timer.end()
 
     def summary(self) -> dict[str, float]:
-        """Returns the newest value of each metric. tokens_per_s is the median of the last RECENT_LOGS logs."""
+        """Returns the newest value of each metric. tokens_per_s is the median of the last `RECENT_LOGS` logs."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:

@@ -13,8 +13,8 @@ from fa_train.callbacks.monitor import monitor_of
 class StepProgress(ProgressBar):
     """A progress bar over optimizer steps with the latest metrics. Without a terminal, prints one line per log.
 
-    Lightning's progress bars count micro-batches. With 4 micro-batches per step, a Lightning bar ends at "160/40" after
-    40 steps. Without a terminal, Lightning's bars print no metrics.
+    Lightning's progress bars count micro-batches, but take the number of steps as the total. After 40 steps of 4
+    micro-batches, a Lightning bar shows "160/40". Without a terminal, Lightning's bars print no metrics.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def describe(metrics: dict[str, float]) -> str:
 
 
 def waiting(metrics: dict[str, float]) -> list[str]:
-    """Returns the shares of a step's time that go to waiting, and the slowest of several ranks."""
+    """Returns texts with the shares of a step's time that were spent on waiting, and with the slowest of the ranks."""
     texts = []
     if metrics.get("perf/data_wait_ms", 0) > 0.01 * metrics.get("perf/step_ms", 0):
         texts.append(f"data wait {metrics['perf/data_wait_ms'] / metrics['perf/step_ms']:.0%}")

@@ -46,7 +46,7 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
-    """Returns the one-line error for a failed save. Re-raises `error` if no OSError caused it."""
+    """Returns the one-line error for a save that failed with `error`. Raises `error` if no OSError caused it."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch wraps the OSError
         cause = cause.__cause__ or cause.__context__

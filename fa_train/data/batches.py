@@ -136,7 +136,7 @@ class MicroBatches(Dataset[Batch]):
 
 
 class TimedLoader(DataLoader[Batch]):
-    """A DataLoader that measures how long the host waits for micro-batches. `waited` is in seconds, since the start."""
+    """A DataLoader that measures how long the host waits for micro-batches. waited: the total wait in seconds."""
 
     waited = 0.0
 

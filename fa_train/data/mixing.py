@@ -1,6 +1,7 @@
-"""Mixes the rows of several sources by weight. In every range of consecutive rows, each source has nearly its share.
+"""Mixes the rows of several sources by weight.
 
-The share of a source is its weight divided by the sum of all weights. Shares apply to rows, including their padding.
+The share of a source is its weight divided by the sum of all weights. In every range of consecutive rows, the fraction
+of rows from a source is nearly the source's share. Shares apply to rows, including their padding.
 The report also gives each source's share of the tokens that are not padding. An epoch of a source contains all its rows
 once, in shuffled order.
 """
@@ -18,7 +19,7 @@ from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
-CYCLE = 10_000  # the order of sources repeats after CYCLE rows, so shares are multiples of 1 / CYCLE
+CYCLE = 10_000  # the order of sources repeats after this number of rows, so shares are multiples of `1 / CYCLE`
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ def sft_part(path: str, weight: PositiveFloat) -> WeightedCorpus:
 
 
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
-    """Returns the number of rows of each source among CYCLE rows, (n_sources,) int64. Rounds by largest remainders.
+    """Returns the number of rows of each source among `CYCLE` rows, (n_sources,) int64. Rounds by largest remainders.
 
-    Raises: ValueError if there is no source, a weight is not positive, or a source would get no row among CYCLE rows.
+    Raises: ValueError if there is no source, a weight is not positive, or a source would get no row among `CYCLE` rows.
     """
     if not weights:
         raise ValueError("data.sources must name at least one source; it names none")
@@ -106,7 +107,10 @@ class MixedRows:
 
 @dataclass(frozen=True)
 class MixReport:
-    """The packing report of each source and its share of the rows. total_rows: the number of rows of the whole run."""
+    """The packing report of each source, and the share of the rows that the source provides.
+
+    total_rows: the number of rows of the whole run.
+    """
 
     reports: Mapping[str, PackingReport]
     row_shares: Mapping[str, float]

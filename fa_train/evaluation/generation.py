@@ -211,7 +211,7 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
         alone = unshared(layer.attention)
         layer.attention = alone if capacity is None else CachedAttention(alone, window, capacity)
     try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled for each length
+        with torch.compiler.set_stance("force_eager"):  # a compiled model would be compiled again for each length
             yield
     finally:
         last_only.remove()

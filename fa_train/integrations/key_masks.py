@@ -1,15 +1,15 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). `generate` computes masks itself and passes them to the
-model. transformers leaves a mask of four dimensions unchanged. A mask with fewer dimensions would be computed again,
-also in compiled code.
+model. transformers leaves a mask of four dimensions unchanged. If the mask had fewer dimensions, transformers would
+compute the mask a second time, also in compiled code.
 An element is 0 if its key is masked. All other elements are `n + 1`, where n is the number of keys in the cache. A
 static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
 whether to move keys.
 
 A float64 mask has contiguous unmasked keys in each row, so layers leave the keys in place.
 An int64 mask may have masked keys between unmasked keys, so layers move the unmasked keys to the front.
-A user's mask has the shape (batch, seqlen_k), and the elements 0 and 1. For a user's mask, layers also move the
+A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. For a user's mask, layers also move the
 unmasked keys to the front, and assume that the cache is full.
 """
 
@@ -27,7 +27,7 @@ RUNS, HOLES = torch.float64, torch.int64
 
 
 def is_key_mask(mask: Tensor) -> bool:
-    """Returns whether `mask` has the form of this module's masks, or of a user's mask (batch, seqlen_k)."""
+    """Returns whether `mask` has the form of this module's masks, or the form of a user's mask, (batch, seqlen_k)."""
     return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
 
 

@@ -50,7 +50,7 @@ def document_schedule(
     causal: bool,
     window: tuple[int, int],
 ) -> Schedule:
-    """Returns the schedule of a flattened batch. cu_seqlens_q and cu_seqlens_k hold the boundaries of its documents.
+    """Returns the schedule of a flattened batch. cu_seqlens_q and cu_seqlens_k hold the document boundaries.
 
     Shapes: q (batch, seqlen_q, n_heads, head_dim); k (batch, seqlen_k, n_kv_heads, head_dim).
     Raises: ValueError unless both cu_seqlens are (n_docs + 1,) integers on q's device.

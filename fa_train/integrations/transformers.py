@@ -9,8 +9,8 @@ A model that works with flash_attention_2 also works with fa_train. GQA, sliding
 rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache are supported.
 Unlike flash_attention_2, fa_train accepts fp32 inputs, and its layers do not wait for the GPU. Only `key_mask` and
 `packed_rows` copy values from the GPU, once per forward pass, and never in compiled code. Under torch.inference_mode,
-however, each layer copies these values from the GPU again. Use torch.no_grad instead of torch.inference_mode to avoid
-the additional copies.
+however, each layer copies the same values from the GPU again. Use torch.no_grad instead of torch.inference_mode to
+avoid the additional copies.
 """
 
 import os

@@ -93,7 +93,7 @@ def linear_cross_entropy(
                 d_hidden[rows] = d_logits @ rounded_weight
             if of_weight:
                 add_product(d_weight, d_logits.T, chunk)
-            del chunk, d_logits  # free this memory before the next chunk needs memory
+            del chunk, d_logits  # free these two tensors before the next chunk allocates memory
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -103,7 +103,7 @@ def _torch_cross_entropy(
     """Computes the losses of a chunk and the gradient of its logits. Losses and gradient are 0 where a label is -100.
 
     Shapes: logits (tokens, vocab), labels (tokens,) -> losses (tokens,) fp32, gradient (tokens, vocab).
-    The gradient is p * (1 + 2 * z_loss * lse) - target, where p is the softmax and target is the smoothed label.
+    The gradient is `p * (1 + 2 * z_loss * lse) - target`, where p is the softmax and target is the smoothed label.
     """
     ignored = labels == IGNORE_INDEX
     target = labels.masked_fill(ignored, 0)[:, None]
@@ -128,8 +128,8 @@ def _liger_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Computes `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
-    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. The wrapper
-    waits for values that a summed loss does not need.
+    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. Liger's
+    wrapper waits for values that a summed loss does not need.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # this import needs a GPU
 

@@ -87,7 +87,8 @@ class Offload:
     def forward_pass(self, x: Tensor) -> "ForwardPass":
         """Starts a forward pass. x: the input of the first block, whose size and device are used.
 
-        Raises: ValueError if the host has too little memory. If `everything` is set, the first block raises this error.
+        Raises: ValueError if the host has too little memory. With `everything`, the first block raises the
+        error, not this call.
         """
         if self.pool is None:
             self.pool = HostPool(pinned=x.is_cuda)
@@ -161,8 +162,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies of the last blocks may still run. Until x gets its gradient, the GPU memory of these
-        blocks' tensors is held.
+        With offload=all, copies of the last blocks may still run. The GPU memory of these blocks' tensors is
+        released when the backward pass has computed the gradient of x.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
@@ -184,7 +185,7 @@ class ForwardPass:
 class _Underway:
     """Holds the GPU memory of storages while their copies to the host may still run.
 
-    blocks: the number of blocks whose storages are held.
+    blocks: when a new block starts, the storages of this many earlier blocks are kept.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -192,7 +193,7 @@ class _Underway:
         self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
 
     def next_block(self) -> None:
-        """Starts a new block. If too many blocks are held, releases the oldest ones."""
+        """Starts a new block. Releases the storages of all earlier blocks except the newest `keep`."""
         self.let_go(self.keep)
         self.blocks.append([])
 
@@ -223,7 +224,7 @@ class _State:
         self.arrived: torch.cuda.Event | None = None
 
     def send(self, pool: HostPool, copies: torch.cuda.Stream | None, underway: _Underway) -> None:
-        """Starts the copy to the host. From now on, `underway` holds the GPU memory until the copy has ended."""
+        """Starts the copy to the host. `underway` holds the GPU memory until the copy has ended."""
         storage = self.storage
         assert storage is not None
         self.storage, self.pool, self.copies, self.device = None, pool, copies, storage.device
@@ -283,7 +284,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _View:
-    """Replaces one saved tensor, which is a view of an offloaded storage."""
+    """Takes the place of one saved tensor, and says which part of an offloaded storage the tensor uses."""
 
     state: _State
     dtype: torch.dtype
@@ -340,7 +341,7 @@ def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
 
 
 def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
-    """Returns whether to offload `saved` with offload=all.
+    """Returns whether offload=all must offload the tensor `saved`.
 
     If `saved` is a view of another tensor, that tensor is checked instead. The checked tensor must be large and have
     one row per token of x. Weights are never offloaded.

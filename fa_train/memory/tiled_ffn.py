@@ -1,10 +1,10 @@
 """Computes the FFN in chunks of tokens, so that no tensor with ffn_dim channels exists for all tokens.
 
-The forward pass saves its input and the weights. The backward pass recomputes the activations of each chunk (ALST,
-arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and memory.offload=all moves it to the
-host. Outputs and input gradients differ from those of an FFN without chunks only by rounding. Rounding differs because
-the matmul library may split smaller products differently, and a fused kernel rounds SwiGLU once. Weight gradients are
-summed over chunks in fp32.
+The forward pass of an FFN saves the input and the weights of the FFN. The backward pass recomputes the activations of
+each chunk (ALST, arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and
+memory.offload=all moves it to the host. Outputs and input gradients differ from those of an FFN without chunks only by
+rounding. Rounding differs because the matmul library may split smaller products differently, and a fused kernel rounds
+SwiGLU once. Weight gradients are summed over chunks in fp32.
 
 Memory traffic limits the speed of everything except the matmuls. Activation kernels therefore overwrite their inputs,
 and matmuls write directly to the rows of the result.
@@ -105,7 +105,7 @@ def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """The autograd node for keep=True. The backward of this node recomputes no matmul of the forward."""
+    """The autograd node for keep=True. The backward of this node repeats none of the matmuls of the forward."""
 
     @staticmethod
     def forward(
@@ -175,7 +175,7 @@ def mlp_forward(
             else:
                 activated = _activated(F.linear(x[rows], up, up_bias), activation, in_place=True)
             _linear(activated, down, down_bias, out=y[rows])
-            del activated  # free this memory before the next chunk needs memory
+            del activated  # free the activations before the next chunk allocates its own
     return y, kept
 
 
@@ -226,7 +226,7 @@ def mlp_backward(
                 activated, d_projected = _activation_backward(kept, dy[rows] @ down, activation, in_place=False)
             if with_weights:
                 add_product(d_down, dy[rows].T, activated)
-            del activated  # free this memory before the next allocations
+            del activated  # free the activations before the matmuls below allocate memory
             torch.mm(d_projected, up, out=dx[rows])
             if with_weights:
                 add_product(d_up, d_projected.T, x[rows])

@@ -102,7 +102,7 @@ def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
 
 
 def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
-    """Builds an FFN from two linear layers, which may be LoRA layers. The file's docstring lists its classes."""
+    """Builds an FFN from two linear layers, which may be LoRA layers. This file's docstring lists the FFN classes."""
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:
         if plain:
@@ -117,8 +117,8 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
 
 
-# In compiled code, torch 2.11 saves tensors that pass between nested checkpoints, so a compiled block has no nested
-# one.
+# In compiled code, torch 2.11 saves tensors that pass between nested checkpoints. A compiled block therefore has no
+# checkpoint inside a checkpoint.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 

@@ -300,7 +300,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, normed = add_and_norm(x, added, self.attention_norm, keep_sum=True)
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
-        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the add_and_norm above has saved x
+        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm has already saved x
         return x, self.ffn_post_norm(self.ffn(normed))
 
 
@@ -327,8 +327,8 @@ class Head(nn.Linear):
 class SelfAttention(nn.Module):
     """Self-attention: the projection to queries, keys and values, an attention function, and the output projection.
 
-    One matrix computes queries, keys and values. Under autocast, the backward therefore needs one rounded copy of x,
-    instead of three. Queries, keys and values have the same dtype.
+    One matrix computes queries, keys and values. Under autocast, the backward therefore needs only one rounded copy of
+    x, not three. Queries, keys and values have the same dtype.
     rotates: whether the layer has RoPE. checkpointed: whether activation checkpointing recomputes the block.
     """
 

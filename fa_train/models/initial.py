@@ -32,7 +32,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value for all elements."""
+    """A constant, which becomes the value of all elements."""
 
     value: float
 

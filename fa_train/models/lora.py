@@ -1,9 +1,9 @@
 """LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
 The model's weights are frozen. QLoRA also quantizes the frozen weights to 4 bits. For each adapted matrix W of a linear
-layer, two low-rank matrices A and B are trained, and B A is added to W. Tensor names and files are those of peft, so
-peft and fa_train can load each other's adapters. The GPT stores some matrices of a checkpoint as one joined matrix,
-such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
+layer, two low-rank matrices A and B are trained, and the product `B A` is added to W. Tensor names and files are those
+of peft, so peft and fa_train can load each other's adapters. The GPT stores some matrices of a checkpoint as one joined
+matrix, such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
 """
 
 import json
@@ -50,7 +50,8 @@ class LoRA:
     """The settings of LoRA adapters. A call with a model freezes the model and adds adapters to its linear layers.
 
     r: the rank, which is the number of rows of A and of columns of B.
-    lora_alpha: B A is multiplied by lora_alpha / r, or by lora_alpha / sqrt(r) with use_rslora (arXiv:2312.03732).
+    lora_alpha: the product `B A` is multiplied by `lora_alpha / r`, or by `lora_alpha / sqrt(r)` with use_rslora
+    (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
     target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
     linear layers of the blocks. Any other string in target_modules is a regular expression that full module names must
@@ -86,7 +87,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """The factor that B A is multiplied by."""
+        """The factor that the product `B A` is multiplied by."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def targets(self, name: str) -> bool:
@@ -143,7 +144,7 @@ class LoRA:
 
 
 class LoRALinear(nn.Linear):
-    """A frozen linear layer with adapters, quantized weights, or both. Computes x W^T + scale * (x A^T) B^T.
+    """A frozen linear layer with adapters, quantized weights, or both. Computes `x W^T + scale * (x A^T) B^T`.
 
     lora_A, lora_B: one A, (r, in_features), and one B, (rows, r), for each adapter, in fp32. The keys of lora_A and
     lora_B are the last parts of Hugging Face's module names, such as q_proj. An adapter changes only those rows of W
@@ -207,7 +208,7 @@ class LoRALinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Concatenates the matrices A, and puts the scaled matrices B on a block diagonal, for one matmul each."""
+        """Returns all A as one concatenated matrix, and all scaled B as one block-diagonal matrix."""
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
         for name, rows in self.rows.items():
@@ -444,8 +445,8 @@ def load_adapter(model: GPT, folder: Path) -> None:
             own.copy_(tensor[rows])
 
 
-# The fields of adapter_config.json. The fields in READ are used, fields in IRRELEVANT may have any value, and REQUIRED
-# lists supported values. All other fields of adapter_config.json must be unset.
+# `READ` lists the fields of adapter_config.json that are used, `IRRELEVANT` those that can have any value, and
+# `REQUIRED` those that must have one of the listed values. All other fields must be unset.
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
@@ -461,7 +462,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """Returns `own` with its READ fields taken from adapter_config.json. Raises: ValueError on an unsupported field."""
+    """Returns `own` with the `READ` fields of adapter_config.json. Raises: ValueError on an unsupported field."""
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")
@@ -480,7 +481,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Sets the hash of frozen random weights. Draws them again, as a rank may hold only some rows, or bf16 copies."""
+    """Draws the random weights again and stores their hash. A rank may hold only some of their rows, or bf16 copies."""
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 

@@ -27,11 +27,11 @@ class RopeScaling(ABC):
 
     @abstractmethod
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
-        """Returns the changed frequencies in fp64: (head_dim / 2,), or (total, head_dim / 2) if tokens differ."""
+        """Returns the changed frequencies in fp64, either (head_dim / 2,) for all tokens, or (total, head_dim / 2)."""
 
     @property
     def magnitude(self) -> float:
-        """The factor that cos and sin are multiplied by. Attention scores are multiplied by the factor's square."""
+        """The factor that cos and sin are multiplied by. The square of this factor multiplies attention scores."""
         return 1.0
 
 

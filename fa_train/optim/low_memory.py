@@ -87,7 +87,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
-        """Updates the weights, as `torch.optim.Optimizer.step` does. Waits until the CPU has updated its copies."""
+        """Updates the weights, as `torch.optim.Optimizer.step` does. Waits for the CPU to update the host copies."""
         loss = _run(closure)
         self._set_hyperparameters()
         self.stream.wait_stream(torch.cuda.current_stream())

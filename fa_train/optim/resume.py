@@ -29,8 +29,8 @@ KINDS = (
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
     """Checks that the configured optimizer can load the state_dict `saved`.
 
-    configured: a function named in KINDS, or a functools.partial of it. Any other optimizer is not checked.
-    Raises: ValueError if another optimizer in KINDS wrote `saved`.
+    configured: a function named in `KINDS`, or a functools.partial of it. Any other optimizer is not checked.
+    Raises: ValueError if another optimizer in `KINDS` wrote `saved`.
     """
     own = getattr(configured, "func", configured).__name__
     if own not in KINDS:
@@ -43,7 +43,7 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
 
 
 def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the names in KINDS whose optimizers may have written the state_dict `saved`."""
+    """Returns the names in `KINDS` of the optimizers that possibly wrote the state_dict `saved`."""
     if "offloaded" in saved:
         return ["adamw_offload"]
     if any("fused" in group for group in saved["param_groups"]):

@@ -9,7 +9,8 @@ from fa_train.parallel.communication import TIMEOUT
 class Agreement:
     """Tells every rank the largest answer of all ranks. All ranks learn this answer in their next call.
 
-    All ranks must stop at the same step. If one rank stopped earlier, the collectives of the others would wait forever.
+    All ranks must stop at the same step. If one rank stopped earlier, the collectives of the remaining ranks would wait
+    forever.
     Each call of `largest` starts an all-reduce of one integer in a separate gloo group, which does not wait for the
     GPU. The all-reduce overlaps with the next micro-batch. The next call of `largest` reads the result. A flag in
     torch's TCPStore would not be enough, because the hosts of some ranks can be several steps ahead of the others.
@@ -21,7 +22,7 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Returns the largest answer in the last all-reduce, or 0 in the first call.
+        """Returns the largest of the answers that the last all-reduce compared, or 0 in the first call.
 
         If the result is 0, this call starts the next all-reduce with this rank's answer.
         """

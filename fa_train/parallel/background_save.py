@@ -113,7 +113,7 @@ class BackgroundSave:
 class HostCopies:
     """Copies nested dicts and lists of tensors to host memory, which is pinned for a GPU's tensors.
 
-    `of` overwrites the copy that the previous call of `of` has returned.
+    Each call of the method `of` overwrites the copy that the previous call returned.
     """
 
     def __init__(self, device: torch.device) -> None:

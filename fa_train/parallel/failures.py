@@ -23,7 +23,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @contextmanager
 def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """If an exception leaves this block, writes the reason and ends the rank at once.
+    """If an exception leaves the `with` block, writes the reason and ends the rank at once.
 
     Python's usual exit could wait in NCCL for the other ranks. mistakes: the errors that are explained in one line.
     """

@@ -60,8 +60,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     file of an unsharded run.
     replicas: the number of copies of the model; more than 1 means HSDP. Consecutive ranks share a copy.
     reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward.
-    reduce_once: whether gradients are averaged only in the last micro-batch of a step. Until then, each rank holds
-    whole gradients.
+    reduce_once: whether gradients are averaged only in the last micro-batch of a step. In all earlier micro-batches,
+    each rank holds whole gradients.
     reduce_dtype: the dtype in which gradients are sent and averaged.
     context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). With
     1, ranks do not share streams.
@@ -108,7 +108,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning backpropagates all micro-batches of a step except the last one in this context."""
+        """Puts off averaging gradients to the last micro-batch of a step.
+
+        Without reduce_once, only the averaging between replicas is put off. Lightning runs the backward passes of all
+        earlier micro-batches in this context.
+        """
         model = cast(FSDPModule, self._gpt)
         # without replicas, an all-reduce never happens
         communicates = model.set_requires_gradient_sync if self.reduce_once else model.set_requires_all_reduce
@@ -193,7 +197,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def make_context_groups(context: int) -> None:
-    """Makes a process group of each `context` consecutive ranks. Attention uses this rank's group (CONTEXT_GROUP)."""
+    """Makes a process group of each `context` consecutive ranks, and registers this rank's group for attention."""
     world_size = dist.get_world_size()
     for first in range(0, world_size, context):
         group = dist.new_group(range(first, first + context))
@@ -211,7 +215,7 @@ def shard(
 ) -> None:
     """Shards the model's parameters over the ranks. No device ever holds the whole model.
 
-    mesh: the ranks, or replicas x ranks of one replica.
+    mesh: a device mesh of shape (ranks,), or with HSDP (replicas, ranks per replica).
     precision: trainer.precision. With bf16-mixed, the weights of blocks and of an untied head are gathered in bf16, the
     dtype that autocast computes in. Shards stay in fp32, and other weights are gathered in fp32.
     """

@@ -30,7 +30,7 @@ def has_own_launcher() -> bool:
 
 
 def told() -> dict[str, Any]:
-    """Returns what train.py's launcher has told this rank, or an empty dict if it has not started this process."""
+    """Returns what train.py's launcher has told this rank, or an empty dict if train.py did not start this process."""
     answers: dict[str, Any] = json.loads(os.environ.get(TOLD, "{}"))
     return answers
 

@@ -67,7 +67,7 @@ class CheckpointFiles(TorchCheckpointIO):
 
 
 class FolderWriter(dcp.FileSystemWriter):
-    """Torch's writer of a sharded folder. Rank 0 also writes META, once all ranks have written their parts."""
+    """Torch's writer of a sharded folder. When all ranks have written their parts, rank 0 adds the file `META`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], *, on_host: bool) -> None:
         # Copying ahead from the GPU would wait for the GPU, and for GPU 0 if another thread writes.
@@ -90,7 +90,7 @@ def write_folder(
     try:
         writer = FolderWriter(folder, meta, on_host=background is not None)
         dcp.save(state, storage_writer=writer, process_group=background and background.writers)
-    except CheckpointException as error:  # torch raises it on all ranks
+    except CheckpointException as error:  # torch raises this error on all ranks
         if dist.get_rank() == 0:
             remove(folder)
         raise not_written(folder, next(iter(error.failures.values()))[0]) from error

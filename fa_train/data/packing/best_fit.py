@@ -57,7 +57,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     lengths: the lengths of the pieces, from 1 to capacity tokens. Ties are resolved by index.
     If a row is the best fit for a piece, it is also the best fit for the next pieces of the same length. The row
-    therefore gets room // length pieces at once.
+    therefore gets `room // length` pieces at once, where `room` is the row's free space.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")

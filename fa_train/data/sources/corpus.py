@@ -1,4 +1,7 @@
-"""Corpora of documents with unique keys. The hash of its key decides whether a document is held out for validation."""
+"""Corpora of documents with unique keys.
+
+The hash of a document's key decides whether the document is held out for validation.
+"""
 
 import hashlib
 import sysconfig

@@ -2,9 +2,9 @@
 
 A chat is first rendered to text. The next step finds the answers, which are the assistant's messages, in the text. If
 the template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the messages before an
-answer are also rendered alone, as a shorter text. The answer is then what follows the shorter text within the whole
-text, up to the answer's end token. The whole text is tokenised at once. The tokenizer's offsets then map characters to
-tokens.
+answer are also rendered alone, as a shorter text. The answer starts where the shorter text ends in the whole text,
+and ends with the answer's end token. The whole text is tokenised at once. The tokenizer's offsets then map characters
+to tokens.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # a block does not say which message it is from
+        elif trained_on != answers:  # the template's marks do not say which message an answer is
             begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans

@@ -38,7 +38,7 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
 class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
-    loss_mask is None if the model is trained on all tokens. In a small corpus, the keys may select all documents or no
+    loss_mask is None if the model is trained on all tokens. In a small corpus, the keys can select all documents or no
     document as held out. In this case, a corpus of several chats holds out its last chat, and any other corpus holds
     out the last part of its longest document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is

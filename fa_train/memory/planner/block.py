@@ -137,7 +137,7 @@ class Block:
     def _gathered(self) -> int:
         """Returns the bytes of the keys and values of all ranks that share the stream, or 0 without other ranks.
 
-        The result is exact for one document. Several documents need less.
+        For one document, the result is exact. For several documents, the result is an upper bound.
         """
         return 2 * self.kv * self.run.context if self.run.context > 1 else 0
 
@@ -207,7 +207,7 @@ class Block:
         return held + workspace + gathered + self.qkv + (0 if self.eager else self._held_by_compiled_code())
 
     def _held_by_compiled_code(self) -> int:
-        """Returns the bytes that compiled code still holds in attention's backward, and eager code has already freed.
+        """Returns the bytes that eager code has freed before attention's backward, but compiled code still holds.
 
         The order of operations is the one that inductor in torch 2.11 chooses on an H200.
         """
@@ -228,7 +228,7 @@ class Block:
     def _dequantized(self) -> int:
         """Returns the bytes that torchao needs to dequantize a block's largest matrix.
 
-        Most of these bytes hold 64-bit indices.
+        Most of this memory holds 64-bit indices.
         """
         if self.run.adapters is None or not self.run.adapters.quantized:
             return 0

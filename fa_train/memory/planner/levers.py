@@ -20,9 +20,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# BESIDE_COPIES is the cost of copies, as a fraction of compute time, and LAUNCH is the cost of a chunk, in seconds.
-# Both costs are too small to measure. If chunks are as fast as copies, chunks are preferred, because copies need pinned
-# memory.
+# The cost of copies as a fraction of compute time, and the cost of a chunk in seconds. Both are too small to measure.
+# If chunks are as fast as copies, chunks are preferred, because copies need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -134,9 +133,9 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
-    """Returns changes of the optimizer and the precision that save memory, the cheapest first.
+    """Returns memory-saving changes of the settings for optimizer and precision, the cheapest first.
 
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is empty.
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change changes nothing.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
     """
     run = plan.run

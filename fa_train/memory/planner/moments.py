@@ -1,4 +1,4 @@
-"""Lists the points in time of a training step, called moments, at which memory use can peak."""
+"""Lists the moments of a training step, which are the points in time at which memory use can peak."""
 
 from dataclasses import dataclass
 

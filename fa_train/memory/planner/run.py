@@ -29,7 +29,7 @@ from fa_train.models.lora import adapters_of
 from fa_train.optim import adamw
 from fa_train.parallel.decisions import decided_by_rank_zero
 
-CERTAIN = 1.1  # a run is refused if it needs more than CERTAIN times the device's memory
+CERTAIN = 1.1  # a run is refused if it needs more than this multiple of the device's memory
 OPTIMIZERS: dict[object, OptimizerKind] = {
     adamw.adamw: "adamw",
     adamw.adamw_8bit: "adamw_8bit",
@@ -146,7 +146,7 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
     """Checks that a run fits, and returns the prediction. On the CPU, the check does not include activations.
 
     processes: the number of processes that share this machine's memory.
-    Raises: ValueError if the run does not fit. DoesNotFitError if a step needs more than CERTAIN times the GPU's
+    Raises: ValueError if the run does not fit. DoesNotFitError if a step needs more than `CERTAIN` times the GPU's
     memory.
     """
     prediction, available = predict(plan), device_bytes(device)

@@ -55,9 +55,9 @@ def weights_bytes(plan: Plan) -> int:
 def gathered_bytes(plan: Plan) -> int:
     """Returns the peak bytes of the weights and gradients that FSDP2 gathers on a rank.
 
-    The formula counts the larger of embedding and head (both, if they share a weight), the weights of two blocks or of
-    all, and the gradients of one block with an fp32 copy. With reduce_once, it also counts whole gradients in fp32. No
-    measurement has confirmed the formula.
+    The formula counts the weights in `gathered_outside`, the weights of two blocks (of all blocks without
+    reshard_after_forward), and the gradients of one block with an fp32 copy. With reduce_once, the formula also counts
+    whole gradients in fp32. No measurement has confirmed the formula.
     """
     model, run = plan.model, plan.run
     if run.ranks == 1:
@@ -70,5 +70,8 @@ def gathered_bytes(plan: Plan) -> int:
 
 
 def gathered_outside(model: ModelConfig) -> list[int]:
-    """Returns the number of elements of each parameter outside the blocks that FSDP2 gathers at the same time."""
+    """Returns the sizes in elements of the parameters outside the blocks that FSDP2 holds gathered at the same time.
+
+    If embedding and head have separate weights, which are equally large, the result holds only one of the two sizes.
+    """
     return outer_sizes(model)[0 if model.tied else 1 :]

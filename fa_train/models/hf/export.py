@@ -49,9 +49,10 @@ def export_run(
 ) -> list[Path]:
     """Writes the folder run/exported. If the run has an adapter, also writes run/exported_adapter, for peft.
 
-    Each folder is written under another name and renamed when it is complete. Returns the paths of the folders.
+    Each folder is written under another name and renamed when it is complete. Returns the paths of the written
+    folders.
     config, metrics: see `write`.
-    Raises: ValueError, which names the checkpoint, if anything fails. A failure does not change the checkpoint.
+    Raises: ValueError, which names the checkpoint, if anything fails. The checkpoint stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
@@ -95,7 +96,7 @@ def write(
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
-    if model.config.max_seq_len is None:  # take the length of training rows instead
+    if model.config.max_seq_len is None:  # without a context length, take the length of training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

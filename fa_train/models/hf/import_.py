@@ -64,18 +64,19 @@ def load_pretrained(
     attention: "flash", "sdpa", "naive" or a function with the signature of fa_train.models.attention.Attention.
     vocab_size: the vocabulary size that the data's tokenizer needs, or None to skip this check.
     dtype: the dtype of the weights (float32, bfloat16, float16), or None to keep the stored dtype.
-    rope_scaling: replaces the checkpoint's RoPE scaling, unless it is None. The keys of rope_scaling are those of
+    rope_scaling: a RoPE scaling that replaces the checkpoint's, or None. The keys of rope_scaling are those of
     `rope_parameters` in config.json. rope_type="default" removes the scaling. If rope_type is not set, it is the
     checkpoint's rope_type, or yarn if the checkpoint has no scaling.
-    rope_theta: replaces the base of RoPE's frequencies, unless it is None.
+    rope_theta: a base of RoPE's frequencies that replaces the checkpoint's, or None.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
     tokens.
     An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If torch's
     default device is the meta device, `materialise` reads the weights later, and converts them to the parameters'
     dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the files are not on this machine yet.
-    Raises: ValueError if the checkpoint is incomplete, a field of config.json or a tensor is not supported, the
-    vocabulary is too small, or RoPE does not support max_seq_len tokens after these changes.
+    Raises: ValueError if the checkpoint is incomplete, its vocabulary is too small, or a tensor or a field of
+    config.json is not supported. Also ValueError if RoPE does not support max_seq_len tokens, although rope_scaling and
+    rope_theta were applied.
     """
     device = torch.get_default_device()
     on_meta = device.type == "meta"

@@ -271,7 +271,7 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
 
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
-    """Returns the rows of a parameter as a tensor of the checkpoint. `_take` is the inverse of `_read`."""
+    """Converts rows of a parameter to a tensor of the checkpoint. `_take` is the inverse of `_read`."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     rows = whole.detach()[place.rows].to(dtype or whole.dtype).cpu()
     return (rows.T if place.transposed else rows).contiguous()

@@ -2,8 +2,8 @@
 
 Only attention connects tokens, so a rank may hold any tokens of the stream. The stream is cut into equal chunks,
 and every rank holds the same number of chunks. With contiguous shares of the stream, most documents lie within one
-rank, and few keys need to be sent. But the ranks may then have unequal attention work. Ranks therefore exchange pairs
-of chunks until their work is almost equal.
+rank, and few keys need to be sent. Contiguous shares, however, can need different amounts of attention work. Ranks
+therefore exchange pairs of chunks until their work is almost equal.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk, because it reads all keys between its
-# queries. If chunks of 384 pad a stream by more than MAX_PADDING, smaller chunks are used.
+# queries. If chunks of 384 pad a stream by more than `MAX_PADDING`, smaller chunks are used.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 64
 TOLERANCE = 0.01  # the busiest rank may have this fraction more work than the mean
@@ -52,7 +52,7 @@ class Deal:
 
 
 def chunk_size_for(total: int, ranks: int) -> int:
-    """Returns the largest chunk size that pads a stream of `total` tokens by at most MAX_PADDING."""
+    """Returns the largest chunk size that pads a stream of `total` tokens by at most the fraction `MAX_PADDING`."""
     for size in CHUNK_SIZES:
         if padded_total(total, ranks, size) <= total * (1 + MAX_PADDING):
             return size
@@ -97,9 +97,10 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
 def exchange(owner: np.ndarray, work: np.ndarray, ranks: int) -> None:
     """Exchanges pairs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
-    TOLERANCE says how much more work than the mean a rank may have. In each exchange, the rank with the most work and
-    the rank with the least work swap one chunk each. The exchange moves as much work as possible, but at most half of
-    the difference between the two ranks. Few exchanges are then needed, so a rank's tokens have few gaps.
+    `TOLERANCE` says how much more work than the mean is allowed for a rank. In each exchange, the rank with the most
+    work and the rank with the least work swap one chunk each. The exchange moves as much work as possible, but at most
+    half of the difference between the two ranks. Few exchanges are then enough, so a rank's tokens stay nearly
+    contiguous.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     limit = (1 + TOLERANCE) * load.mean()

@@ -187,7 +187,10 @@ def _gathered(k: Tensor, v: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, 
 
 
 def of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
-    """Removes keys that did not arrive from the tensors of a schedule with one entry per key or per tile of keys."""
+    """Returns a schedule's tensors, but without the entries of keys that this rank did not receive.
+
+    Only tensors with one entry per key or per tile of keys change.
+    """
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     tiles = key_tiles[: -(-n_keys // WORK_TILE)]  # tiles of keys that no query sees come last
     return [key_start, key_end, query_start[:n_keys], query_end[:n_keys], query_tiles, tiles, wide_query_tiles]

@@ -10,8 +10,8 @@ import torch
 
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
-# A schedule for more queries and keys than this is not cached. With more tokens, the GPU works for longer than the host
-# needs to build the schedule.
+# A schedule is cached only up to this number of queries and keys. With more tokens, the GPU works for longer than the
+# host needs to build the schedule.
 MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 

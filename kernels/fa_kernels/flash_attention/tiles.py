@@ -114,14 +114,14 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
 }
 
-# Shared memory per program in bytes. If the GPUs of an architecture differ, the smallest amount is listed.
+# Shared memory per program in bytes. If GPUs of an architecture differ, the table has the smallest value.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small enough to split short inputs
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, to split short inputs
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:

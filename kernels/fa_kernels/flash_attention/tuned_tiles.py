@@ -20,7 +20,7 @@ WARPS = (1, 2, 4, 8, 16)
 SIZES = ("block_m", "block_n", "num_warps", "num_stages")
 
 Key = tuple[int, Pass, int]  # head_dim, pass and itemsize in bytes
-Sizes = tuple[int, int, int, int]  # the values are in the order of SIZES
+Sizes = tuple[int, int, int, int]  # one value for each name in `SIZES`, in the same order
 
 
 def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:

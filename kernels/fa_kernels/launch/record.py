@@ -187,7 +187,7 @@ def lasting(x: Tensor) -> Tensor:
     The tensor, such as the counter of a work queue, is neither an input of the call nor allocated by the call.
     """
     recorder = _WATCHED.recorder
-    if recorder is not None and all(x is not known for known in recorder.tensors):  # the recorder does not know x yet
+    if recorder is not None and all(x is not known for known in recorder.tensors):  # x is new to the recorder
         recorder.add(x, lambda: x)
     return x
 

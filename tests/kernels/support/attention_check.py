@@ -46,7 +46,7 @@ def attend(
 
 
 def _moved(values: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Moves all tensors among the values to another device."""
+    """Returns a copy of `values` in which all tensors are on `device`."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 

@@ -173,7 +173,7 @@ def _attend(
     """
     for n_64 in range(start, end, BLOCK_N):
         n = tl.cast(n_64, tl.int32)
-        if PAGED:  # the page size is a multiple of BLOCK_N, so a block lies in one page
+        if PAGED:  # the page size is a multiple of `BLOCK_N`, so a block lies in one page
             # A wrong entry in the table may read another page, but never memory outside of the cache.
             page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
             within = (n % page_size).to(tl.int64)
@@ -431,7 +431,7 @@ def decode_tiles(
     limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small enough to split short inputs
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, to split short inputs
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)

@@ -55,7 +55,7 @@ def _attend(
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_columns(v_ptr, n, stride_vt, total_k, DV_COLUMNS, DV, BLOCK_N, MASKED)
         if v_ptr.dtype.element_ty == tl.float8e4nv:
-            v = in_fp16(v)  # fp16 holds fp8 exactly, and p in fp16 has 11 significant bits instead of 4
+            v = in_fp16(v)  # fp16 represents fp8 exactly, and keeps 11 significant bits of p where fp8 would keep 4
         if ISOLATE_NAN:
             v, nan_rows = isolate_nan_columns(v)
             p = tl.where(p > 0, p + nan_rows[None, :], p)

@@ -63,7 +63,7 @@ def attention_backward(
     """
     is_wide = q.shape[-1] == wide.HEAD_DIM
     sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
-    # delta is kept if the gradient of sinks, the repair of tiles with NaN, or queries.py needs it.
+    # delta is kept only for the gradient of sinks, for the repair of tiles with NaN, and for queries.py.
     keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
     rows, delta, dq_sum, _ = prepared

@@ -98,7 +98,7 @@ class Probabilities:
     """P^T [64, M] of one step, in the two forms that the gradients dV and dS need."""
 
     low: gl.tensor  # P^T in 16 bits, the operand for dV
-    factor: gl.tensor  # dS^T is factor * (dP - delta); factor is P^T, times the slope of the soft cap if there is one
+    factor: gl.tensor  # dS^T is `factor * (dP - delta)^T`, where factor is P^T, or with a soft cap P^T times its slope
 
 
 @gluon.jit
@@ -279,7 +279,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # without a wait between the next S and dS, ptxas interleaves their instructions
+    if CONFIG.after_dp:  # without a wait between the next step's S and dS, ptxas interleaves their instructions
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -335,7 +335,7 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    # If STAGES is not a power of two, `number // STAGES` would need registers, so the kernel increments the stage.
+    # If `STAGES` is not a power of two, `number // STAGES` would need registers, so the kernel increments the stage.
     COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
@@ -410,7 +410,7 @@ def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.con
     for i in gl.static_range(len(gradients)):
         k[i].store((gradients[i].dk * work.scale.softmax).to(dtype))
     fence_async_shared()
-    named_barrier(HALVES_BARRIER, 256)  # waits until both consumers' halves are in shared memory
+    named_barrier(HALVES_BARRIER, 256)  # waits until both consumers have stored their halves of dK and dV
     tiles = k_tiles if HALF == 0 else v_tiles
     for i in gl.static_range(len(tiles)):
         tma.async_copy_shared_to_global(out_descs[i], [item.first, item.kv_head * HEAD_DIM], tiles[i])

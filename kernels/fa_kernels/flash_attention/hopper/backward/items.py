@@ -37,7 +37,7 @@ class Item:
 
     first: gl.tensor
     kv_head: gl.tensor
-    start: gl.tensor  # the first query, rounded down to a multiple of ALIGNMENT
+    start: gl.tensor  # the first query, rounded down to a multiple of `ALIGNMENT`
     end: gl.tensor
     n_steps: gl.tensor
 

@@ -38,7 +38,7 @@ class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
     due: gl.shared_memory_descriptor  # [DS_STAGES]: for the step whose dS is in this place, dQ may be added
-    added: gl.shared_memory_descriptor  # [_PLACES]: dQ of the step in this place has reached the sum
+    added: gl.shared_memory_descriptor  # [_PLACES]: dQ of the step in this place has been added to the sum
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
 

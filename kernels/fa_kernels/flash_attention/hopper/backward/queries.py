@@ -48,8 +48,8 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# All warps start with THREAD_REGISTERS registers per thread. Later, the second consumer and the producer have
-# REGISTERS, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
+# All warps start with `THREAD_REGISTERS` registers per thread, which `REGISTERS` later replaces for the second consumer
+# and the producer. The first consumer then has the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 

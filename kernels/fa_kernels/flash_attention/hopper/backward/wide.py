@@ -60,8 +60,8 @@ HEAD_DIM = 256
 BLOCK = 64  # keys of a program, and queries of a step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# All warps start with THREAD_REGISTERS registers per thread. Later, the second consumer and the producer have
-# REGISTERS, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
+# All warps start with `THREAD_REGISTERS` registers per thread, which `REGISTERS` later replaces for the second consumer
+# and the producer. The first consumer then has the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 

@@ -34,7 +34,7 @@ class Work:
 
     out: Output
     lse: gl.tensor  # pointer
-    sinks: gl.tensor  # pointer, which is read only with HAS_SINKS
+    sinks: gl.tensor  # pointer, which is read only if `HAS_SINKS` is true
     scale: Scale
     rings: Rings
     queue: Queue
@@ -226,8 +226,8 @@ def _consume_item(
             block = _pass_over(block, rings)
 
     row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
-    # A row that sees no key keeps row_max = HIDDEN, and gets o = 0 and lse = -inf. A row that sees only NaN also keeps
-    # row_max = HIDDEN, but its sum is NaN.
+    # A row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row that sees only NaN also
+    # keeps `row_max = HIDDEN`, but has a sum of NaN.
     sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
     lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
     gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)

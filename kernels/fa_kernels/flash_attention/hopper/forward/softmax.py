@@ -28,12 +28,12 @@ from fa_kernels.flash_attention.hopper.primitives.registers import (
 )
 from fa_kernels.flash_attention.scores import cap
 
-# HIDDEN is the score of a hidden key, and row_max of a row that has seen no key. HIDDEN is a power of two, so HIDDEN *
-# c is exact for any scale c, and fma(HIDDEN, c, -HIDDEN * c) is 0.
+# The score of a hidden key, and the row_max of a row that has seen no key. `HIDDEN` is a power of two, so `HIDDEN * c`
+# is exact for any scale c, and `fma(HIDDEN, c, -HIDDEN * c)` is 0.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with MAX_FIRST, a score may exceed row_max by this much in log2 units
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max rises only by more than this, in log2 units
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
     p, row_max, row_sum, factor = map_threads(
         _of_thread, (scores, along_rows(row_max, scores), along_rows(row_sum, scores), scale), (dtype, MAX_FIRST)
     )
-    pairs, _ = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))  # each pair appears twice in p
+    pairs, _ = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))  # p holds each pair of probabilities twice
     return pairs, first_columns(row_max), first_columns(row_sum), first_columns(factor)
 
 

@@ -17,7 +17,7 @@ class Ring:
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # the place is filled
-    empty: gl.shared_memory_descriptor  # all readers have read the place
+    empty: gl.shared_memory_descriptor  # all readers have read the data in the place
 
     @gluon.jit
     def wait_full(self, place, phase):
