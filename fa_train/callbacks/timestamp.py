@@ -28,7 +28,7 @@ class Timestamp:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Timestamp") -> float:
-        """Returns the seconds from `earlier` to this point, both of one device. The device must have reached both."""
+        """Returns the seconds from `earlier`, a point of the same device, to this point. Both must be reached."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return earlier._event.elapsed_time(self._event) / 1e3

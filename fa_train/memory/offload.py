@@ -162,8 +162,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies of the last blocks may still run. The GPU memory of these blocks' tensors is
-        released when the backward pass has computed the gradient of x.
+        With offload=all, copies of the last blocks may still run. The GPU memory of the last blocks' tensors
+        is released when the backward pass has computed the gradient of x.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:

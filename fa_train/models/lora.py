@@ -481,7 +481,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Draws the random weights again and stores their hash. A rank may hold only some of their rows, or bf16 copies."""
+    """Draws the random weights again and stores their hash. A rank can hold only some rows, or bf16 copies."""
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 

@@ -84,7 +84,7 @@ def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
 def without_dead_wrapper(x: Tensor) -> Tensor:
     """Returns x without the wrapper that a functorch transform may have left on it after the transform ended."""
     if _unwrap_if_dead is None:
-        return x  # apply_without_transforms then returns function.apply, and function.apply removes the wrapper
+        return x  # in this case, apply_without_transforms returns function.apply, which removes the wrapper
     unwrapped: Tensor = _unwrap_if_dead(x)
     return unwrapped
 

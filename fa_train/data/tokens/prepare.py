@@ -111,7 +111,7 @@ def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
 def _start_worker(encoder: Encoder[Any]) -> None:
     global _worker_encoder  # a tokenizer can have several megabytes, so each process receives it only once
     _worker_encoder = encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already uses all cores
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool of processes already uses all cores
     Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -20,8 +20,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# The cost of copies as a fraction of compute time, and the cost of a chunk in seconds. Both are too small to measure.
-# If chunks are as fast as copies, chunks are preferred, because copies need pinned memory.
+# The cost of copies as a fraction of compute time, and the cost of a chunk in seconds. Both costs are too
+# small to measure. If chunks are as fast as copies, chunks are preferred, because copies need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 

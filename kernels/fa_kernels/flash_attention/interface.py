@@ -188,8 +188,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k. If it did not, torch would compile again for each length class, and torch
-        # 2.11 even for each value of max_seqlen_k.
+        # Compiled code ignores max_seqlen_k. If compiled code used max_seqlen_k, torch would compile again for each
+        # length class, and torch 2.11 even for each value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )

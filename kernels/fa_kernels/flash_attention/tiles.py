@@ -121,7 +121,7 @@ SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100":
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, to split short inputs
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small tiles, to split short inputs
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
@@ -284,7 +284,7 @@ def _shared_of_one_product(
             rewritten = _rewritten_for_tcgen05(scores, block, read_rows, head_dim, direction, itemsize)
     if itemsize == 1:
         rewritten += read_rows * v_width * 2  # V in fp16
-    if tiles.num_stages == 1:  # nothing is prefetched, and V replaces K
+    if tiles.num_stages == 1:  # without prefetching, V overwrites K in shared memory
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048

@@ -431,7 +431,7 @@ def decode_tiles(
     limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, to split short inputs
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small tiles, to split short inputs
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)
