@@ -4,7 +4,7 @@
 
 A run with export=true exports its last checkpoint at its end. A run with adapter=lora or adapter=qlora is exported with
 the adapter merged into the weights. The option --adapter exports the adapter alone, in the format of peft. The
-checkpoint may be a file, or the folder that a sharded run writes. The checkpoint is read into host memory; no GPU is
+checkpoint is a file, or the folder that a sharded run writes. The checkpoint is read into host memory; no GPU is
 needed.
 """
 

@@ -26,7 +26,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "kernels" / "fa_kernels"
 NAME = "fa-kernels"
-VERSION = 0  # the format requires a number, and 0 means that the interface may still change
+VERSION = 0  # the format requires a number, and 0 means that the interface can still change
 ARCHITECTURES = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")  # those of fa_kernels/device.py
 OTHER_FUNCTIONS = "\nfrom . import rmsnorm as rmsnorm, rotary as rotary, swiglu as swiglu\n"
 

@@ -171,7 +171,7 @@ def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
     for part in parts:
         seen, seen_rows = column(part, "train/loss"), recorded_rows(part)
         assert seen.items() <= losses.items()
-        last = max(seen_rows)  # some micro-batches of the last step may be missing
+        last = max(seen_rows)  # the last step can lack some micro-batches
         assert all(seen_rows[step] == rows[step] for step in seen_rows if step != last)
         assert set(seen_rows[last]) <= set(rows[last])
         assert min(seen) % 3 == 1 and min(seen_rows) == min(seen) - 1, "the run starts at a checkpoint"

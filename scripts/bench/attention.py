@@ -356,7 +356,9 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
 
 
 def installed(module: str) -> bool:
-    """Returns whether Python finds the module. To look up a submodule, Python imports its package, which may fail."""
+    """Returns whether Python finds the module. To look up a submodule, Python imports the package that contains it, and
+    this import can fail.
+    """
     try:
         return find_spec(module) is not None
     except ImportError:

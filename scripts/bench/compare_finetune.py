@@ -6,7 +6,8 @@ losses.
         logger=csv trainer.log_every_n_steps=1                          # trains on them.
     python -m scripts.bench.compare_finetune run runs/finetune/<time>   # table: step, ours, transformers', difference.
 
-Run the command in the folder from which the run was started, because paths in the run's config may be relative to it.
+Run the command in the folder from which the run was started, because paths in the run's config can be relative to that
+folder.
 
 The plain loop uses the data rows, the learning-rate schedule and the gradient clipping of the run. A four-dimensional
 attention mask and position_ids keep packed documents separate. All weights are trained in fp32, with bf16 autocast if

@@ -94,7 +94,7 @@ def documents(stream: str, tokens: int, seed: int) -> tuple[int, ...]:
 
 
 class Case:
-    """One random stream, as one rank holds it. `parts` maps each name in PARTS to a function that runs both passes."""
+    """One random stream, as one rank holds it. `parts` maps each part to a function that runs both passes."""
 
     def __init__(self, stream: str, tokens: int, seed: int, setting: Setting) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()

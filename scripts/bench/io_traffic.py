@@ -10,7 +10,7 @@ The forward of naive attention moves `4 * N**2 + 4 * N * d` elements, where P is
 kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and writes O.
 A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
 
-If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. Its five kernels
+If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. The five kernels
 compute dV from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds
 the same transfers to the backward as to the forward.
 

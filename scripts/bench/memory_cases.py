@@ -10,7 +10,7 @@ SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml
 LOSS_CHUNK = 4096  # tokens, as in conf/memory/default.yaml
 # Combinations that are compared with each other are neighbours in this list. The most important combinations come
-# first, because the time budget may end the run early.
+# first, because the time budget can end the run early.
 COMBINATIONS = (
     "selective",
     "selective+offload",
@@ -76,7 +76,7 @@ class Case:
     attention: str
     compiled: bool
     steps: int  # number of timed steps
-    slow_step: float  # seconds; if a step takes longer, only FEWEST_STEPS steps are timed
+    slow_step: float  # seconds; if a step takes longer, only `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
     trace: str = ""  # if set: run one more step and write its trace to this file
 

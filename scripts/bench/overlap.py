@@ -17,7 +17,7 @@ class Overlap:
     to_device: float
     hidden: float  # copies in either direction while the compute stream runs a kernel
     idle: float  # time in which the compute stream runs no kernel
-    waiting: float  # idle time of the compute stream during a copy, which offload may have caused
+    waiting: float  # idle time of the compute stream during a copy, possibly caused by offload
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -53,8 +53,8 @@ def length(spans: Iterable[Span]) -> float:
 def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
     """Computes the times of one step from the spans of its kernels and of its copies, in microseconds.
 
-    Copies to the host and to the device may run at the same time. If copies in both directions overlap, each of them
-    counts in full.
+    Copies to the host and copies to the device can run at the same time. If copies in both directions overlap, each of
+    them counts in full.
     """
     computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
     edges = [step[0], *(moment for span in computing for moment in span), step[1]]

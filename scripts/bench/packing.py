@@ -21,7 +21,7 @@ MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # tokens; parameters of a log-norm
 
 
 def lengths_of(documents: int, seed: int) -> np.ndarray:
-    """Returns random document lengths from 1 to LONGEST, (documents,) int64."""
+    """Returns random document lengths from 1 to `LONGEST` tokens, (documents,) int64."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, documents)
     return np.clip(drawn, 1, LONGEST).astype(np.int64)
 

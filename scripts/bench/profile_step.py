@@ -55,7 +55,7 @@ TOP = 25  # number of kernels in the list of kernels by name
 
 
 class StepProfiler(Callback):
-    """Times WARMUP steps without the profiler, and then profiles one step.
+    """Times `WARMUP` steps without the profiler, and then profiles one step.
 
     The trace is written to the folder `folder`.
     """

@@ -108,7 +108,7 @@ class Case:
     device: Device
     attention: str  # applies to ours only
     steps: int  # number of timed steps
-    slow_step: float  # seconds; if a step takes longer, only FEWEST_STEPS steps are timed
+    slow_step: float  # seconds; if a step takes longer, only `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
 
 

@@ -59,7 +59,7 @@ def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> d
     times of equal kernels in a fixed order differ by up to 2%. In a random order, these times differ by at most 0.3%.
     The L2 cache is cleared before each run of a candidate.
 
-    Units: `rep` is the total time per candidate in milliseconds. Each candidate runs at least FEWEST times after two
+    Units: `rep` is the total time per candidate in milliseconds. Each candidate runs at least `FEWEST` times after two
     warm-up runs.
     """
     driver = triton.runtime.driver.active

@@ -29,8 +29,8 @@ Loss = Callable[[], Tensor]
 class StepTimes:
     """Collects the times and the losses of a case's steps.
 
-    slow_step: seconds. If the second step takes longer than slow_step, only FEWEST_STEPS steps are timed: the second
-    and those after it.
+    slow_step: seconds. If the second step takes longer than `slow_step`, only `FEWEST_STEPS` steps are timed, beginning
+    with the second.
     """
 
     def __init__(self, steps: int, slow_step: float) -> None:
@@ -84,7 +84,7 @@ class StepTimer(Callback):
 def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
     """Trains as train.py does, with LitGPT, its data and Lightning's loop, and fills `times`.
 
-    The planner does not check the memory, so the run may run out of memory. Nothing is logged or saved.
+    The planner does not check the memory, so a run that is too large runs out of memory. Nothing is logged or saved.
     """
     require_backend(instantiate(config.attention), device)
     data: PackedDataModule = instantiate(config.data)

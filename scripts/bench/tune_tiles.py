@@ -110,7 +110,8 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 
     With 8 rows per warp, pairs of warps would compute the same scores.
 
-    If head_dim is above `WIDE`, 8 rows per warp are enough, because more may not fit in registers or shared memory.
+    If head_dim is above `WIDE`, 8 rows per warp are enough, because more rows often do not fit in registers or shared
+    memory.
     """
     rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
     return rows >= (8 if head_dim > WIDE else 16) * tiles.num_warps
@@ -253,7 +254,7 @@ def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
     """Returns the candidate and the result of `check`. An exception becomes an error message."""
     try:
         return candidate, check(candidate)
-    except Exception as error:  # Triton, ptxas or the driver may fail for some candidates.
+    except Exception as error:  # Triton, ptxas or the driver can fail for some candidates.
         return candidate, f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -162,7 +162,9 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
 
 
 class NoSync(Callback):
-    """Makes torch raise an error if the host waits for the GPU. The first steps compile kernels and may wait."""
+    """Makes torch raise an error if the host waits for the GPU. The first steps are allowed to wait, because they
+    compile kernels.
+    """
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == EVERY:

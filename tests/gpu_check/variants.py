@@ -139,6 +139,6 @@ def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, devic
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Returns the bytes of shared memory that one program may use."""
+    """Returns the largest number of bytes of shared memory that one program can use."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute
     return properties.shared_memory_per_block_optin

@@ -15,7 +15,7 @@ import torch
 from tests.gpu_check.cases import Case
 from tests.kernels.support.attention_check import GPU
 
-LIMIT = 300  # seconds that a case may take, including compilation
+LIMIT = 300  # time limit of a case in seconds, including compilation
 
 
 @dataclass(frozen=True)

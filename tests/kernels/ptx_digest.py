@@ -114,7 +114,7 @@ def start(known: dict[str, str]) -> None:
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `make_ir`, the method of Triton's source classes that makes the first IR of a kernel.
 
-    The wrapper appends the hash of the source to SOURCES. If `CODE` already holds a code hash for this source, the
+    The wrapper appends the hash of the source to `SOURCES`. If `CODE` already holds a code hash for this source, the
     wrapper raises `Known`.
     """
 

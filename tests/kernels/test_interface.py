@@ -412,8 +412,8 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """If max_seqlen is less than LONG_DOCUMENT, it is ignored, so that one document of 513 tokens does not slow down
-    shorter ones.
+    """A max_seqlen below `LONG_DOCUMENT` is ignored, so that one document of 513 tokens does not slow down shorter
+    ones.
     """
     asked = []
     build = interface.build_schedule

@@ -44,7 +44,7 @@ def test_window(causal, num_splits, window):
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
 def test_grouped_query_heads(n_heads, n_kv_heads):
-    """The rows of a tile are queries of all heads of a group, so a tile may begin and end between the heads of one
+    """The rows of a tile are queries of all heads of a group, so a tile can begin and end between the heads of one
     token.
     """
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
@@ -120,7 +120,7 @@ def test_sequences_anywhere_in_the_cache(num_splits):
 @SPLITS
 @pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "pages-of-16"])
 def test_padding_on_the_left(page_size, num_splits):
-    """Padding may contain NaN, end inside a block, or fill the whole sequence."""
+    """Padding can contain NaN, end inside a block, or fill the whole sequence."""
     check(
         [40, 61, 9, 30],
         leftpad=[0, 37, 9, 16],

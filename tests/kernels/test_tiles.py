@@ -145,7 +145,7 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 def test_shared_bytes_counts_both_halves_of_fp32():
     """The expected values are Triton's shared memory for three TF32 matmuls.
 
-    The computed shared memory may be at most 3 KiB larger than Triton's.
+    The computed shared memory must not exceed Triton's by more than 3 KiB.
     """
     reported = {
         ("sm90", 64, "fwd"): 131072,

@@ -32,7 +32,7 @@ GROUPS = sorted(path.stem for path in (CONF / "memory").glob("[!_]*.yaml"))
 def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | None) -> None:
     """Requires `ours` to equal the results of a step without memory levers.
 
-    A chunked FFN adds in another order, so its results may differ by rounding.
+    A chunked FFN adds in another order, so its results can differ by rounding.
     """
     if mlp_chunk is None:
         return assert_equal(ours, none)

@@ -87,7 +87,7 @@ def assert_ranks_are_compared(folder, printed) -> None:
         )
     }  # fmt: skip
     assert all(len(values) == 4 for values in measured.values())
-    # other programs may delay rank 0 in some steps; the loader is at most one micro-batch ahead
+    # other programs can delay rank 0 in some steps; the loader is at most one micro-batch ahead
     assert min(measured["compute_ms_max"]) >= 500 and max(measured["communication_ms_max"]) >= 200
     assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 400
     assert 1 in measured["slowest_rank"] and min(measured["slowest_over_mean"]) > 1

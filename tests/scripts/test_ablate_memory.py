@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
 
 
 class References(HTMLParser):
-    """Collects the addresses that an HTML page loads, and its tags."""
+    """Collects the tags of an HTML page, and the addresses that the page loads."""
 
     def __init__(self):
         super().__init__()

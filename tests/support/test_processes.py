@@ -23,7 +23,7 @@ def test_a_program_over_its_time_ends_with_its_children(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         finish(program, [], tmp_path, environment, timeout=4)
     child = int((tmp_path / "child").read_text())
-    for _ in range(100):  # the process that adopts an orphan may need time to reap it
+    for _ in range(100):  # the process that adopts an orphan needs some time to reap it
         stat = Path(f"/proc/{child}/stat")
         if not stat.exists() or stat.read_text().split()[2] == "Z":
             return

@@ -56,7 +56,7 @@ def composed(folder: Path, *overrides: str) -> Iterator[DictConfig]:
 def tiny(tmp_path: Path, *overrides: str) -> list[str]:
     """Returns overrides for a tiny run whose corpus and cache are below tmp_path.
 
-    `overrides` take precedence over TINY.
+    `overrides` take precedence over `TINY`.
     """
     settings = dict(override.split("=", 1) for override in (*TINY, *overrides))
     if settings["data"] == "text":
@@ -97,7 +97,7 @@ RECORDED = ("+callbacks.rows._target_=tests.support.training.RowRecorder", "+cal
 def recorded_rows(folder: Path) -> dict[int, list[str]]:
     """Returns the sorted hashes of all ranks' rows for each step, starting at step 0.
 
-    The hashes are sorted, because the rows may be dealt to the ranks in any order.
+    The hashes are sorted, because the order in which ranks get the rows does not matter.
     """
     rows: dict[int, list[str]] = {}
     for path in folder.glob("rows_*.jsonl"):

@@ -46,7 +46,7 @@ def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq
     stream = np.concatenate([documents[i] for i in order])
     laid = np.concatenate([row.tokens for row in rows])
     n_real = (laid != PAD).sum()
-    # the last token of the stream may be only a label, and not an input of any row
+    # the last token of the stream can be a label without being an input of any row
     assert n_real in (len(stream), len(stream) - 1)
     assert np.array_equal(laid[:n_real], stream[:n_real])
     labelled = 0

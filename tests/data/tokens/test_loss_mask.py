@@ -87,7 +87,7 @@ def test_chats_from_a_file_to_labels(tmp_path, packing, n):
     held_out = data.source.documents(held_out=True)
     kept_back = answers(hf, np.concatenate([held_out[i][held_out.loss_mask[i]] for i in range(len(held_out))]))
     assert 0 < len(kept_back) < 20 and set(kept_back) < set(every)
-    # keep concatenated rows in order, because an answer may continue in the next row
+    # keep concatenated rows in order, because an answer can continue in the next row
     rows = PackedRows(data, held_out=False, shuffle=packing == "best_fit")
     batches = [rows.batch(index, 1) for index in range(rows.per_epoch)]
     labels = [label for batch in batches for label in batch["labels"].tolist() if label != IGNORE_INDEX]

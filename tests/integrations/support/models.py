@@ -39,7 +39,7 @@ CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 
 def tiny(name: str, **fields: Any) -> Any:
-    """Returns one of the models in MODELS in evaluation mode, with eager attention and random weights."""
+    """Returns a model of `MODELS` in evaluation mode, with eager attention and random weights."""
     family, settings = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**settings | fields)
     torch.manual_seed(0)

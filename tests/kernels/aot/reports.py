@@ -83,7 +83,7 @@ def read(file: Path) -> dict[str, Any] | None:
 
 def write(file: Path, report: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")  # no other worker may read an incomplete report
+    partial = file.with_suffix(f".{os.getpid()}")  # other workers must never see an incomplete report
     partial.write_text(json.dumps({"key": key(), "report": report}))
     partial.replace(file)
 

@@ -22,7 +22,7 @@ CONSTANTS = dict(
 def compile_case(arch):
     """Compiles the schedule kernel as a launch does.
 
-    cu_seqlens may have any alignment, but the address of the output is a multiple of 16 bytes.
+    cu_seqlens can have any alignment, but the address of the output is a multiple of 16 bytes.
     """
     names = _schedule_kernel.arg_names
     signature = {

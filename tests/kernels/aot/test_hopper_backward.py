@@ -37,7 +37,7 @@ CORE = {
     "bf16-64-4-1-1", "bf16-96-4-1-1", "bf16-128-1-1-1", "bf16-64ordered-4-1-1", "bf16-96ordered-1-1-1",
     "bf16-128ordered-1-1-1", "fp16-128dkdv-4-1-1", "fp16-128dq-4-1-1", "bf16-256dkdv-4-1-1", "bf16-256dq-4-1-1",
 }  # fmt: skip
-SHARED = 227 * 1024  # bytes of shared memory that one program may use on an H100
+SHARED = 227 * 1024  # bytes of shared memory that one program can use on an H100
 
 
 @pytest.mark.parametrize("core", [pytest.param(True, id="core"), pytest.param(False, id="rest")])

@@ -39,10 +39,10 @@ CORE = {
     "64-long-bf16-bf16-marks", "96-long-fp16-fp32-sinks+softcap+marks", "128-medium-fp16-fp32-sinks+softcap+marks",
     "256-long-bf16-bf16-marks",
 }  # fmt: skip
-SHARED = 227 * 1024  # bytes of shared memory that one program may use
+SHARED = 227 * 1024  # bytes of shared memory that one program can use
 
 
-# The cases in SLOW are compiled only on a machine with a GPU. The cases of head_dim 96 with `long` run everywhere,
+# The cases in `SLOW` are compiled only on a machine with a GPU. The cases of head_dim 96 with `long` run everywhere,
 # because their fp32 output limits the pipeline stages.
 SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 

@@ -6,7 +6,7 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_L
 from tests.kernels.aot.reports import compile_all
 
 # arch, head_dim, pass -> registers per thread, bytes of spill stores, tensor-core instruction: the most that Triton 3.6
-# and 3.7 need for one document, plus a margin. For several documents, the limits of sm90 are in CONTAINING.
+# and 3.7 need for one document, plus a margin. For several documents, the limits of sm90 are in `CONTAINING`.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),
@@ -140,7 +140,7 @@ OF_4_BYTES = {
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
 # Largest allowed ratio of shared_bytes to the shared memory that Triton reports. shared_bytes assumes the largest
-# layout that the compiler may choose.
+# layout that the compiler can choose.
 SURPLUS = {"sm80": 1.25, "sm90": 1.1, "sm100": 1.25}
 # other dtypes, and values with another head_dim than keys
 UNUSUAL = (
@@ -148,8 +148,8 @@ UNUSUAL = (
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
 MODULE = "tests.kernels.aot.portable"
-# Only a machine with a GPU compiles the cases in lists named SLOW. Without a GPU, the tests compile one head_dim of
-# sm80 and of sm100, and some of the kernels of sm90.
+# Only a machine with a GPU compiles the cases in the lists whose names start with `SLOW`. Without a GPU, the tests
+# compile one head_dim of sm80 and of sm100, and some of the kernels of sm90.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]

@@ -406,7 +406,7 @@ def test_addresses_must_be_aligned():
 def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, several, monkeypatch):
     """Each call gets new tensors, and the later calls are replayed.
 
-    Without `deterministic`, dq may differ by rounding, because its partial sums are added in any order.
+    Without `deterministic`, dq can differ by rounding, because its partial sums are added in any order.
     """
     record.forget()
     cu_seqlens = torch.tensor([0, 50, 300], device=device, dtype=torch.int32) if several else None

@@ -111,7 +111,7 @@ def compare(
         floors[name] += left.abs().max().item()
     if sinks is not None:
         # A sink's gradient is a sum over rows: probability * (do · o). The floor is one standard deviation of the error
-        # that rounding o causes in this sum. Torch's error may be smaller by chance, because dsinks has few elements.
+        # that rounding o causes in this sum. Torch's error can be smaller by chance, because dsinks has few elements.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

@@ -132,7 +132,7 @@ def check(
         for i, length in enumerate(lengths):
             table[i, -(-(length + seqlen_new) // page_size) :] = 2**30
 
-    # a query's position may be beyond the capacity of the cache
+    # a query's position can be beyond the capacity of the cache
     positions = max(capacity, max(lengths) + seqlen_q)
     rotary = [torch.randn(positions, rotary_dim // 2).to(dtype) for _ in range(2)] if rotary_dim else []
     caches = [x.to(DEVICE, copy=True) for x in stored]
@@ -188,7 +188,7 @@ def check(
         for cache, old, wanted in zip(caches, stored, pair, strict=True):
             found, found_before = cache[pages_of_it].flatten(0, 1), old[pages_of_it].flatten(0, 1)
             fresh = slice(length, length + seqlen_new)
-            # rotated keys may differ in the last bit
+            # rotated keys can differ in the last bit
             torch.testing.assert_close(found[fresh], wanted[fresh], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
             found_before[fresh] = found[fresh]
             assert torch.equal(found.nan_to_num(7.0), found_before.nan_to_num(7.0))

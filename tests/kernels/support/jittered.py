@@ -162,8 +162,8 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Yields two values for each of RUNS calls: hashes of the outputs that have equal bits in every run, and the first
-    head of dq.
+    """Yields two values for each of `RUNS` calls: hashes of the outputs that have equal bits in every run, and the
+    first head of dq.
 
     The second value is None if dq has equal bits in every run.
     """

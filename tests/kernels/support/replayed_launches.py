@@ -111,7 +111,7 @@ def _compile(
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """Makes CPU tensors report that they are on an H200, and appends each launch to LAUNCHES."""
+    """Makes CPU tensors report that they are on an H200, and appends each launch to `LAUNCHES`."""
     before = driver._active
     driver.set_active(_Driver())
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)

@@ -104,7 +104,7 @@ def compile_blocks(model: GPT, *, fullgraph: bool = True) -> GPT:
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
     """On the CPU, requires bitwise equality.
 
-    On a GPU, allows for rounding, because attention's backward may add in any order.
+    On a GPU, allows for rounding, because attention's backward adds in an order that varies.
     """
     for a, b in zip(ours, theirs, strict=True):
         if a.is_cuda:
