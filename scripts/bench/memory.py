@@ -129,7 +129,7 @@ class Stepper:
         self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
 
     def step(self) -> tuple[float, float]:
-        """Runs one step. Returns the step's milliseconds, and how many of them the optimizer took."""
+        """Runs one step. Returns the milliseconds of the step, and those of the optimizer in this step."""
         start = time.perf_counter()
         with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
             value = self.mean_loss()
@@ -146,7 +146,7 @@ class Stepper:
     def timed(self) -> tuple[list[float], list[float]]:
         """Runs all steps of the case.
 
-        Returns the milliseconds of each timed step, and how many of them the optimizer took.
+        Returns the milliseconds of each timed step, and the milliseconds of the optimizer in each of these steps.
         """
         times: list[tuple[float, float]] = []
         warmup, steps = WARMUP, self.case.steps

@@ -118,7 +118,7 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 
 
 def has_scores_for_threads(tiles: TileConfig) -> bool:
-    """Returns whether each thread has at least one score of a tile. Used for fp32 instead of has_rows_for_warps.
+    """Returns whether a tile has at least one score for each thread. Used for fp32 instead of has_rows_for_warps.
 
     In fp32, 16 rows per warp often do not fit. With mma.sync, warps can split the columns of a tile instead of its
     rows.
