@@ -7,7 +7,7 @@ PART ?= 1/1
 BIN := $(VENV)/bin
 
 
-.PHONY: train install-dev test test-fast test-oldest-triton test-gpu gpu-check lint format docs clean
+.PHONY: train install-dev test test-fast test-oldest-triton aot-reports test-gpu gpu-check lint format docs clean
 
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
@@ -28,6 +28,13 @@ CASES ?= not rest
 test-oldest-triton: $(VENV)/triton-3.6
 	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -k "$(CASES)" tests/kernels/aot \
 		tests/kernels/launch/test_record.py::test_replayed_launches_are_those_of_triton
+
+# Records the results of the ahead-of-time compiles of both Tritons. `test` then compiles again only if kernels change.
+aot-reports: $(VENV)/triton-3.6
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/aot
+	$(BIN)/python -m tests.kernels.aot.reports
+	$(MAKE) test-oldest-triton
+	PYTHONPATH=$(abspath $<) $(BIN)/python -m tests.kernels.aot.reports
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)

@@ -1,5 +1,6 @@
 """Runs the modules that compile kernels without a GPU, in separate processes, and caches their reports."""
 
+import ast
 import functools
 import hashlib
 import json
@@ -17,15 +18,19 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 
 ROOT = Path(__file__).parents[3]
 CACHE = ROOT / ".pytest_cache" / "ahead_of_time"
+RECORDED = Path(__file__).with_name("recorded")  # a file for each Triton version
 
 Reports = dict[str, dict[str, Any]]
 
 
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
-    """Returns the reports of `module`, in the order of the cases.
+    """Returns the reports of `module` in the order of the cases.
 
-    A cached report is used if its key has not changed.
+    A recorded or cached report is used if its key is unchanged. All other cases are compiled.
     """
+    known = recorded().get(module, {})
+    if known.keys() >= {*cases}:
+        return {case: known[case] for case in cases}
     files = {case: CACHE / triton.__version__ / module / f"{case}.json" for case in cases}
     kept = {case: report for case, file in files.items() if (report := read(file)) is not None}
     new = compile_in_processes(module, [case for case in cases if case not in kept])
@@ -89,11 +94,58 @@ def write(file: Path, report: dict[str, Any]) -> None:
 
 
 @functools.cache
-def key() -> str:
-    """Returns a hash of everything (except the case itself) that determines a report."""
+def recorded() -> dict[str, Reports]:
+    """Returns the recorded reports of each module for this Triton version, or an empty dict if the key has changed."""
+    file = RECORDED / f"{triton.__version__}.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    reports: dict[str, Reports] = found["reports"] if found.get("key") == recorded_key() else {}
+    return reports
+
+
+def record() -> Path:
+    """Writes all cached reports with the current key to the file of recorded reports. Returns the file."""
+    reports: dict[str, Reports] = {}
+    for file in sorted((CACHE / triton.__version__).glob("*/*.json")):
+        if (report := read(file)) is not None:
+            reports.setdefault(file.parent.name, {})[file.stem] = report
+    RECORDED.mkdir(exist_ok=True)
+    result = RECORDED / f"{triton.__version__}.json"
+    content = json.dumps({"key": recorded_key(), "reports": reports}, indent=1, sort_keys=True)
+    result.write_text(content + "\n")
+    return result
+
+
+def recorded_key() -> str:
+    """Returns a hash of the code that determines a report, without comments and docstrings.
+
+    The hash is the same on every machine. Triton's version is in the name of the file with the recorded reports.
+    Environment variables that change how kernels are compiled change the hash.
+    """
+    files = [path for path in sources(ROOT) if path.is_relative_to(ROOT / "kernels") or path.parent.name == "aot"]
+    code = [(path.relative_to(ROOT).as_posix(), code_of(path.read_text())) for path in files]
+    return hashlib.sha256(repr((code, compiler_variables())).encode()).hexdigest()
+
+
+def code_of(source: str) -> str:
+    """Returns Python code in a normal form, without comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
+
+
+def compiler_variables() -> dict[str, str]:
+    """Returns the environment variables that change how kernels are compiled."""
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("TRITON_", "PTXAS_"))}
     variables.pop("TRITON_INTERPRET", None)
-    settings = [variables, sorted(get_cache_invalidating_env_vars().items()), torch.__version__, sys.version]
+    return variables
+
+
+@functools.cache
+def key() -> str:
+    """Returns a hash of everything (except the case itself) that determines a report."""
+    settings = [compiler_variables(), sorted(get_cache_invalidating_env_vars().items()), torch.__version__, sys.version]
     return hash_of(ROOT, installed_files(), settings)
 
 
@@ -115,3 +167,7 @@ def installed_files() -> list[Path]:
     tools = [Path(tool.path) for tool in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell, knobs.nvidia.nvdisasm)]
     package = [path for path in Path(triton.__file__).parent.rglob("*.*") if path.suffix != ".pyc"]
     return sorted({*tools, *package})
+
+
+if __name__ == "__main__":
+    print(record().relative_to(ROOT))

@@ -32,9 +32,12 @@ def compiled(monkeypatch, tmp_path):
         return {case: {"case": case, "registers": len(cases)} for case in part}
 
     monkeypatch.setattr(reports, "CACHE", tmp_path)
+    monkeypatch.setattr(reports, "RECORDED", tmp_path / "recorded")
+    reports.recorded.cache_clear()
     monkeypatch.setattr(reports, "compile_in_processes", compile_in_processes)
     monkeypatch.setattr(reports, "key", lambda: "first")
-    return cases
+    yield cases
+    reports.recorded.cache_clear()
 
 
 def test_a_second_run_compiles_nothing(compiled):
@@ -50,6 +53,32 @@ def test_a_report_of_another_key_or_module_is_not_used(compiled, monkeypatch):
     monkeypatch.setattr(reports, "key", lambda: "second")
     assert reports.compile_all("module", ["a"])["a"]["registers"] == 3
     assert compiled == ["a", "a", "a"]
+
+
+def test_recorded_reports_are_used_while_the_code_is_unchanged(compiled, monkeypatch, tmp_path):
+    first = reports.compile_all("module", ["a", "b"])
+    reports.record()
+    reports.recorded.cache_clear()
+    monkeypatch.setattr(reports, "CACHE", tmp_path / "empty")
+    assert reports.compile_all("module", ["b", "a"]) == first
+    assert compiled == ["a", "b"]
+    assert reports.compile_all("module", ["a", "c"]).keys() == {"a", "c"}, "c is not recorded"
+    assert compiled == ["a", "b", "a", "c"]
+    monkeypatch.setattr(reports, "recorded_key", lambda: "of other code")
+    reports.recorded.cache_clear()
+    monkeypatch.setattr(reports, "CACHE", tmp_path / "empty again")
+    reports.compile_all("module", ["a"])
+    assert compiled == ["a", "b", "a", "c", "a"]
+
+
+def test_only_code_changes_the_key_of_recorded_reports(monkeypatch):
+    code = 'def f(x):\n    """Doc."""\n    return x + 1\n'
+    same = 'def f(x):  # a comment\n    """Another\n    text."""\n\n    return x+1\n'
+    assert reports.code_of(same) == reports.code_of(code)
+    assert reports.code_of(code.replace("1", "2")) != reports.code_of(code)
+    before = reports.recorded_key()
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/another/ptxas")
+    assert reports.recorded_key() != before
 
 
 @pytest.mark.parametrize("path", ["kernels/fa_kernels/a.py", "kernels/b/__init__.py", "tests/kernels/support/aot.py"])
@@ -86,6 +115,8 @@ def test_every_file_that_a_compile_imports_is_a_source():
     ours = {path for path in map(Path, run.stdout.split()) if path.is_relative_to(root) and ".venv" not in path.parts}
     assert root / "kernels" / "fa_kernels" / "__init__.py" in ours
     assert ours <= {*reports.sources(root)}
+    hashed = {path for path in ours if path.is_relative_to(root / "kernels") or path.parent.name == "aot"}
+    assert all(not path.read_text().strip() or path in hashed for path in ours), "recorded_key hashes all code"
 
 
 def test_half_a_report_is_never_read(tmp_path):
