@@ -318,7 +318,7 @@ def test_documents_do_not_leak():
 
 
 def test_nan_shows_in_its_own_document():
-    """A NaN in v or do of one token reaches every result of its document that depends on that token."""
+    """If `v` or `do` of one token is NaN, the NaN reaches every result of its document that depends on that token."""
     cu = cumulative([37, 40])
     q, k, v, do, _ = draw(77, 77, 2, 1, 16)
     v = v.detach().clone()

@@ -294,7 +294,7 @@ def _shared_of_one_product(
 
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Returns the shared memory (bytes) for the operands of tcgen05 that a program computes or changes.
+    """Returns the shared memory in bytes for operands of tcgen05 that the program computes, or changes after loading.
 
     The program computes P and dS, and replaces NaN in loaded blocks by 0.
     """

@@ -270,7 +270,7 @@ class _Recording:
     maps: list[_Map]
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # given the allocations, returns the outputs
-    same: list[tuple[int, int]]  # indices of two addresses that must be equal, as in the recorded call
+    same: list[tuple[int, int]]  # index pairs of addresses that were equal in the recorded call
     slices: list[tuple[int, int]]  # for each slice, the index of its allocation's address, and an offset in bytes
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:

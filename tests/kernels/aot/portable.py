@@ -1,9 +1,10 @@
 """Compiles the portable kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
 A case is arch-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte means fp8, 2
-bytes mean bf16, and 4 bytes mean fp32. A case uses the tile sizes of the table and the matmul precision of
-precision_of, for one document without features. `contain_fwd` is the forward kernel for several documents: it isolates
-NaN in its document. `repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
+bytes mean bf16, and 4 bytes mean fp32. The tile sizes come from the tile table, and `precision_of` gives the precision
+of matmuls. The kernels are for one document, without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel
+for several documents: it isolates NaN in its document. `repair_fwd` is the kernel that recomputes tiles marked as
+containing NaN.
 """
 
 import contextlib

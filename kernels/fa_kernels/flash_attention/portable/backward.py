@@ -65,7 +65,7 @@ def _accumulate_dk_dv(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_COLUMNS: tl.constexpr,
     DV: tl.constexpr, DV_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dK and dV of a tile of keys what one head's queries from `start` to `end - 1` contribute.
+    """Adds the contribution of one head's queries, from `start` to `end - 1`, to dK and dV of a tile of keys.
 
     Scores are [N, M].
     """

@@ -1,4 +1,4 @@
-"""Computes tiles with NaN marks again.
+"""Recomputes the tiles that are marked as containing NaN.
 
 Other kernels mark tiles that contain NaN, which may come from another document.
 """

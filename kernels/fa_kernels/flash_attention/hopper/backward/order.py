@@ -3,7 +3,7 @@
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
 one tile of keys. A program adds its part to dQ of a block, waits until the sum is in memory, and then writes the number
 of its tile of keys to the block's semaphore. Tile t waits until the semaphore is at least t - 1 before it adds to dQ.
-From one key to the next, the range of queries that see the key never starts earlier and never ends earlier. The tiles
+The queries that see a key form a range, and neither end of this range decreases from one key to the next. The tiles
 that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
 
 The kernel cannot deadlock: a tile waits only for an earlier tile that will add to the same block, and semaphores never

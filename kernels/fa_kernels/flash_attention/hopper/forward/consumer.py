@@ -176,8 +176,8 @@ def _consume_item(
 ):  # fmt: skip
     """Computes the attention of 64 queries of an item.
 
-    block: the number of blocks of all earlier items. Returns `block` plus the number of blocks of this item. to_log2:
-    the result of softmax.scale_to_log2.
+    block: a running count, the number of blocks in all earlier items. Returns `block` plus the number of blocks of this
+    item. to_log2: the result of softmax.scale_to_log2.
     """
     rings, ranges = work.rings, work.ranges
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
