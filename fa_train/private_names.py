@@ -1,5 +1,6 @@
 """Access to private names of other packages. If a name does not exist, an error names the version to install."""
 
+import importlib
 from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any, Literal
@@ -25,6 +26,14 @@ def require_parameters(package: Package, function: str, found: Iterable[str], wa
         raise ImportError(
             f"{_installed(package)} has other parameters of {function}: {', '.join(different)}. {_advice(package)}"
         )
+
+
+def private_module(package: Package, name: str) -> Any:
+    """Returns a private module of `package`. Raises: ImportError if the module does not exist."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{_installed(package)} has no module {name}. {_advice(package)}") from error
 
 
 def private(package: Package, owner: object, name: str) -> Any:

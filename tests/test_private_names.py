@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.memory.loss import _liger_cross_entropy
 from fa_train.parallel.fsdp import FullyShardedStrategy
-from fa_train.private_names import TESTED, private, replace_private, require_parameters
+from fa_train.private_names import TESTED, private, private_module, replace_private, require_parameters
 from tests.support.training import REPOSITORY
 
 PROJECT = tomllib.loads(Path(REPOSITORY, "pyproject.toml").read_text())["project"]
@@ -51,6 +51,12 @@ def test_a_lightning_that_would_hang_on_a_signal_is_refused(connector, epoch_loo
     trainer = interrupted(SimpleNamespace(**connector), SimpleNamespace(**epoch_loop))
     with pytest.raises(ImportError, match=rf"has no SimpleNamespace.{missing}. Install .*: lightning=="):
         GracefulInterrupt().on_fit_start(trainer, None)
+
+
+def test_a_module_that_a_version_lacks_is_named():
+    assert private_module("torch", "torch.nn") is torch.nn
+    with pytest.raises(ImportError, match=r"^torch .* has no module torch.no_such. Install the version"):
+        private_module("torch", "torch.no_such")
 
 
 def test_a_lightning_with_another_mesh_is_refused():

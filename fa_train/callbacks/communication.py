@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.parallel.communication import TIMEOUT
-from fa_train.private_names import private, replace_private
+from fa_train.private_names import private, private_module, replace_private
 
 Span = tuple[Timestamp, Timestamp]
+FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 # FSDP's functions that gather weights, wait for weights and reduce gradients on the compute stream
 FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
@@ -38,10 +38,11 @@ class CommunicationTimer:
         """Starts to measure a step. sharded: whether FSDP has sharded the module."""
         self.start, self._spans = Timestamp(self._device), []
         if sharded:
+            group = private("torch", private_module("torch", FSDP_MODULE), "FSDPParamGroup")
             for name in FSDP_STEPS:
-                original = private("torch", FSDPParamGroup, name)
-                replace_private("torch", FSDPParamGroup, name, self._timed(original))
-                self._undo.append(partial(setattr, FSDPParamGroup, name, original))
+                original = private("torch", group, name)
+                replace_private("torch", group, name, self._timed(original))
+                self._undo.append(partial(setattr, group, name, original))
         else:
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._undo.append(register_multi_grad_hook(parameters, self._all_gradients).remove)

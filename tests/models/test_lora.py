@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fa_train import training
 from fa_train.memory.memory import Memory
-from fa_train.models.gpt import GPT
+from fa_train.models.gpt import GPT, Head
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.lora import LoRA, LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
 from fa_train.optim.adamw import adamw, adamw_bf16
@@ -344,4 +344,4 @@ def test_no_adapter_is_the_model_itself(tmp_path):
     with composed(tmp_path, *tiny(tmp_path)) as cfg:
         model = training.build(cfg)[1].model
     assert all(p.requires_grad for p in model.parameters())
-    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear, Head}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -159,7 +160,9 @@ def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, t
 NCCL = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 
 
-@pytest.mark.parametrize("strategy", [DDPStrategy, FullyShardedStrategy])
+@pytest.mark.parametrize(
+    "strategy", [DDPStrategy, partial(FullyShardedStrategy, 1, True, False, "float32")], ids=["ddp", "fsdp"]
+)
 def test_nccl_has_a_short_timeout_and_a_flight_recorder(strategy, monkeypatch):
     for name in (*NCCL, "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
