@@ -16,10 +16,11 @@ def fit(
     data: L.LightningDataModule,
     ckpt_path: str | None,
 ) -> bool:
-    """Trains the model. Returns True if all steps were done, and False if the run was out of memory.
+    """Trains the model. Returns True if all steps were done, and False if memory ran out.
 
     A signal ends the process with status 143, or 138 for SIGUSR1. If training diverges, all ranks raise DivergedError.
-    Raises: OutOfMemoryError if one of several ranks runs out of memory, because the others wait for it.
+    Raises: OutOfMemoryError if memory runs out in one of several ranks. Without the error, the other ranks would wait
+    for this rank.
     """
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)

@@ -60,7 +60,7 @@ class LitGPT(L.LightningModule):
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 
     def configure_model(self) -> None:
-        """Shards the model if the strategy does. Lightning may call this more than once."""
+        """Shards the model if the run has a FullyShardedStrategy. Lightning may call this more than once."""
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
             if strategy.context > 1:
@@ -89,7 +89,7 @@ class LitGPT(L.LightningModule):
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        # the lengths are of the whole stream, so each of the ranks that share the stream counts only a part
+        # each of the ranks that share a stream has all lengths of the stream, so the sum is divided among these ranks
         squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()

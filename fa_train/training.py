@@ -110,7 +110,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """Trains one run. Returns the run's last metrics. If the run was out of memory, the metrics include oom=1."""
+    """Trains one run. Returns the run's last metrics. If memory ran out, the metrics include oom=1."""
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)

@@ -47,9 +47,9 @@ class Checkpoint(CheckpointCallback):
     keep_best: whether to save a checkpoint also after each validation with a new lowest val/loss. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones.
     save_on_exception: whether to save a checkpoint also on SIGTERM, on Ctrl-C and, in a run of one process, on errors.
-    asynchronous: whether several ranks write a checkpoint while training goes on. The ranks first copy the checkpoint
-    to CPU memory. The next save and the end of a run wait until the checkpoint is written. A rank that cannot write
-    ends the run.
+    asynchronous: whether training goes on while a checkpoint is written, if the run has several ranks. The ranks first
+    copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is written. A rank
+    that cannot write ends the run.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
     Logs perf/save_stall_s, the seconds that training stood still for a save, and perf/save_s, the seconds of the whole
@@ -141,7 +141,7 @@ class Checkpoint(CheckpointCallback):
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves the current step unless it is saved, possibly in the background.
+        """Saves the current step, possibly in the background, unless the step is already saved.
 
         Returns on all ranks whether the step is saved.
         """
@@ -206,7 +206,7 @@ class Checkpoint(CheckpointCallback):
             self.saved.append(save.path)
 
     def _end_background(self, trainer: L.Trainer) -> None:
-        """Waits for a save in flight. After this call, saves no longer run in the background."""
+        """Waits for a save in flight. Every later save makes training wait."""
         self._finish(trainer)
         self._background = None
 

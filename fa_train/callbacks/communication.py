@@ -89,9 +89,9 @@ class RankComparison:
 
 
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of each number over the ranks, and the largest as <name>_max.
+    """Returns each number's mean over the ranks, and each number's largest value as <name>_max.
 
-    A rank's own time is its data wait plus its compute time. perf/slowest_rank is the rank with the longest own time.
+    A rank's own time is its data wait plus its compute time. perf/slowest_rank is the rank whose own time is longest.
     perf/slowest_over_mean is the longest own time divided by the mean of all ranks' own times.
     """
     summary: dict[str, float] = {}

@@ -51,7 +51,7 @@ class Monitor(Callback):
     A log needs one copy from the device to the host. Training makes no other copies to the host. The host reads this
     copy after it has launched the next micro-batch, so the device never waits for the host. A pending log is finished
     before a validation, before a checkpoint and at the end of a run. With several ranks, a log also needs one small
-    collective of their hosts.
+    collective between the hosts of the ranks.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that were trained on so far, which is the x-axis in W&B. The metrics perf/* cover the
     steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.
@@ -214,7 +214,7 @@ class Monitor(Callback):
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics, and as `tokens` the number of tokens in `step` optimizer steps."""
+        """Logs the metrics. Also logs `tokens`, the number of tokens in `step` optimizer steps."""
         metrics = metrics | {"tokens": step * self.tokens_per_step}
         self.latest |= metrics
         self.latest_step = step
@@ -261,5 +261,5 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def results(trainer: L.Trainer) -> dict[str, float]:
-    """Returns a run's metrics. If the run was out of memory, the metrics include oom=1."""
+    """Returns a run's metrics. If memory ran out, the metrics include oom=1."""
     return monitor_of(trainer).summary()

@@ -1,4 +1,4 @@
-"""Records in the logs that a run was out of memory."""
+"""Records in the logs that memory ran out."""
 
 import sys
 
@@ -45,5 +45,8 @@ def out_of_memory_advice(trainer: L.Trainer) -> str:
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Returns whether the GPU or the host was out of memory. For host memory, torch raises a RuntimeError."""
+    """Returns whether the exception says that the GPU or the host ran out of memory.
+
+    For host memory, torch raises a RuntimeError.
+    """
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)

@@ -13,7 +13,7 @@ from fa_train.callbacks.monitor import monitor_of
 class StepProgress(ProgressBar):
     """A progress bar over optimizer steps with the latest metrics. Without a terminal, prints one line per log.
 
-    Lightning's progress bars count micro-batches, but take the number of steps as the total. After 40 steps of 4
+    Lightning's progress bars count micro-batches, but their total is the number of optimizer steps. After 40 steps of 4
     micro-batches, a Lightning bar shows "160/40". Without a terminal, Lightning's bars print no metrics.
     """
 

@@ -45,7 +45,7 @@ class Record(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
         if not explained and trainer.global_step > self._first_step:
-            # a user's mistake would end the run before its first step, so this error needs a traceback
+            # a ValueError after the first step is not a user's mistake, so this error needs a traceback
             traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):

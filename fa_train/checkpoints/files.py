@@ -93,7 +93,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Reads a checkpoint of `write_file` into CPU memory. Unpickles only tensors and plain values.
+    """Reads a file that `write_file` wrote into CPU memory. Unpickles only tensors and plain values.
 
     Raises: CheckpointError if the file is damaged, or was not written by `write_file`.
     """

@@ -43,8 +43,8 @@ class PackedDataModule(L.LightningDataModule):
     max_doc_len: the length in tokens up to which "best_fit" does not cut a document, by default seq_len.
     long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
     counts these documents.
-    Raises: ValueError if a size is not positive, an option is unknown, or max_doc_len or long_documents is set but
-    packing is "concat".
+    Raises: ValueError if a size is not positive, or an option is unknown. Also ValueError if packing is "concat", but
+    max_doc_len or long_documents is set.
     """
 
     def __init__(

@@ -108,7 +108,10 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor, seqlen_k: int) -> "Keys":
-        """Raises: ValueError if the mask has more columns than there are keys. Keys without a column are masked."""
+        """Keys that have no column in the mask are masked.
+
+        Raises: ValueError if the mask has more columns than there are keys.
+        """
         if mask.shape[-1] > seqlen_k:
             raise ValueError(f"attention_mask must be of at most {seqlen_k} keys; got {tuple(mask.shape)}")
         return kept(mask, (cls, seqlen_k), lambda: cls._build(mask, seqlen_k))
@@ -168,7 +171,7 @@ class Padding(NamedTuple):
         return q if self.query_order is None else _reordered(q, self.query_order), *self.keys.ordered(k, v)
 
     def restored(self, o: Tensor) -> Tensor:
-        """Returns o, (batch, seqlen_q, n_heads, head_dim), in the order that the queries had before `compacted`."""
+        """Undoes the reordering of queries by `compacted`. Returns o, (batch, seqlen_q, n_heads, head_dim)."""
         return o if self.query_order is None else _reordered(o, self.query_order.argsort(dim=-1))
 
 
@@ -204,7 +207,7 @@ def _schedule(
 ) -> Schedule:
     """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
 
-    The padding of a row becomes further documents, each of which has only queries or only keys.
+    The padding before and after this document forms further documents. Each of them has only queries or only keys.
     """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys

@@ -65,7 +65,7 @@ def key_mask(
 
     transformers calls key_mask once for each kind of layer in a forward pass, and passes the arguments of its own mask
     functions. The docstring of key_masks.py describes the result.
-    Raises: ValueError if the mask has more than causality, a window, documents and padding.
+    Raises: ValueError if the mask hides keys for any reason other than causality, a window, documents or padding.
     """
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and local_size == chunk and kv_length + kv_offset > chunk:

@@ -10,12 +10,12 @@ block's input. With offload=all, the hooks replace every large tensor that has o
 whole storage, because q, k and v are views of one storage. autograd owns the `_State` objects. The lifetime of a
 `_State` is therefore correct for every wrapper around a block, including torch.compile.
 
-A copy to the host starts after the compute stream has written the storage. The compute stream waits for the copy two
-blocks later, or IN_FLIGHT + 1 blocks later with offload=all. The storage's GPU memory is then freed. For a copy back to
-the GPU, the compute stream allocates memory, the side stream copies, and the compute stream waits for the copy. When
-autograd's graph is freed, host buffers return to a pool. All copies use one stream, so the last copy out of a buffer
-ends before the next copy into the buffer. The host never waits. Tensor.record_stream is not used, because it would free
-memory later, at a time that depends on the host.
+A copy to the host starts after the compute stream has written the storage. If block `i` starts the copy, the compute
+stream waits for the copy at the start of block `i + 2`, or of block `i + IN_FLIGHT + 1` with offload=all. The storage's
+GPU memory is then freed. For a copy back to the GPU, the compute stream allocates memory, the side stream copies, and
+the compute stream waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies use one
+stream, so the last copy out of a buffer ends before the next copy into the buffer. The host never waits.
+Tensor.record_stream is not used, because it would free memory later, at a time that depends on the host.
 """
 
 import mmap
@@ -85,7 +85,7 @@ class Offload:
         self.copies: torch.cuda.Stream | None = None
 
     def forward_pass(self, x: Tensor) -> "ForwardPass":
-        """Starts a forward pass. x: the input of the first block, whose size and device are used.
+        """Starts a forward pass. x: the input of the first block. Only the size and the device of x are used.
 
         Raises: ValueError if the host has too little memory. With `everything`, the first block raises the
         error, not this call.
@@ -162,8 +162,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies of the last blocks may still run. The GPU memory of the last blocks' tensors
-        is released when the backward pass has computed the gradient of x.
+        With offload=all, copies to the host may still run. The GPU memory of the copied tensors is then released after
+        the backward pass has computed the gradient of x.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:

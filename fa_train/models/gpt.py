@@ -123,7 +123,10 @@ class GPT(nn.Module):
                 module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
 
     def add_source(self, source: "Callable[[GPT], None]") -> None:
-        """Registers a function that sets parameters. On the meta device, `materialise` calls the function later."""
+        """Registers a function that sets parameters. Calls the function, unless the model is on the meta device.
+
+        In a model on the meta device, `materialise` calls the function.
+        """
         self.sources.append(source)
         if not self.token_embedding.weight.is_meta:
             source(self)
@@ -281,7 +284,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the hidden states, and None or a tensor that the next block must add to the hidden states.
+        """Returns the hidden states, and either a tensor that the next block must add to them or None.
 
         x, added: (total, dim). If `added` is given, this block first adds it to x, and leaves its last residual
         addition to the next block.

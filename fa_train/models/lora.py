@@ -462,7 +462,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """Returns `own` with the `READ` fields of adapter_config.json. Raises: ValueError on an unsupported field."""
+    """Returns `own`, but with adapter_config.json's values of `READ`. Raises: ValueError on an unsupported field."""
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")
@@ -481,7 +481,7 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Draws the random weights again and stores their hash. A rank can hold only some rows, or bf16 copies."""
+    """Draws the random weights again to hash them, because parameters can be bf16 copies or only this rank's rows."""
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 

@@ -1,4 +1,8 @@
-"""Restores optimizers from checkpoints. Keeps the current settings, and checks which optimizer wrote the checkpoint."""
+"""Restores optimizers from checkpoints.
+
+A restored optimizer keeps its current settings, such as lr. The optimizers in `KINDS` reject a checkpoint that another
+kind of optimizer wrote.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

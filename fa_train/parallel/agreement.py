@@ -24,7 +24,7 @@ class Agreement:
     def largest(self, answer: int) -> int:
         """Returns the largest of the answers that the last all-reduce compared, or 0 in the first call.
 
-        If the result is 0, this call starts the next all-reduce with this rank's answer.
+        If the result is 0, this call also starts the next all-reduce, in which this rank takes part with `answer`.
         """
         if self._asked is not None:
             self._asked.wait()

@@ -108,9 +108,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Puts off averaging gradients to the last micro-batch of a step.
+        """Postpones the averaging of gradients until the last micro-batch of a step.
 
-        Without reduce_once, only the averaging between replicas is put off. Lightning runs the backward passes of all
+        Without reduce_once, postpones only the averaging between replicas. Lightning runs the backward passes of all
         earlier micro-batches in this context.
         """
         model = cast(FSDPModule, self._gpt)

@@ -27,7 +27,7 @@ from fa_train.parallel.ranks import TOLD
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # exit statuses of GracefulInterrupt
-REPEATED = 1.0  # seconds; a second signal within this time may be the first signal again, sent by another process
+REPEATED = 1.0  # seconds; within this time, a second signal counts as the first signal, sent again by another process
 
 
 class _StoppedError(BaseException):

@@ -1,4 +1,4 @@
-"""Exchanges decisions between ranks that torchrun or srun started. Works before the process group exists."""
+"""Exchanges decisions between ranks that torchrun or srun started, even before the process group exists."""
 
 import json
 import os

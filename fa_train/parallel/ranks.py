@@ -1,6 +1,6 @@
 """Says what this process is: the only process of a run, one of several ranks, or the launcher that starts the ranks.
 
-This file does not import torch, because the launcher needs the answers before anything else.
+This file does not import torch, because train.py uses this file first, and importing torch takes seconds.
 """
 
 import ctypes

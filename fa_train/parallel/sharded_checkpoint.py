@@ -70,7 +70,8 @@ class FolderWriter(dcp.FileSystemWriter):
     """Torch's writer of a sharded folder. When all ranks have written their parts, rank 0 adds the file `META`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], *, on_host: bool) -> None:
-        # Copying ahead from the GPU would wait for the GPU, and for GPU 0 if another thread writes.
+        # Copying ahead waits for the thread's current GPU (GPU 0 in a new thread), so it is off for data in host
+        # memory.
         super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
         self._meta = meta
 

@@ -2,9 +2,9 @@
 
 A chat is first rendered to text. The next step finds the answers, which are the assistant's messages, in the text. If
 the template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the messages before an
-answer are also rendered alone, as a shorter text. The answer starts where the shorter text ends in the whole text,
-and ends with the answer's end token. The whole text is tokenised at once. The tokenizer's offsets then map characters
-to tokens.
+answer are also rendered alone, as a shorter text. The whole text must begin with this shorter text. The answer starts
+directly after the shorter text, and ends with the answer's end token. The whole text is tokenised at once. The
+tokenizer's offsets then map characters to tokens.
 """
 
 import hashlib

@@ -112,7 +112,7 @@ class _Step:
         ]
 
     def backward_of_blocks(self) -> list[Moment]:
-        """Returns the bytes at three points in time: the backward of the last, of the second and of the first block.
+        """Returns the bytes during the backward of three blocks: the last block, the second block and the first block.
 
         The backward of a block frees the block's activations. The backward of a block allocates the gradients of the
         block's weights, unless these already exist.

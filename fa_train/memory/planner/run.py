@@ -179,7 +179,8 @@ def summary(prediction: Prediction, device: torch.device, processes: int, attent
     """Returns three lines of text that a run on a GPU prints before it starts.
 
     The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
-    auto: if true, the longest seq_len is reported for any combination of levers, otherwise for the run's levers.
+    auto: True reports the longest seq_len that fits with the best combination of levers, and False the longest seq_len
+    that fits with the run's levers.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}

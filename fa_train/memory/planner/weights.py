@@ -72,6 +72,6 @@ def gathered_bytes(plan: Plan) -> int:
 def gathered_outside(model: ModelConfig) -> list[int]:
     """Returns the sizes in elements of the parameters outside the blocks that FSDP2 holds gathered at the same time.
 
-    If embedding and head have separate weights, which are equally large, the result holds only one of the two sizes.
+    If embedding and head have separate weights, the result holds only one of their two sizes, which are equal.
     """
     return outer_sizes(model)[0 if model.tied else 1 :]

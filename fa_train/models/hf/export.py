@@ -92,7 +92,7 @@ def write(
     dtype: the dtype of the written weights. By default, a fine-tuned model is written in the dtype of its base model's
     config.json, and any other model in the dtype in which it was trained.
     adapter: whether to write only the adapter, in fp32, without merging it.
-    Raises: ValueError if adapter is True, but dtype is set or the model has no adapter.
+    Raises: ValueError if `adapter` is True, and either `dtype` is set or the model has no adapter.
     """
     if adapter and dtype is not None:
         raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")

@@ -43,7 +43,7 @@ class CheckpointFamily:
 
     arguments: converts transformers' config object to the fields of ModelConfig.
     read: the fields of config.json that `arguments` uses.
-    required: for some other fields, the values that are supported.
+    required: fields that `arguments` does not use, each with its supported values.
     irrelevant: fields that have no effect on the GPT.
     """
 

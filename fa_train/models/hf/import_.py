@@ -65,8 +65,8 @@ def load_pretrained(
     vocab_size: the vocabulary size that the data's tokenizer needs, or None to skip this check.
     dtype: the dtype of the weights (float32, bfloat16, float16), or None to keep the stored dtype.
     rope_scaling: a RoPE scaling that replaces the checkpoint's, or None. The keys of rope_scaling are those of
-    `rope_parameters` in config.json. rope_type="default" removes the scaling. If rope_type is not set, it is the
-    checkpoint's rope_type, or yarn if the checkpoint has no scaling.
+    `rope_parameters` in config.json. rope_type="default" removes the scaling. Without rope_type, the new scaling has
+    the checkpoint's rope_type, or yarn if the checkpoint has no scaling.
     rope_theta: a base of RoPE's frequencies that replaces the checkpoint's, or None.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len

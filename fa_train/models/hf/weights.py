@@ -72,7 +72,7 @@ def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checked tensor of a checkpoint: its file, its name there, its place in the model and its dtype."""
+    """A checked tensor of a checkpoint: its file, its name in the file, its place in the model and its dtype."""
 
     path: Path
     name: str
@@ -142,7 +142,7 @@ def _read(file: Any, stored: Stored, rows: slice) -> Tensor:
 
 
 def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> torch.dtype:
-    """Checks that a tensor's header fits the tensor's place in a parameter of this shape. Returns the tensor's dtype.
+    """Checks a tensor's header against its place in a parameter of the given shape. Returns the tensor's dtype.
 
     Raises: ValueError if the shape or the dtype is wrong.
     """

@@ -14,7 +14,7 @@ import numpy as np
 # queries. If chunks of 384 pad a stream by more than `MAX_PADDING`, smaller chunks are used.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 64
-TOLERANCE = 0.01  # the busiest rank may have this fraction more work than the mean
+TOLERANCE = 0.01  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Deal:
         return self.owner[positions // self.chunk_size]
 
     def local_index(self) -> np.ndarray:
-        """Returns the index of each stream position among its rank's tokens, (total,) int64."""
+        """Returns for each stream position its index among the tokens of the rank that holds it, (total,) int64."""
         of_chunk = np.empty(len(self.owner), np.int64)
         for rank in range(self.ranks):
             mine = self.owner == rank
@@ -67,7 +67,8 @@ def padded_total(total: int, ranks: int, chunk_size: int) -> int:
 def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = True) -> Deal:
     """Assigns the chunks of a stream to ranks. The result is the same on every rank.
 
-    boundaries: (n_docs + 1,), the first token of each document, then the end of the last one; at most `total`.
+    boundaries: (n_docs + 1,), the first token of each document, then the end of the last document, which is at most
+    `total`.
     balanced: False keeps contiguous shares. Contiguous shares are best if all layers have windows, because each token
     then has about the same work.
     """
@@ -81,7 +82,7 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
 
 
 def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first key that each token sees, and the end of its keys, (total,) int64 twice.
+    """Returns the start and the end of the range of keys that each token sees, (total,) int64 each.
 
     window: the number of keys that a token sees, including its own, or None for all earlier keys of its document.
     Tokens after the last document see no key.

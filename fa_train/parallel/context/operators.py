@@ -25,11 +25,13 @@ def register_group(name: str, group: ProcessGroup) -> None:
 
 @torch.library.custom_op("fa_train::gather_keys", mutates_args=())
 def gather_keys(x: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
-    """Returns the rows of x that this rank's queries see, gathered from all ranks in stream order, and then zeros.
+    """Returns the rows of x that this rank's queries see, gathered from all ranks in stream order.
+
+    Zeros fill the result after the last of these rows.
 
     Shapes: x (local, heads, head_dim) -> (total, heads, head_dim). sent, place: see Traffic. sizes: the sizes of
-    Traffic as a CPU tensor, (2, ranks) int64. With integers, a compiled model would be compiled again for each new
-    size.
+    Traffic as a CPU tensor, (2, ranks) int64. If `sizes` were a list of integers, a compiled model would be compiled
+    again for each new size.
     """
     rows = received_rows(x, sent, place, sizes, group)
     gathered = rows.new_zeros(place.shape[0], *rows.shape[1:])

@@ -1,7 +1,8 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see. The rank collects these keys in a buffer, in stream order. Its own
-keys are copied into the buffer as well. Each query then sees one contiguous range of the buffer.
+A rank receives only the keys that its queries see. The rank collects these keys in a buffer, in stream order. The rank
+also copies those of its own keys that its queries see into the buffer. Each query then sees one contiguous range of the
+buffer.
 """
 
 from typing import NamedTuple
@@ -20,8 +21,8 @@ class Traffic(NamedTuple):
     of documents change.
     """
 
-    key_start: Tensor  # (local,) int32, the index in the buffer of the first key that each own query sees
-    key_end: Tensor  # (local,) int32, 1 + the index of the last key that each own query sees
+    key_start: Tensor  # (local,) int32, for each own query the buffer index of the first key that it sees
+    key_end: Tensor  # (local,) int32, for each own query 1 + the buffer index of the last key that it sees
     sent: Tensor  # (total,) int32, indices of own tokens, sorted by the rank that receives them, then zeros
     place: Tensor  # (total,) int32, for each row of the buffer the index among the received rows, then zeros
     sizes: list[list[int]]  # the number of tokens sent to each rank, and the number received from each rank
@@ -57,7 +58,7 @@ def keys_needed(positions: np.ndarray, start: np.ndarray, end: np.ndarray, total
 
     start, end: (total,), the key range of each query of the stream, from causal_ranges.
     """
-    # The key ranges of consecutive queries overlap or touch, so each run of consecutive queries sees one range.
+    # The key ranges of neighbouring queries overlap or touch, so consecutive queries together see one contiguous range.
     first = np.append(True, np.diff(positions) != 1)
     last = np.append(first[1:], True)
     opened = np.zeros(total + 1, np.int64)

@@ -247,9 +247,9 @@ def _forward(
 def _observed(q: Tensor, *others: Tensor | None) -> bool:
     """Returns whether code outside this file could watch the operator.
 
-    The watcher may be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
-    transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. Calls that are
-    not observed skip torch's dispatcher, which takes 20 us.
+    Such code can be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
+    transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. A call that is
+    not observed skips torch's dispatcher, which saves 20 us.
     """
     return (
         torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()

@@ -224,7 +224,10 @@ def _build_dense_schedule(
 
 
 def dense_cu_seqlens(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns cu_seqlens_q and cu_seqlens_k, (batch + 1,) int32. If the lengths are equal, both are the same tensor."""
+    """Returns cu_seqlens_q and cu_seqlens_k, (batch + 1,) int32.
+
+    If seqlen_q equals seqlen_k, both results are the same tensor.
+    """
     documents = torch.arange(batch + 1, dtype=torch.int32, device=device)
     cu_seqlens_q = documents * seqlen_q
     return cu_seqlens_q, cu_seqlens_q if seqlen_k == seqlen_q else documents * seqlen_k

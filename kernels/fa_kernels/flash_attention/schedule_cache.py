@@ -33,8 +33,8 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0
-    # A captured CUDA graph owns the tensors that it creates, so they must not be kept. A graph also needs the tensors
-    # that it reads for as long as the graph exists, but a cache may drop them.
+    # A captured CUDA graph owns the tensors that it creates, so the cache must not keep them. The graph must not read
+    # cached tensors either, because the cache may drop a tensor before the graph is replayed.
     if torch.cuda.is_current_stream_capturing():
         return None
     # The stream is included, because another stream could read a tensor before it is written.
@@ -67,6 +67,6 @@ def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
             value = build()
         if len(_KEPT) >= MAX_SCHEDULES:
             oldest, *_ = _KEPT
-            _KEPT.pop(oldest, None)  # another thread may have removed the oldest
+            _KEPT.pop(oldest, None)  # another thread may have removed this key
         _KEPT[key] = value
     return value

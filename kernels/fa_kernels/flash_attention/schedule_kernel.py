@@ -49,7 +49,7 @@ def _document_of(tokens, cu_ptr, n_edges, stride):
 
 @triton.jit
 def _edge(index, cu_ptr, n_edges, total):
-    """Returns element `index` of cu_seqlens. Clamps the index and the element, because cu_seqlens may be wrong."""
+    """Returns element `index` of cu_seqlens. Clamps `index` and the element, in case cu_seqlens is wrong."""
     edge = tl.load(cu_ptr + tl.minimum(tl.maximum(index, 0), n_edges - 1))
     return tl.minimum(tl.maximum(edge, 0), total)
 

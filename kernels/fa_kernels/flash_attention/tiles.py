@@ -133,8 +133,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
     Two passes compute the scores twice, so they need five matmuls instead of four. The pass for dK and the pass for dV
-    each have half as many accumulators as one pass that computes both. Tiles can therefore be twice as long, and two
-    warpgroups can share the rows of the scores.
+    each have half as many accumulators as one pass that computes both. Tiles can therefore be twice as long as in one
+    pass, and the rows of the scores can be divided between two warpgroups.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
@@ -238,10 +238,11 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
     """Returns the shared memory (bytes) if each fp32 matmul is three TF32 products of upper and lower halves.
 
-    For the tiles that a program keeps and for the block in use, shared memory holds both halves. Blocks are prefetched
-    in fp32, and split in registers, one column block at a time. mma.sync reads the halves from registers, so a block is
-    stored only once. The kernels for dK and dV also store the block transposed. The decode kernel, which uses the tiles
-    of the forward pass, may hold K, V and two copies of the scores at the same time.
+    Shared memory holds both halves of the tiles that a program keeps, and of the block in use. Blocks are prefetched in
+    fp32, and split into halves in registers, one column block at a time. mma.sync reads the halves of a block from
+    registers, so shared memory holds this block only once. The kernels for dK and dV also store the block transposed.
+    The decode kernel uses the tiles of the forward pass, and can hold K, V and two copies of the scores at the same
+    time.
     """
     (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -294,9 +295,9 @@ def _shared_of_one_product(
 
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Returns the shared memory in bytes for operands of tcgen05 that the program computes, or changes after loading.
+    """Returns the bytes of shared memory for the operands of tcgen05 that the program itself writes to shared memory.
 
-    The program computes P and dS, and replaces NaN in loaded blocks by 0.
+    These operands are P and dS, which the program computes, and loaded blocks in which the program replaces NaN by 0.
     """
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory

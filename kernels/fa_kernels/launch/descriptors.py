@@ -35,7 +35,9 @@ def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
 def columns_of_heads(
     *operands: tuple[Tensor, int],
 ) -> tuple[list[TensorDescriptor], list[TensorDescriptor] | list[None]]:
-    """Returns two lists of TMA descriptors: for the first column block of each operand's heads, and for the second.
+    """Returns two lists of TMA descriptors, with one descriptor per operand.
+
+    The first list is for the first column block of each head, and the second list for the second column block.
 
     An operand is (x, block), the arguments of `rows_of_heads`. If heads have one column block, the second list holds
     None.

@@ -195,7 +195,7 @@ def lasting(x: Tensor) -> Tensor:
 def forget() -> None:
     """Removes all recordings.
 
-    Call `forget` after changing a module global that keys do not contain, such as tile tables.
+    Call `forget` after changing a module global that recording keys do not contain, such as a tile table.
     """
     _KEYS.clear()
     _arguments.cache_clear()
@@ -425,7 +425,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         ]
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
-        """Returns where a repeated call finds the values that the launcher needs for the kernel argument x.
+        """Returns the places of the values that a repeated call passes to the launcher for the kernel argument x.
 
         Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several places, and
         any other argument has one place.

@@ -2,10 +2,10 @@
 
 This module relies on some private details of Triton. A launch returns its CompiledKernel.
 `driver.active.launcher_cls(source, metadata)` makes the launcher that CompiledKernel.run calls. `prepared` fixes the
-first nine arguments of this launcher. If the kernel needs no scratch memory, `prepared` instead fixes the arguments
-that the launcher would pass to its own `launch`. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes
-descriptors at each launch, but record.py caches one encoding for each address. Our launcher therefore has a signature
-that lists the parts of an encoded descriptor.
+first nine arguments of this launcher. If the kernel needs no scratch memory, the launcher would only pass its arguments
+to the function `launcher.launch`, so `prepared` calls `launch` directly. `make_tensordesc_arg` encodes a descriptor for
+TMA. Triton encodes descriptors at each launch, but record.py caches one encoding for each address. Our launcher
+therefore has a signature that lists the parts of an encoded descriptor.
 """
 
 import re

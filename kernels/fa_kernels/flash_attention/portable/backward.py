@@ -1,9 +1,9 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
 The algorithm is that of arXiv:2307.08691 (algorithm 2), with one kernel per loop. Both kernels recompute the scores, so
-there are seven matmuls instead of five. Every output is computed by exactly one program, so the kernels need no
-atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in the registers together, the first
-kernel runs twice: once for dK and once for dV, with eight matmuls in total.
+there are seven matmuls, up from five in one fused kernel. Every output is computed by exactly one program, so the
+kernels need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in the registers
+together, the first kernel runs twice: once for dK and once for dV, with eight matmuls in total.
 """
 
 from typing import Any
@@ -215,7 +215,7 @@ def _accumulate_dq(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dQ of one tile of queries what the keys from `start` to `end - 1` contribute."""
+    """Adds the contribution of the keys from `start` to `end - 1` to dQ of one tile of queries."""
     for n in range(start, end, BLOCK_N):
         k = load_block(k_ptr, n, stride_kt, total_k, 0, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[0]]
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)

@@ -1,7 +1,7 @@
 """Decoding: attention of a few queries over a long cache of keys and values.
 
-One query per sequence gives too few tiles of queries to fill a GPU. The keys of a sequence are therefore split over
-several programs, and a second kernel merges the fp32 partial outputs by lse (Flash-Decoding,
+If each sequence has one query, there are too few tiles of queries to fill a GPU. The keys of a sequence are therefore
+split over several programs, and a second kernel merges the fp32 partial outputs by lse (Flash-Decoding,
 pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads that share a KV head, so
 that each key is read once. Another kernel appends new keys and values to the cache.
 """

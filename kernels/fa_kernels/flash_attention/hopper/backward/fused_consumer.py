@@ -177,7 +177,10 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits until all matmuls are complete. Returns `gradients` and the tuple `others`, with the final accumulators."""
+    """Waits until all matmuls are complete. Returns `gradients` and `others` with the final values of the accumulators.
+
+    `others` is a tuple of accumulators.
+    """
     deps = others
     for i in gl.static_range(len(gradients)):
         deps += (gradients[i].dv,)
@@ -298,7 +301,7 @@ def _step_ahead(
 
 @gluon.jit
 def _next_place(step, following, STAGES: gl.constexpr):
-    """Returns the place in the ring of Q and dO for step number `following`, and the phase of the place's mbarriers."""
+    """Returns the place of step `following` in the ring of Q and dO, and the phase of the mbarriers of this place."""
     if STAGES & (STAGES - 1) == 0:
         stage, phase = place_of(following, STAGES)
     else:

@@ -61,7 +61,7 @@ def wait_for_order(
     dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs the warp that signals `due` for each step when the program is allowed to add the step's part to dQ.
+    """Runs the warp that signals `due` once per step. The signal allows the program to add the step's part to dQ.
 
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp then waits until the previous tile's part is in memory.

@@ -48,8 +48,8 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# All warps start with `THREAD_REGISTERS` registers per thread, which `REGISTERS` later replaces for the second consumer
-# and the producer. The first consumer then has the rest of the multiprocessor's registers (also 240 per thread).
+# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
+# `REGISTERS`, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -71,7 +71,7 @@ TILES = {  # by head_dim; the kernels use 192 and 224 KiB of shared memory
 
 @structure
 class _Item:
-    """A work item: the queries of one head from `first` on, which see n_blocks blocks of keys, from key `start` on."""
+    """A work item: queries of one head from `first` on, which see n_blocks blocks of keys from `start` on."""
 
     first: gl.tensor
     head: gl.tensor

@@ -2,9 +2,9 @@
 
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
-warpgroup passes P^T to the second through shared memory, in 16 bits. Together, this kernel and the kernel for dQ need
-seven matmuls, but one fused kernel would need five. Every output is written by exactly one program, so no sum in global
-memory is needed, and every run gives the same bits.
+warpgroup passes P^T to the second through shared memory, in 16 bits. This kernel and the kernel for dQ need seven
+matmuls together, but one fused kernel would need five. Every output is written by exactly one program, so no sum in
+global memory is needed, and every run gives the same bits.
 
 The table gives lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per
 cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
@@ -15,7 +15,8 @@ cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
 A fused kernel with a third warpgroup for dQ was slower. The lower bounds of this fused kernel are 2560 cycles of the
-tensor cores and 2624 cycles of shared memory. The fused kernel also adds 64 KiB of fp32 values to a sum in L2.
+tensor cores and 2624 cycles of shared memory. For each 64 queries x 64 keys, the fused kernel also adds 64 KiB of fp32
+values to a sum in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -81,7 +82,7 @@ class _Barriers:
 def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr):
     """Returns the work item of this program. The first query of the item is rounded down to a multiple of `BLOCK`.
 
-    The last tile of the schedule may contain blocks past the last key, whose items have no steps.
+    The last tile of the schedule can extend past the last key. An item that lies past the last key has no steps.
     """
     tile, kv_head = order.locate(gl.program_id(0), TILES_PER_WORK_TILE)
     first = tile * BLOCK
@@ -138,7 +139,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Stores an accumulator, times `scale` unless `scale` is None, through the buffer of K or V."""
+    """Multiplies an accumulator by `scale`, unless `scale` is None, and stores it through the buffer of K or V."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale

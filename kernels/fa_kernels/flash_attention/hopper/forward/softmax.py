@@ -38,7 +38,10 @@ _LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max rises only by mor
 
 @gluon.jit
 def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
-    """Returns the factor that converts scores to log2 units, or 1 with a soft cap, because `cap` has converted them."""
+    """Returns the factor that converts scores to log2 units.
+
+    With a soft cap, the factor is 1, because scores are already in log2 units after `cap`.
+    """
     scale = softmax_scale * LOG2_E
     if HAS_SOFTCAP:
         scale = 1.0
@@ -168,8 +171,8 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     """Returns p = 2^(score * scale - exponent), as packed pairs, and four partial sums of p.
 
     Each packed pair appears twice in p. exponent_0 and exponent_1 are row_max of the two rows in log2 units. Partial
-    sum i adds the values i, i + 4, i + 8 and so on. If a sum is too large, `_of_thread` raises row_max and computes p a
-    second time. Without the explicit fma, the compiler would round the product `score * scale` in the second
+    sum i adds the values i, i + 4, i + 8 and so on. If a sum is too large, `_of_thread` increases row_max and computes
+    p a second time. Without the explicit fma, the compiler would round the product `score * scale` in the second
     computation, but not in the first. A row whose row_max is unchanged would then get different bits in the second
     computation.
     """

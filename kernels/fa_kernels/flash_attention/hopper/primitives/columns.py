@@ -1,7 +1,7 @@
 """Helpers for tuples of descriptors, buffers or tiles that have one entry per column block of a head.
 
-The width of a Triton block is a power of two, so a head of 96 columns is split into blocks of 64 and 32. Padding the
-head to 128 columns would make each matmul a third more expensive.
+The width of a Triton block is a power of two, so a head of 96 columns is split into blocks of 64 and 32. If this head
+were padded to 128 columns, each matmul would be a third more expensive.
 """
 
 from triton.experimental import gluon
@@ -87,7 +87,7 @@ def rows_at(tiles, start, ROWS: gl.constexpr):
 
 @gluon.jit
 def start_load(descs, row, column, full, buffers, place):
-    """Starts TMA loads to `place` of the buffers.
+    """Starts TMA loads into index `place` of each buffer.
 
     The caller must let mbarrier `full` expect `nbytes_of(descs)` bytes.
     """

@@ -2,12 +2,12 @@
 
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread holds a pair of adjacent columns in row
 i, then the same columns in row i + 8. The thread's next pairs are eight columns further right in the same two rows, and
-so on. PER_ROW is the layout of an accumulator [64, 8] that stores one value per row: either all eight columns equal the
-value, or their sum does. In PER_ROW, a thread holds four elements.
+so on. PER_ROW is the layout of an accumulator [64, 8] that stores one value per row. The value of a row is either in
+each of the row's eight columns, or it is the sum of these columns. In PER_ROW, a thread holds four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and two threads at a time hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a
-time, which needs half the cycles.
+time, and the stores need half as many cycles as in row order.
 
 `keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into the
 instruction R2P, which moves seven bits to predicates at once. Two comparisons per element would need three times as
@@ -29,7 +29,7 @@ def accumulator(n):
 
 @gluon.constexpr_function
 def operand(n):
-    """Returns the register layout of a matmul's first operand, if the result is an accumulator [64, n]."""
+    """Returns the register layout of the first operand of a matmul whose accumulator is [64, n]."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator(n), k_width=2)
 
 
@@ -94,7 +94,7 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N], but with the value `OTHERWISE` in columns of row i before start[i] or from end[i] on.
+    """Returns x [M, N], but with `OTHERWISE` in all elements of row i outside of the columns start[i] to end[i] - 1.
 
     x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """

@@ -46,9 +46,10 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until fill `number` of a ring is complete. If `pred` is false, does not wait.
+    """Waits until the fill with this number is complete. If `pred` is false, does not wait.
 
-    Fills are counted from 0 and use the places of the ring in turn. `full` holds the mbarriers of the places.
+    A fill writes one place of the ring. Fills are numbered from 0, and use the places in turn. `full` holds the
+    mbarriers of the places.
     """
     PLACES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(number % PLACES), (number // PLACES) & 1, pred=pred)
@@ -56,12 +57,12 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until fill `number` of a ring can begin: all readers have read the previous fill of the same place."""
+    """Waits until the fill with this number can begin, because all readers have read the previous fill of its place."""
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place in a ring that fill `number` uses, and the phase of the mbarriers of this place."""
+    """Returns the place of the fill with this number in a ring, and the phase of the mbarriers of this place."""
     return number % PLACES, (number // PLACES) & 1
