@@ -61,7 +61,8 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
             result = instantiate(cfg.sweep_job)(train, cfg) if in_own_process else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
-    is_asked = cfg.optimized_metric is not None and not has_own_launcher()  # only the launcher answers a sweeper
+    # a rank that train.py has started returns no metric: its parent process returns the metric to the sweeper
+    is_asked = cfg.optimized_metric is not None and not has_own_launcher()
     return result if not is_asked else optimized(result, cfg.optimized_metric)
 
 

@@ -91,7 +91,8 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: whether the longest seq_len is computed for any memory levers, and not only for the plan's levers.
+    auto: if true, the longest seq_len is that of the best combination of memory levers, and otherwise that of the
+    plan's levers.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)

@@ -6,7 +6,7 @@
 The script takes the overrides of train.py. The default is preset=gpu. gpu_gib and host_gib set the GPU memory and the
 host memory of one process, in GiB. By default, gpu_gib and host_gib are the memory of this machine, where host memory
 is divided by trainer.devices. Without a GPU, gpu_gib is 139.8, the memory of an H200. With memory=auto, the script
-prints the longest seq_len that fits with any memory levers.
+prints the longest seq_len for which at least one combination of memory levers fits.
 """
 
 import sys

@@ -132,8 +132,8 @@ def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monk
 
     In the first layer, the window of 10 tokens limits the length that determines the class.
 
-    If mean_seqlen is missing, the mean length is estimated from cu_seqlens. Padding makes this estimate too small, so
-    both layers get the class "short".
+    If mean_seqlen is missing, the mean length is estimated from cu_seqlens. In this test, padding makes the estimated
+    mean too small, so both layers get the class "short".
     """
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)

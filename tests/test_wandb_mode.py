@@ -39,7 +39,7 @@ def silent_host():
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A fake W&B server that accepts every key, or refuses every key if its status is not 200."""
+    """A fake W&B server. If `status` is 200, the server accepts every key, and otherwise it refuses every key."""
 
     status = 200
 

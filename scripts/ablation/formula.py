@@ -10,16 +10,17 @@ for inputs of 2 and 4 bytes per element:
 | peak in the forward | 10 | 8 | masked scores, their copy in fp32, the softmax's output |
 | peak in the backward | 12 | 12 | the softmax's output, its gradient, the scores' gradient |
 
-The mask adds one byte per query and key, shared by all heads. Code from torch.compile recomputes the mask and the
-softmax in the backward, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q, and
-the backward adds the gradient of that tensor. A training step keeps the score tensors of all layers except the last.
-The peak of memory is at the start of the backward, in the last layer. With activation checkpointing, the tensors of
-only one layer exist at a time. `selective` checkpointing keeps the output of flash attention, but no tensor of naive
-attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two moments. Hidden states, logits and
-libraries need additional memory, which the formula leaves out. If the computed minimum exceeds the memory of the
-device, naive attention must run out of memory. In eager mode, the forward of naive attention reads and writes
-`4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d` elements (q, k, v and o) need to move. The traffic of naive
-attention is thus `N / d + 1` times the necessary traffic (scripts/bench/io_traffic.py counts every transfer).
+The mask takes one byte per pair of a query and a key, and all heads share it. Code from torch.compile recomputes the
+mask and the softmax in the backward, but no matrix product. Compiled code keeps at least one tensor of scores in the
+dtype of q, and its backward also needs the gradient of that tensor. A training step keeps the score tensors of all
+layers except the last. The peak of memory is at the start of the backward, in the last layer. With activation
+checkpointing, the tensors of only one layer exist at a time. `selective` checkpointing keeps the output of flash
+attention, but no tensor of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two
+moments. Hidden states, logits and libraries need additional memory, which the formula leaves out. If the computed
+minimum exceeds the memory of the device, naive attention must run out of memory. In eager mode, the forward of naive
+attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d` elements (q, k, v and o) need to
+move. The traffic of naive attention is thus `N / d + 1` times the necessary traffic (scripts/bench/io_traffic.py counts
+every transfer).
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ LEAST_PARAMETER_BYTES = 4  # with any other optimizer, only the weight counts
 
 @dataclass(frozen=True)
 class Formula:
-    """The minimum memory of naive attention at N tokens, in bytes: `fixed + per_token * N + per_pair * N**2`."""
+    """Naive attention needs at least `fixed + per_token * N + per_pair * N**2` bytes of memory for N tokens."""
 
     n_heads: int
     head_dim: int

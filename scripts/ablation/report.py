@@ -16,7 +16,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from scripts.ablation.cases import GIB, AttentionCase, Case, Result, StepCase
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 
-STYLES = {  # the palette of Okabe and Ito; different markers distinguish the lines without colours
+STYLES = {  # the palette of Okabe and Ito; each line also has its own marker, for readers who cannot tell colours apart
     "naive": ("#000000", "o"),
     "chunked": ("#009E73", "D"),
     "sdpa": ("#E69F00", "s"),
@@ -41,7 +41,7 @@ Row = tuple[AnyCase, Result]
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a title. `name` names the table's files and its W&B entry."""
+    """A table with a title. Its CSV file and its entry on W&B are called `name`."""
 
     name: str
     title: str

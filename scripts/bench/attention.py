@@ -114,7 +114,7 @@ class Backend:
     def inputs(self, workload: Workload) -> list[Tensor]:
         """Returns q, k, v and the gradient of o in bf16.
 
-        The layout of these tensors is the backend's, so that no transposition is timed.
+        The tensors have the layout of the backend, so that no transposition is timed.
         """
         batch, tokens = workload.batch, workload.seqlen
         kv_heads = workload.n_heads // workload.group

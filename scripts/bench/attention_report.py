@@ -14,7 +14,7 @@ LARGE_GIB = 4.0
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-STYLES = {  # the palette of Okabe and Ito and a grey; different markers distinguish the lines without colours
+STYLES = {  # the palette of Okabe and Ito, and a grey; each line also has its own marker
     "naive": ("#000000", "o"),
     "sdpa-flash2": ("#E69F00", "s"),
     "sdpa-cudnn": ("#56B4E9", "^"),

@@ -6,9 +6,9 @@
 Writes OUT.md. The problem is one sequence of N tokens in bf16 with n_heads * head_dim = 2048, and each query head has
 its own KV head. Elements are counted per head.
 
-The forward of naive attention moves `4 * N**2 + 4 * N * d` elements, where P is the softmax of the scores S. The first
-kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and writes O.
-A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
+S are the scores, and P is the softmax of S. The forward of naive attention moves `4 * N**2 + 4 * N * d` elements. The
+first kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and
+writes O. A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
 
 If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. The five kernels
 compute dV from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds
@@ -17,8 +17,9 @@ the same transfers to the backward as to the forward.
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
 attention moves on the order of `N**2 * d**2 / M` elements, where fast memory holds M elements. The formulas for flash
-count the bytes that the multiprocessors load, most of them from the L2 cache. Fewer bytes come from device memory. The
-column `least` is the minimum, where each tensor moves once. Tile sizes are those of tiles.py or the Hopper kernels.
+attention count the bytes that the multiprocessors load. Most of these bytes come from the L2 cache, and only the rest
+from device memory. The column `least` is the minimum, where each tensor moves once. Tile sizes are those of tiles.py or
+the Hopper kernels.
 """
 
 import argparse
@@ -173,8 +174,8 @@ def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks:
     """Returns the bytes of a backward whose passes recompute the scores. Some passes go over key tiles, and one pass
     goes over query tiles.
 
-    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: for the pass over query tiles, a
-    pair of the queries per tile and the keys per block.
+    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: two numbers for the pass over
+    query tiles, queries per tile and keys per block.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -292,7 +293,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 def prepared(case: Case) -> Callable[[], object]:
     """Returns a function that runs the pass of the case.
 
-    `prepared` itself creates the inputs and, for a backward pass, runs the forward pass.
+    The returned function does not include the creation of the inputs or, for a backward pass, the forward pass.
     """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)

@@ -59,14 +59,14 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 APART: tuple[Pass, ...] = ("dk", "dv")  # replace dkdv
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
-# From this head_dim on, large blocks hardly fit, so separate kernels for dK and dV may be faster. One stage may be
+# From this head_dim on, large blocks hardly fit, so separate kernels for dK and dV can be faster. One stage can be
 # faster than several, because two programs with one stage each can alternate on a multiprocessor.
 WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
 # limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
 # Limits for 4-byte dtypes. Each element is split in two halves, which doubles the shared memory. The products of the
-# lower halves need their own accumulators, so a thread may hold half as many elements.
+# lower halves need their own accumulators, so a thread can hold only half as many elements.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -110,7 +110,7 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 
     With 8 rows per warp, pairs of warps would compute the same scores.
 
-    If head_dim is above `WIDE`, 8 rows per warp are enough, because more rows often do not fit in registers or shared
+    If head_dim is above `WIDE`, the minimum is 8 rows, because larger tiles often do not fit in registers or shared
     memory.
     """
     rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
@@ -148,8 +148,8 @@ def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool
 
 
 def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
-    """Returns whether exactly one value differs by one step. One step is a factor of 2 for the block sizes and the
-    number of warps, and 1 for the number of stages.
+    """Returns whether `tiles` and `entry` differ in exactly one value, by one step. One step is a factor of 2 for the
+    block sizes and the number of warps, and 1 for the number of stages.
     """
     changed = [(a, b) for a, b in zip(astuple(tiles)[:3], astuple(entry)[:3], strict=True) if a != b]
     stages = abs(tiles.num_stages - entry.num_stages)

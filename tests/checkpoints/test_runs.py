@@ -56,7 +56,7 @@ def test_the_newest_are_kept(overrides, kept, tmp_path):
 
 
 class Losses(Callback):
-    """Replaces the loss of each validation by the next one of the given values."""
+    """Gives each validation the next of the given losses."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = list(losses)

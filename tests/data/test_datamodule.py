@@ -33,8 +33,8 @@ def _short_epochs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """Freezes all objects again if a test with data workers has unfrozen them. For speed, conftest.py keeps all objects
-    frozen.
+    """Calls gc.freeze again if a test with data workers has called gc.unfreeze. conftest.py freezes all objects, so
+    that garbage collections take less time.
     """
     yield
     if not gc.get_freeze_count():

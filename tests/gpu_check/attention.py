@@ -66,7 +66,7 @@ def check_hopper(
 
 @contextmanager
 def portable_kernels(tiles: Tiles) -> Iterator[None]:
-    """In this context, attention uses the portable kernels with the given tile sizes."""
+    """Inside this context manager, attention uses the portable kernels with the given tile sizes."""
     key_passes = tuple(direction for direction in tiles if direction in ("dkdv", "dk", "dv"))
     with ExitStack() as stack:
         stack.enter_context(_backend("portable"))
@@ -78,7 +78,7 @@ def portable_kernels(tiles: Tiles) -> Iterator[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
-    """In this context, attention uses the kernels of one backend and does not record launches."""
+    """Inside this context manager, attention uses the kernels of one backend and does not record launches."""
     with (
         patch.dict(os.environ, {backend.VARIABLE: name}),
         patch.object(record, "_may_record", lambda: False),
@@ -147,8 +147,9 @@ def _require_isolation(
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
     """Checks the forward pass in fp8 against a reference in fp64.
 
-    The tolerance has two parts. One part covers P, which the kernel rounds to 11 bits. The other part covers scores:
-    Hopper's tensor cores add fp8 products with only 13 bits below the largest exponent.
+    The tolerance has two parts. One part allows for the rounding of P to 11 bits in the kernel. The other part allows
+    for errors of the scores, because Hopper's tensor cores add fp8 products with only 13 bits below the largest
+    exponent.
     """
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)

@@ -14,9 +14,10 @@ ROWS = 130  # more rows than one program of any of these operations processes
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
-    """Checks RMSNorm of a sum. The residual stream has the dtype fp32 or `dtype`.
+    """Checks RMSNorm of a sum in two cases.
 
-    The forward stores the sum, or the backward recomputes the sum.
+    If the residual stream is fp32, the forward stores the sum. If the residual stream has the dtype `dtype`, the
+    backward recomputes the sum.
     """
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)

@@ -46,8 +46,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
 
     Together, the yielded values contain all tile sizes that other GPUs use.
 
-    A width that leaves columns unused yields nothing: compared with the code of a wider head, its code only has an
-    additional mask.
+    Nothing is yielded for a width that leaves columns unused, because its code differs from that of a wider head only
+    by a mask.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -96,12 +96,12 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns pairs of a number of queries per KV head and the tile size that `device` uses for it."""
+    """Returns pairs (number of queries per KV head, tile size that `device` uses for this number)."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns pairs of a number of queries per KV head and a tile size that other GPUs use.
+    """Returns pairs (number of queries per KV head, tile size that another GPU uses for this number).
 
     The list is empty if an earlier width in `WIDTHS` is padded to the same head_dims.
     """
@@ -120,8 +120,8 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Returns pairs of a number of queries per KV head and its tile size, for a GPU with `size` bytes of shared memory
-    per program. The list is empty if no tile size fits.
+    """Returns pairs (number of queries per KV head, its tile size) for a GPU with `size` bytes of shared memory per
+    program. The list is empty if no tile size fits.
     """
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]

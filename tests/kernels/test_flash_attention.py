@@ -351,7 +351,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
         flash_attn_func(*(x.unflatten(0, (1 + several, -1)) for x in (q, k, v))),
     ):
         o.sum().backward()
-    assert known == [True, True, several] * 2  # there can be padding after the single document of the caller
+    assert known == [True, True, several] * 2  # padding can follow the caller's only document
 
 
 def test_operator_registration():

@@ -56,7 +56,8 @@ def n_rounds(dtype, width) -> int:
 def combinations(dtype, width, round_):
     """Yields the combinations of one round.
 
-    Features, head counts and layouts continue where the previous round stopped.
+    The combinations of head counts, features and layouts are used in turn. A round starts with the one after the last
+    of the previous round.
     """
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)

@@ -46,9 +46,9 @@ def problem(device, request):
 
 
 def marks(heads, units, device):
-    """Returns marks that are set for the given pairs of head and unit.
+    """Returns marks in which the given pairs (head, unit of 64 rows) are set.
 
-    A pair is left out if its head does not exist.
+    Pairs whose head does not exist are ignored.
     """
     spoiled = new_marks(heads, TOTAL, device).zero_()
     assert spoiled.shape == (heads, UNITS)
@@ -120,7 +120,7 @@ def test_empty_inputs_launch_no_program(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
-    """Checks that the tests above have so many tiles that all programs together cannot read them in one step."""
+    """Checks that the tests above have more tiles than all programs together read in one step."""
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)
     assert tiles > programs * look

@@ -65,7 +65,7 @@ def test_all_levers_around_compiled_blocks(checkpointing, device):
 def test_all_levers_under_autocast(device):
     """The results must differ by less than 1e-2.
 
-    bf16 has a relative error of 4e-3, and sums over chunks are more exact.
+    bf16 has a relative error of 4e-3, and the sums over chunks are in fp32.
     """
     batch, results = stream(device), []
     for memory in (levers(), levers("selective", True, 10)):

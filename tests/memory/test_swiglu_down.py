@@ -223,8 +223,8 @@ def test_other_activations_keep_their_path(activation, device, passes):
 
 @pytest.mark.gpu
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
-    """The kernel writes the activations over their gradient. torch.compile copies the gradient only if it is needed
-    later.
+    """The kernel overwrites the gradient of the activations with the activations. torch.compile copies this gradient
+    first only if it is needed later.
     """
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)

@@ -68,7 +68,7 @@ def test_one_graph_under_autocast(device, passes):
 
 
 def test_what_the_first_block_adds_is_let_go(device):
-    """The zeros that the first block adds are not a leaf of autograd.
+    """The first block adds zeros to its input, and these zeros must not be a leaf of autograd.
 
     A leaf would stay in memory until its gradient is computed.
     """

@@ -125,7 +125,9 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """`dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`, where dW is the gradient of the merged rows."""
+    """`dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`, where dW is the gradient of the rows of W to which the
+    adapter is merged.
+    """
     settings = lora(target_modules=targets, use_rslora=True)
     model, dense = (small(settings=settings, activation=activation) for _ in range(2))
     linears = dict(adapted(model))
@@ -163,7 +165,9 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, CHUNKS, ALL])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Other memory levers compile the same graphs: offload happens outside the graphs, and "all" contains "full"."""
+    """The other memory levers compile the same graphs as these cases, because offload happens outside the graphs, and
+    `ALL` also has full checkpointing.
+    """
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 

@@ -146,7 +146,7 @@ def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, r
 
 @settings(max_examples=60, deadline=None)
 @given(DOCUMENTS, WINDOWS, st.integers(0, 3), st.sampled_from(["short", "medium"]))
-@example([12, 21, 77], None, 2, "medium")  # unseen keys follow keys of the last document
+@example([12, 21, 77], None, 2, "medium")  # keys that no query sees follow the keys of the last document
 def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class):
     boundaries, total = boundaries_of([*lengths, 70, 70]), sum(lengths) + 140 + 9
     dealt = deal(boundaries, total, 4)

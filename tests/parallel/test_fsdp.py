@@ -193,8 +193,8 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """Rank 1 passes 143 to the third call of `largest`. Both ranks get 143 from the fourth call, although one rank is
-    slower than the other.
+    """In its third call of `largest`, rank 1 passes 143, the exit code after SIGTERM. Both ranks get 143 from the
+    fourth call, although one rank is slower than the other.
     """
     agreement = Agreement()
     answers = []

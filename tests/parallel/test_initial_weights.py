@@ -143,7 +143,7 @@ def same_pretrained_weights(folder: Path) -> None:
 
 
 def never_the_whole_model(rank: int, folder: Path) -> None:
-    """Each of two ranks needs memory for half of the model and for one parameter.
+    """Each of two ranks needs memory for half of the model and for one whole parameter.
 
     A single process needs memory for the whole model.
     """

@@ -1,8 +1,9 @@
-"""Two and four processes compute the losses, gradients and weights of one, with every strategy and memory lever.
+"""Two and four processes compute the same losses, gradients and weights as one process, with every strategy and memory
+lever.
 
-By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, every two values of different settings (strategy,
-accumulation, memory, compilation) occur together in a case, and a run fine-tunes a checkpoint. With SHARDING_CASES=all,
-all combinations run.
+By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, more cases run, so that every pair of values of any
+two settings (strategy, accumulation, memory, compilation) occurs, and one more run fine-tunes a checkpoint. With
+SHARDING_CASES=all, all combinations run.
 """
 
 import json

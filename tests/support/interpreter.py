@@ -18,9 +18,9 @@ LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands fo
 
 @contextmanager
 def patched_once_a_launch() -> Iterator[None]:
-    """In this context, the interpreter patches the language once per launch, not once per call of a device function.
+    """Inside this context manager, Triton's interpreter patches the language only once per launch.
 
-    The patch of a launch includes triton.language.core, which functions of triton.language.standard need. The NumPy
+    A launch also patches triton.language.core, because functions of triton.language.standard need that patch. The NumPy
     dtypes are cached, because the interpreter would build a dictionary for each look-up.
     """
     patch, end_of_launch = interpreter._patch_lang, interpreter._LangPatchScope

@@ -20,7 +20,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 
 
 class Masked(Numbered):
-    """Numbered documents with loss masks. As in the token cache, a StoredMask holds the masks, in two arrays."""
+    """Numbered documents with loss masks. A StoredMask with two arrays holds the masks, as in the token cache."""
 
     def __init__(self, masks):
         super().__init__([len(mask) for mask in masks])

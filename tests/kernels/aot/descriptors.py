@@ -1,10 +1,10 @@
 """Finds machine code in which ptxas 12.8 computes a matrix descriptor from the wrong uniform register.
 
-The descriptor of a Hopper wgmma operand has 64 bits in two halves. The high half is a constant that gives the swizzle
-and the stride. The low half is an address in shared memory. In PTX, the constant is added to a 64-bit address whose
-high half is zero. ptxas 12.8 sometimes adds the constant to a register that has been overwritten with an address or
-with another operand's descriptor. A kernel with this error reads the wrong shared memory or ends with an illegal
-access.
+The descriptor of a Hopper wgmma operand has 64 bits in two halves. The high half of a descriptor is a constant that
+gives the swizzle and the stride. The low half of a descriptor is an address in shared memory. In PTX, the constant is
+added to a 64-bit address whose high half is zero. ptxas 12.8 sometimes adds the constant to a register that has been
+overwritten with an address or with another operand's descriptor. A kernel with this error reads the wrong shared memory
+or ends with an illegal access.
 
 The error occurred on an H100 in attention kernels that split the head columns in two blocks and load rows through
 registers. ptxas 12.9 compiles the same PTX correctly.

@@ -1,9 +1,9 @@
 """Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
 A case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A case compiles the kernel that a call with
-these values launches. A suffix of head_dim selects another kernel. The suffix `ordered` means the kernel that sums dQ
-in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of the two-pass backward. The kernel 128dkdv is
-always compiled with a soft cap. With head_dim 256 there are only the two-pass kernels.
+these values launches. A suffix after head_dim, as in bf16-128dkdv-1-0-0, selects another kernel. The suffix `ordered`
+means the kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of the two-pass
+backward. The kernel 128dkdv is always compiled with a soft cap. With head_dim 256 there are only the two-pass kernels.
 """
 
 import json

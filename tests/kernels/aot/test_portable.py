@@ -5,8 +5,8 @@ import pytest
 from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT
 from tests.kernels.aot.reports import compile_all
 
-# arch, head_dim, pass -> registers per thread, bytes of spill stores, tensor-core instruction: the most that Triton 3.6
-# and 3.7 need for one document, plus a margin. For several documents, the limits of sm90 are in `CONTAINING`.
+# (arch, head_dim, pass) -> (registers per thread, bytes of spill stores, tensor-core instruction), the most that Triton
+# 3.6 and 3.7 need for one document, plus a margin. `CONTAINING` has limits of sm90 for several documents.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),

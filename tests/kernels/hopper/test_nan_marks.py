@@ -1,4 +1,6 @@
-"""The Hopper kernels write a NaN mark for every unit of rows. A mark is 1 if its unit contains NaN, and 0 otherwise."""
+"""The Hopper kernels write one NaN mark for every 64 rows of a head. The mark is 1 if the rows contain NaN, and 0
+otherwise.
+"""
 
 import pytest
 import torch

@@ -60,7 +60,7 @@ def recording(monkeypatch):
 
 
 def copied(x):
-    """Copies x without calling a torch operator, as a kernel would write its output."""
+    """Copies x without a torch operator, because kernels write their outputs without torch operators too."""
     y = torch.empty(x.shape)
     y.numpy()[:] = x.numpy()
     return y

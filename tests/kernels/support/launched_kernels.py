@@ -1,4 +1,4 @@
-"""Compiles the kernels that public calls launch on an H200 to PTX, without a GPU. TRITON_INTERPRET must be unset."""
+"""Compiles to PTX, without a GPU, the kernels that public calls launch on an H200. TRITON_INTERPRET must be unset."""
 
 from collections.abc import Callable
 from functools import partial

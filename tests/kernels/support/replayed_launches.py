@@ -274,9 +274,9 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Returns whether the third of three calls with one key is replayed, which means that `call` runs only twice.
+    """Makes three calls with the same key, and returns whether the third is replayed, so that `call` runs only twice.
 
-    first: the inputs of the first call and of the second call. third: the inputs of the third call.
+    first: the inputs of the first two calls. third: the inputs of the third call.
     """
     record.forget()
     calls = []
@@ -373,7 +373,7 @@ def held() -> list[str]:
 
 
 def untouched(change: Callable[[], Any]) -> bool:
-    """Returns whether no call is replayed inside the context `change`."""
+    """Returns whether a call inside the context manager `change()` is not replayed."""
     case = Case(64)
     record.forget()
     for _ in range(2):
@@ -386,7 +386,7 @@ def untouched(change: Callable[[], Any]) -> bool:
 
 @contextmanager
 def asked_again(change: Any) -> Iterator[None]:
-    """Enters `change`, and makes the recorder check again whether recording is allowed."""
+    """Enters the context manager `change`, and makes the recorder check again whether recording is allowed."""
     record._may_record.cache_clear()
     with change:
         yield

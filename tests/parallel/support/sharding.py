@@ -163,7 +163,9 @@ def finetune_overrides(folder: Path) -> list[str]:
 
 
 def generated(model: GPT) -> list[list[int]]:
-    """Returns the most likely tokens after a prompt, with and without a cache, and drawn ones."""
+    """Returns three continuations of a prompt: the most likely tokens, the same computed without a cache, and sampled
+    tokens.
+    """
     common: dict[str, Any] = {"prompt": [3, 1, 4], "max_new_tokens": 5}
     options: list[dict[str, Any]] = [{}, {"cached": False}, {"temperature": 1.0, "seed": 3}]
     return [generate(model, **common, **chosen) for chosen in options]
