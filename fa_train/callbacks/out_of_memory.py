@@ -11,7 +11,7 @@ from fa_train.callbacks.monitor import memory, monitor_of
 
 
 class OutOfMemory(Callback):
-    """If a run is out of memory, logs oom=1 and prints one line that suggests changes of settings."""
+    """If memory runs out, logs oom=1 and prints one line that suggests changes of settings."""
 
     def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
         self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention

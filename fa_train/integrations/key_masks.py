@@ -32,7 +32,7 @@ def is_key_mask(mask: Tensor) -> bool:
 
 
 def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
-    """Raises: ValueError if a mask has more than causality, a window, documents and padding."""
+    """Raises: ValueError if a mask hides keys for any reason other than causality, a window, documents or padding."""
     if use_vmap:
         raise ValueError("or_mask_function and and_mask_function must not be given: fa_train has no custom masks")
     if torch.compiler.is_compiling() or mask_function is None:

@@ -255,7 +255,7 @@ class _State:
     def get(self) -> Tensor:
         """Returns the storage on the GPU, (nbytes,) uint8. Starts to fetch the storages in `below`.
 
-        The storage stays on the GPU until the backward pass has used all its saved views.
+        The storage stays on the GPU until the backward pass has used all saved views of the storage.
         """
         self.fetch()
         self._await()

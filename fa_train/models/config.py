@@ -27,8 +27,8 @@ class Family:
     use local_rope_theta.
     softmax_scale: the factor that attention scores are multiplied by, or None for head_dim**-0.5.
     softcap, logit_softcap: the soft caps of the scaled scores and of the logits (Gemma 2), or 0 for no cap.
-    embedding_scale: the factor that token embeddings are multiplied by, rounded to their dtype. Gemma multiplies
-    embeddings by `sqrt(dim)`.
+    embedding_scale: the factor that token embeddings are multiplied by. The factor is rounded to the embeddings' dtype.
+    Gemma multiplies embeddings by `sqrt(dim)`.
     post_norms: whether the outputs of attention and FFN are normalised before the residual addition (Gemma 2 and 3).
     """
 
@@ -67,8 +67,8 @@ class ModelConfig:
 
     Units: dim, ffn_dim and head_dim in channels; max_seq_len in tokens.
     n_kv_heads: by default n_heads. head_dim: by default dim / n_heads.
-    max_seq_len: the context length that the model was trained with. A model with learned positions has max_seq_len of
-    them. RoPE scaling extends the context beyond max_seq_len.
+    max_seq_len: the context length that the model was trained with. A model with learned positions has max_seq_len
+    positions. RoPE scaling extends the context beyond max_seq_len.
     rope_theta: the base of RoPE's frequencies.
     rope_scaling: the rule that scales RoPE's frequencies. The keys of rope_scaling are those of `rope_parameters` in
     Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.

@@ -308,7 +308,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last linear layer and the loss. FSDP gathers the weight for this module's forward, where the loss reads it.
+    """The last linear layer and the loss. The loss is part of the forward, for which FSDP gathers the weight.
 
     softcap: the soft cap on the logits, or 0. `loss` includes it.
     """

@@ -1,7 +1,7 @@
 """Initial values of parameters, which depend on the seed and the parameter's name, not on the number of ranks.
 
-Each parameter is drawn whole in fp32, one at a time and from its own generator. A rank keeps its rows and rounds them
-to the parameter's dtype. CPUs and GPUs draw different values from the same seed.
+Parameters are drawn one after another, each as a whole tensor in fp32 and from a separate generator. A rank keeps its
+rows and rounds them to the parameter's dtype. CPUs and GPUs draw different values from the same seed.
 """
 
 import hashlib

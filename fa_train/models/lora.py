@@ -146,7 +146,7 @@ class LoRA:
 class LoRALinear(nn.Linear):
     """A frozen linear layer with adapters, quantized weights, or both. Computes `x W^T + scale * (x A^T) B^T`.
 
-    lora_A, lora_B: one A, (r, in_features), and one B, (rows, r), for each adapter, in fp32. The keys of lora_A and
+    lora_A, lora_B: the matrices A, (r, in_features), and B, (rows, r), of each adapter, in fp32. The keys of lora_A and
     lora_B are the last parts of Hugging Face's module names, such as q_proj. An adapter changes only those rows of W
     that belong to its module.
     If W is quantized, `weight` holds the 4-bit codes, (out_features * in_features / 2,) uint8 with two codes per byte.

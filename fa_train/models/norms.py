@@ -46,7 +46,7 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 def zeros_to_add(x: Tensor) -> Tensor:
     """Returns zeros in the layout of an FFN's output.
 
-    The first block adds the zeros to its input, so that all blocks can share a compiled graph.
+    The first block adds these zeros to its input, because all blocks share a compiled graph that adds an FFN's output.
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
     return zero.expand(x.shape).contiguous()  # not a leaf, because autograd would accumulate the gradient of a leaf

@@ -111,7 +111,7 @@ class BackgroundSave:
 
 
 class HostCopies:
-    """Copies nested dicts and lists of tensors to host memory, which is pinned for a GPU's tensors.
+    """Copies nested dicts and lists of tensors to host memory. Copies of GPU tensors are in pinned memory.
 
     Each call of the method `of` overwrites the copy that the previous call returned.
     """

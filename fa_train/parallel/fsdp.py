@@ -54,11 +54,11 @@ SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of dat
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """A Lightning strategy that shards the model over all ranks, or over those that share a copy of the model.
+    """A Lightning strategy that shards the model over all ranks, or each copy of the model over some of the ranks.
 
     A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.
-    replicas: the number of copies of the model; more than 1 means HSDP. Consecutive ranks share a copy.
+    replicas: the number of copies of the model; more than 1 means HSDP. Each copy is sharded over consecutive ranks.
     reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward.
     reduce_once: whether gradients are averaged only in the last micro-batch of a step. In all earlier micro-batches,
     each rank holds whole gradients.

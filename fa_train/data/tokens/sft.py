@@ -137,7 +137,7 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
     ) -> tuple[str, Spans]:
-        # render_jinja_template returns spans and accepts an empty list; its caller apply_chat_template does neither
+        # unlike its caller apply_chat_template, render_jinja_template returns spans and accepts an empty list
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -66,7 +66,7 @@ def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 
 
 def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
-    """Returns the longest seq_len that fits with any combination of levers."""
+    """Returns the longest seq_len that fits with the best combination of levers."""
     return max(longest_seq_len(with_levers(plan, levers), gpu_bytes, host_bytes) for levers in COMBINATIONS)
 
 
@@ -135,8 +135,8 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
     """Returns memory-saving changes of the settings for optimizer and precision, the cheapest first.
 
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change changes nothing.
-    strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first list and the first dict are
+    empty. strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
     """
     run = plan.run
     changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]

@@ -46,7 +46,7 @@ class _Step:
         self.of_head = self.embeddings if model.tied or not run.accumulates or run.ranks > 1 else 0
         self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 int64 tensors of the batch, 4 int32 tensors of ranges
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
-        # the GPU memory of storages of previous blocks whose copies to the host may still run
+        # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
         self.lagging = self.underway if levers.offloads_all else 0  # what remains of `underway` after the last block
 

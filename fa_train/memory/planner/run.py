@@ -94,7 +94,7 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the run's memory levers (settings that reduce memory). With memory=auto, these are the fastest that fit.
+    """Returns the run's memory levers (settings that reduce memory), or with memory=auto the fastest that fit.
 
     processes: the number of processes that share this machine's memory.
     attention: the name of the chosen option of conf/attention.
@@ -179,8 +179,8 @@ def summary(prediction: Prediction, device: torch.device, processes: int, attent
     """Returns three lines of text that a run on a GPU prints before it starts.
 
     The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
-    auto: True reports the longest seq_len that fits with the best combination of levers, and False the longest seq_len
-    that fits with the run's levers.
+    auto: whether the reported longest seq_len is the longest of all combinations of levers, and not only that of the
+    run's levers.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}

@@ -220,7 +220,7 @@ def _with_rope(
 def _asked_scaling(
     scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
 ) -> dict[str, Any]:
-    """Returns `scaling`, with a rope_type and a factor if it does not have them.
+    """Returns `scaling`, and adds a rope_type and a factor if they are missing.
 
     If `scaling` has no factor and the checkpoint already supports max_seq_len tokens, returns the checkpoint's scaling,
     `own`.

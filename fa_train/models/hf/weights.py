@@ -158,7 +158,7 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 
 
 def _dtype_name(stored: str) -> str:
-    """Returns torch's name for an integer dtype of safetensors, and other names as they are."""
+    """Returns torch's name for an integer dtype of safetensors. Returns any other name unchanged."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 

@@ -69,8 +69,8 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
 
     boundaries: (n_docs + 1,), the first token of each document, then the end of the last document, which is at most
     `total`.
-    balanced: False keeps contiguous shares. Contiguous shares are best if all layers have windows, because each token
-    then has about the same work.
+    balanced: whether ranks exchange chunks; otherwise, their shares stay contiguous. Contiguous shares are best if all
+    layers have windows, because each token then has about the same work.
     """
     size = chunk_size_for(total, ranks)
     padded = padded_total(total, ranks, size)
@@ -98,10 +98,9 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
 def exchange(owner: np.ndarray, work: np.ndarray, ranks: int) -> None:
     """Exchanges pairs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
-    `TOLERANCE` says how much more work than the mean is allowed for a rank. In each exchange, the rank with the most
-    work and the rank with the least work swap one chunk each. The exchange moves as much work as possible, but at most
-    half of the difference between the two ranks. Few exchanges are then enough, so a rank's tokens stay nearly
-    contiguous.
+    A rank is allowed `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and the rank
+    with the least work swap one chunk each. The exchange moves as much work as possible, but at most half of the work
+    by which the two ranks differ. Few exchanges are then enough, so a rank's tokens stay nearly contiguous.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     limit = (1 + TOLERANCE) * load.mean()

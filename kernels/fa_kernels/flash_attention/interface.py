@@ -337,7 +337,7 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 
 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
-    """Returns factors, (2, n_heads) float32: of each head's scores in row 0, and of each head's output in row 1.
+    """Returns two factors per head, (2, n_heads) float32: the scores' factor (row 0) and the output's factor (row 1).
 
     `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1. If
     all three are None, returns None.
@@ -361,7 +361,7 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
     """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least LONG_DOCUMENT, else None.
 
-    If a document is long, it has most of the work, so the kernels are chosen for its length.
+    A long document causes most of the work, so the kernels are chosen for the length of this document.
     """
     # max_seqlen may be a tensor, and reading a tensor would wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None

@@ -1,4 +1,4 @@
-"""Attention computed by its definition, one document at a time. Tests and scripts compare the kernels with it."""
+"""Attention computed by its definition, one document at a time. Tests and scripts compare kernels with this file."""
 
 import torch
 from torch import Tensor

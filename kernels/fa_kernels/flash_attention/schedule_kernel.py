@@ -81,7 +81,7 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 
 @triton.jit
 def _length_of(tiles, side, total, TILE: tl.constexpr):
-    """Returns the larger of two lengths for each tile: of the first token's document and of the last token's document.
+    """Returns for each tile the larger of two lengths: that of the first token's document and that of the last token's.
 
     Lengths are numbers of tokens on the other side.
     """

@@ -26,7 +26,7 @@ class Address(NamedTuple):
 def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
     """Returns a TMA descriptor of x for loads and stores of `block` tokens of one head.
 
-    The coordinates of a load or store are (token, head * x.stride(1)). Reads outside of x return 0.
+    The coordinates of a load or store are (token, head * x.stride(1)). Loaded elements outside of x are 0.
     Shapes: x (total, heads, head_dim), for which `loadable` must be True.
     """
     return _rows_of_heads(x.data_ptr(), x.dtype, x.shape, x.stride(), block)
@@ -51,7 +51,7 @@ def columns_of_heads(
 
 
 def elements(x: Tensor, block: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of contiguous x as a vector, to load `block` elements. Reads outside of x return 0."""
+    """Returns a TMA descriptor of contiguous x as a vector, to load `block` elements. Elements outside of x are 0."""
     return _descriptor(x.data_ptr(), x.dtype, (x.numel(),), (1,), (block,))
 
 

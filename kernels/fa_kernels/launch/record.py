@@ -46,7 +46,7 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # this environment variable switches recording off if it is 0; read at the first call
-MAX_KEYS = 512  # beyond this number, all recordings are removed, because many may be of lengths that no longer occur
+MAX_KEYS = 512  # with more keys, all recordings are removed, because many may be for lengths that no longer occur
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
 ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
@@ -403,7 +403,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Returns the indices of tensors whose addresses are needed: by launches, or for the comparisons in `same`."""
+        """Returns the indices of all tensors whose addresses the launches need or `same` compares."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
         return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
 

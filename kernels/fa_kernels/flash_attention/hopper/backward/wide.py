@@ -61,8 +61,8 @@ HEAD_DIM = 256
 BLOCK = 64  # keys of a program, and queries of a step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# All warps start with `THREAD_REGISTERS` registers per thread, which `REGISTERS` later replaces for the second consumer
-# and the producer. The first consumer then has the rest of the multiprocessor's registers (also 240 per thread).
+# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
+# `REGISTERS`, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -198,8 +198,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV overwrites K, which only this warpgroup reads. Correctness does not require the wait for the second consumer to
-    # read the last P, but the kernel was measured with this wait.
+    # dV overwrites K, which only this warpgroup reads. The wait until the second consumer has read the last P is not
+    # needed for correctness, but the kernel was measured with this wait.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

@@ -258,7 +258,7 @@ def _visit_range(
 def _visit_all(
     block, item, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Processes all blocks of an item except the first: first the blocks that need a mask, then the other blocks."""
+    """Processes all blocks of an item except the one of `_visit_first`. Blocks that need a mask come first."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     n_masked = gl.maximum(item.n_right + item.n_left, 1)
     for step in range(1, n_masked):

@@ -111,7 +111,7 @@ def begin_scores(a, b, zeros):
 def begin_scores_at(a, first, buffers, place, zeros):
     """Starts the matmul a b^T like `begin_scores`. b is at index `place` of the buffers, and `first` is b's first tile.
 
-    The addresses of b's other tiles are computed between the matmuls, an order that the compiler keeps.
+    The code computes the addresses of b's other tiles between the matmuls, and the compiler keeps this order.
     """
     scores = warpgroup_mma(a[0], first.permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):

@@ -45,8 +45,7 @@ class _OneTuple:
 
 @core.builtin
 def map_threads(function, tensors, constants, _semantic=None, _generator=None):
-    """Calls `function` once per thread, with a tuple of the thread's elements of tensors[0], then tensors[1], and so
-    on.
+    """Calls `function` once per thread, with one tuple that holds the thread's elements of all tensors, in order.
 
     `constants` are further arguments of `function`. `function` returns a tuple with the thread's elements of all result
     tensors. `function` must have no side effects. Warp votes and shuffles are allowed where all threads of a warp take
