@@ -26,7 +26,7 @@ MOVED = {
 
 
 def moved_targets(config: dict[str, Any]) -> dict[str, str]:
-    """Returns {key: new value} for each `_target_` in `config` that has moved, with keys such as memory._target_."""
+    """Returns {key: new value} for each outdated `_target_` in `config`. Keys look like memory._target_."""
     return {
         key: MOVED[value]
         for key, value in leaves("", config)

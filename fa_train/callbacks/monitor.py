@@ -73,7 +73,7 @@ class Monitor(Callback):
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
-        self._comparison: RankComparison | None = None  # None in a run of one rank, as is _timer
+        self._comparison: RankComparison | None = None  # both are None in a run of one rank
         self._timer: CommunicationTimer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

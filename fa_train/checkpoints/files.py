@@ -93,7 +93,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Reads a file that `write_file` wrote into CPU memory. Unpickles only tensors and plain values.
+    """Reads into CPU memory what `write_file` has written. Unpickles only tensors and plain values.
 
     Raises: CheckpointError if the file is damaged, or was not written by `write_file`.
     """

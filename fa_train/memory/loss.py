@@ -74,7 +74,7 @@ def linear_cross_entropy(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the loss, and its gradients for hidden and weight. A gradient that is not needed is an empty tensor.
+    """Returns the loss, and the gradients of hidden and weight. A gradient that is not needed is an empty tensor.
 
     The fused loss is a custom operator, so that torch.compile neither breaks the graph nor unrolls the loop over
     chunks.

@@ -462,7 +462,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """Returns `own`, but with adapter_config.json's values of `READ`. Raises: ValueError on an unsupported field."""
+    """Returns `own` with the `READ` fields set from adapter_config.json. Raises: ValueError on an unsupported field."""
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")

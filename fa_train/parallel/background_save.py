@@ -53,7 +53,7 @@ class BackgroundSave:
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns whether every rank had already finished at the previous call.
+        """Returns whether all ranks had already finished when this method was last called.
 
         All ranks must call this method equally often.
         """

@@ -134,7 +134,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, added and weight. If added is None, x holds the sum.
 
-    If x and added have the same dtype, their gradients are the same, and the gradient of `added` is returned empty.
+    If x and added have the same dtype, their gradients are the same, and an empty tensor stands for the second one.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)

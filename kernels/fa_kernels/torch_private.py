@@ -50,8 +50,8 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    While any of the three is active, tensors may have no data. Also returns True if this version of torch gives no
-    answer.
+    While a mode, a transform or a trace is active, tensors may have no data. Also returns True if this version of torch
+    gives no answer.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None

@@ -126,7 +126,7 @@ class Concatenation:
         )
 
     def epoch(self, generator: np.random.Generator | None) -> ConcatenatedEpoch:
-        """Returns the rows of the epoch. If `generator` is given, it first shuffles the documents."""
+        """Returns the rows of the epoch. If `generator` is given, the documents are first shuffled."""
         order = np.arange(len(self.documents))
         if generator is not None:
             generator.shuffle(order)

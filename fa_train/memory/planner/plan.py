@@ -71,7 +71,7 @@ class RunSize:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of one micro-batch that this GPU holds."""
+        """Returns how many tokens of one micro-batch this GPU holds."""
         return -(-self.seq_len * self.rows // self.context)
 
     @property

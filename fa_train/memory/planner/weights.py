@@ -70,7 +70,7 @@ def gathered_bytes(plan: Plan) -> int:
 
 
 def gathered_outside(model: ModelConfig) -> list[int]:
-    """Returns the sizes in elements of the parameters outside the blocks that FSDP2 holds gathered at the same time.
+    """Returns the sizes, in elements, of the non-block parameters that FSDP2 holds gathered at the same time.
 
     If embedding and head have separate weights, the result holds only one of their two sizes, which are equal.
     """

@@ -1,7 +1,7 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see. The rank collects these keys in a buffer, in stream order. The rank
-also copies those of its own keys that its queries see into the buffer. Each query then sees one contiguous range of the
+A rank receives only the keys that its queries see. The rank collects these keys in a buffer, in stream order. The
+buffer also holds those of the rank's own keys that its queries see. Each query then sees one contiguous range of the
 buffer.
 """
 

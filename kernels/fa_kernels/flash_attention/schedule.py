@@ -145,7 +145,8 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     """Returns the schedule in which query i sees the keys from key_start[i] to key_end[i] - 1.
 
     The queries may be a part of a packed stream, as in context parallelism.
-    Shapes: key_start, key_end (total_q,) int32. Neither may decrease from one query to the next.
+    Shapes: key_start, key_end (total_q,) int32. key_start and key_end must not decrease from one query to the
+    next.
     """
     key = torch.arange(total_k, dtype=torch.int32, device=key_start.device)
     # query_start is the number of queries that see only keys before `key`. query_end is the number of queries whose

@@ -56,7 +56,7 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns start and end of each token's range on the other side, and the length of the token's document there.
+    """Returns for each token the start and the end of its range on the other side, and its document's length there.
 
     side: the tuple `queries` or `keys` that _schedule_kernel builds. For `queries`, the other side is the keys.
     """

@@ -8,8 +8,8 @@ raises the references of the affected rows, and computes the exponentials of the
 never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
 
 In the code, row_max is the reference that is subtracted from the scores of a row. By default, scores and probabilities
-are both in registers until the sum of exponentials is known. MAX_FIRST compares the scores with row_max before it
-computes exponentials. `MAX_FIRST` needs fewer registers than the default, but more instructions.
+are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max
+before exponentials are computed. `MAX_FIRST` needs fewer registers than the default, but more instructions.
 
 Maxima and sums have the layout registers.PER_ROW. The sum of a row is stored as eight partial sums, so that no thread
 waits for other threads of the row.
@@ -191,7 +191,7 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
 
 @gluon.jit
 def _maxima(scores, N: gl.constexpr):
-    """Returns the largest of a thread's scores in each of its two rows."""
+    """Returns two values: for each of the two rows of a thread, the largest of the thread's scores."""
     max_0, max_1 = gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3])
     for i in gl.static_range(4, N, 4):
         max_0 = gl.maximum(max_0, gl.maximum(scores[i], scores[i + 1]))
