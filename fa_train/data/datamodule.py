@@ -1,4 +1,4 @@
-"""Makes packed micro-batches for Lightning, which depend only on the data, the settings, the seed and the step."""
+"""Makes packed micro-batches for Lightning. The micro-batches depend only on data, settings, seed and step."""
 
 import dataclasses
 import gc

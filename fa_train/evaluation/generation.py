@@ -196,7 +196,7 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 
 @contextmanager
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
-    """Prepares the model for generation, and restores it at the end.
+    """Prepares the model for generation, and undoes these changes at the end.
 
     During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token. Even
     if ranks share streams in training, each rank generates from all tokens.

@@ -207,7 +207,8 @@ def _schedule(
 ) -> Schedule:
     """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
 
-    The padding before and after this document forms further documents. Each of them has only queries or only keys.
+    The padding before and after this document forms further documents. Each of these documents has only queries or only
+    keys.
     """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys

@@ -105,7 +105,7 @@ def sdpa_attention(
 
     A single document without a window uses torch's causal kernels. Several documents or a window need a (total, total)
     mask.
-    Raises: ValueError if softcap is set, because torch's kernels do not support it.
+    Raises: ValueError if softcap is set, because torch's kernels do not support soft caps.
     """
     require_softcap(sdpa_attention, softcap)
     n_heads, n_kv_heads = q.shape[1], k.shape[1]

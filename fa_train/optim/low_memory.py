@@ -21,7 +21,7 @@ OptimState8bit: Any = private("torchao", subclass_8bit, "OptimState8bit")
 
 
 class _PlainLearningRate:
-    """Stores the learning rate as a float. `step` passes it to torchao as a tensor, which torchao requires."""
+    """Stores the learning rate as a float. `step` passes the rate to torchao as a tensor, which torchao requires."""
 
     param_groups: Groups
     defaults: dict[str, Any]

@@ -2,9 +2,9 @@
 
 Each rank keeps a part of every parameter's rows, its shard. Weights are gathered in groups: each block, the embeddings
 and the head. A group is gathered before its forward pass and again before its backward pass, and freed after each. As
-soon as the backward pass of a group has computed its gradients, they are averaged and sharded. The head stays gathered
-between both passes, because the backward pass begins with it. The last norm, and the token embedding if the head shares
-its weight, stay gathered for the whole micro-batch.
+soon as the backward pass of a group has computed the group's gradients, they are averaged and sharded. The head stays
+gathered between both passes, because the backward pass begins with it. The last norm, and the token embedding if the
+head shares its weight, stay gathered for the whole micro-batch.
 
 With replicas (HSDP), ranks form groups of equal size. Each group holds the whole model, sharded inside the group.
 Gradients are also averaged between groups, once per step.

@@ -359,7 +359,7 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 
 
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
-    """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least LONG_DOCUMENT, else None.
+    """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least `LONG_DOCUMENT`, else None.
 
     A long document causes most of the work, so the kernels are chosen for the length of this document.
     """

@@ -56,7 +56,7 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns for each token the start and the end of its range on the other side, and its document's length there.
+    """Returns for each token the start and end of its range on the other side, and its document's length on that side.
 
     side: the tuple `queries` or `keys` that _schedule_kernel builds. For `queries`, the other side is the keys.
     """

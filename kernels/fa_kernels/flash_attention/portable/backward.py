@@ -127,8 +127,8 @@ def dkdv_tile(
     """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, from `first` on.
 
     The program loops over the query heads of the KV head. With `PHASES=3`, only the blocks at both ends of the range of
-    queries are masked. With `PHASES=1`, all blocks are masked, which needs less code. Without ISOLATE_NAN, NaN of one
-    document may reach all keys of the tile.
+    queries are masked. With `PHASES=1`, all blocks are masked, which needs less code. Without `ISOLATE_NAN`, NaN of one
+    document can reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k
@@ -253,7 +253,7 @@ def dq_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dQ of BLOCK_M queries of one head, from `first` on. `dkdv_tile` explains PHASES and ISOLATE_NAN."""
+    """Computes dQ of BLOCK_M queries of one head, from `first` on. `dkdv_tile` explains `PHASES` and `ISOLATE_NAN`."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)

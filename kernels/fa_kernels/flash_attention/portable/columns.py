@@ -54,7 +54,8 @@ def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.const
                ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
     """Loads one column block [ROWS, COLUMNS[INDEX]] of the rows from `first` on.
 
-    Columns from `WIDTH` on are 0. With MASK_ROWS, rows from `total` on are 0. Without MASK_ROWS, all rows must exist.
+    Columns from `WIDTH` on are 0. With `MASK_ROWS`, rows from `total` on are 0. Without `MASK_ROWS`, all rows must
+    exist.
     """
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)

@@ -447,7 +447,7 @@ def decode_tiles(
 
 
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
-    """Returns the number of splits: about two programs per multiprocessor, with at least MIN_SPLIT keys per split.
+    """Returns the number of splits: about two programs per multiprocessor, with at least `MIN_SPLIT` keys per split.
 
     n_keys: an upper bound of the keys that a tile sees, because only the GPU knows how many keys a tile sees.
     """

@@ -81,7 +81,7 @@ def forward_tile(
     Heads of q and k have D columns, in blocks of D_COLUMNS. Heads of v have DV columns, in blocks of DV_COLUMNS
     (columns.py).
     With `PHASES=3`, only the blocks at both ends of the range of keys are masked. With `PHASES=1`, all blocks are
-    masked, which needs less code. Without ISOLATE_NAN, NaN of one document may reach all rows of the tile.
+    masked, which needs less code. Without `ISOLATE_NAN`, NaN of one document can reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q

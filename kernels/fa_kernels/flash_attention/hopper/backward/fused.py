@@ -11,7 +11,7 @@ Each place in the ring buffer of dS has an mbarrier `full` (both consumers have 
 (the matmuls for dQ have read dS). items.Barriers lists the other mbarriers.
 
 The kernel cannot deadlock. Let j count the steps of all items of a program. dS of step j waits for Q and dO of step j
-and for dQ of step j - DS_STAGES. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
+and for dQ of step `j - DS_STAGES`. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
 waits until dS of step j is written and earlier dQ tiles have left their buffers. The loads of step j wait until the
 consumers have finished step `j - STAGES`. The loads of K and V of item i wait until dK and dV of item i - 2 are stored.
 The first unfinished step can therefore always continue, if `STAGES >= 2` or `ahead` is not set.

@@ -130,7 +130,7 @@ def posted_item(fields):
 def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
     """Returns the first query and the head of the first step of an item.
 
-    With `BACKWARDS`, item.start must be a multiple of BLOCK_M.
+    With `BACKWARDS`, item.start must be a multiple of `BLOCK_M`.
     """
     m = item.start
     if BACKWARDS:  # LLVM would need one more register to compute m from the number of steps
@@ -218,7 +218,7 @@ def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
     """Returns initialised mbarriers.
 
     TMA arrives at the mbarriers named full, and all threads of both consumers arrive at the mbarriers named empty. If
-    ITEMS is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
+    `ITEMS` is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
     mbarrier that it allocates (barriers.py).
     """
     kv_full = new_barriers(ITEMS)

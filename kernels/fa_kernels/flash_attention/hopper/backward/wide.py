@@ -127,7 +127,7 @@ def _produce(
 
 @gluon.jit
 def _begin_halves(operand, b, halves):
-    """Starts the matmul `operand` @ b, which is added to an accumulator.
+    """Starts the matmul that adds `operand` @ b to an accumulator.
 
     `halves` holds the left half and the right half of the accumulator's columns.
     """
@@ -241,7 +241,7 @@ def _consume_dk(
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     if marks_ptr is not None:
         mark_rows(dk, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dK overwrites V in shared memory, which only this warpgroup reads.
+    # dK overwrites V in shared memory, because only this warpgroup reads V.
     _store_halves(dk, scale.softmax, v_buf, dk_desc, item)
 
 

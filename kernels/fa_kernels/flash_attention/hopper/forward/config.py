@@ -3,7 +3,7 @@
 The values were chosen by measurements on an H200 (docs/hopper.md). The options of a configuration have the following
 reasons.
 
-`dynamic`: programs are persistent, which hides the time in which programs start and end.
+`dynamic`: programs are persistent, so the time to start and to end a program is hidden.
 `pingpong`: consumers alternate between the tensor cores and softmax, so all consumers must visit the same blocks.
 `ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
 `consumers`: three consumers read K and V less often than two, which helps at head_dim 64. Tiles of three consumers have

@@ -11,7 +11,7 @@ In the code, row_max is the reference that is subtracted from the scores of a ro
 are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max
 before exponentials are computed. `MAX_FIRST` needs fewer registers than the default, but more instructions.
 
-Maxima and sums have the layout registers.PER_ROW. The sum of a row is stored as eight partial sums, so that no thread
+Maxima and sums have the layout `registers.PER_ROW`. The sum of a row is stored as eight partial sums, so that no thread
 waits for other threads of the row.
 """
 
