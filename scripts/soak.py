@@ -5,14 +5,14 @@
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
 is warm-up and is not compared. Three values of the second third must agree with those of the last third. The allowed
-difference is 3% of the median step time and 2% of the lowest host memory. On a GPU, the reserved memory must be equal.
-The lowest host memory is compared, because each checkpoint needs more memory for a short time. The script writes
+differences are 3% for the median step time and 2% for the lowest host memory. On a GPU, the reserved memory must be
+equal. The lowest host memory is compared, because each checkpoint needs more memory for a short time. The script writes
 OUT.md. If the second and the last third of the run do not agree within these limits, the script ends with status 1.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
 share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The operating system
-divides their memory among all processes that map them, even processes outside the run. The script also writes OUT.csv,
-which has the memory of each process in each sample.
+divides the memory of a mapped file among all processes that map the file, even processes outside the run. The script
+also writes OUT.csv, which has the memory of each process in each sample.
 """
 
 import argparse
@@ -138,8 +138,8 @@ def memory_of_session(leader: int) -> list[ProcessMemory]:
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
-    """Returns the changes from the second to the last third of a run. `metrics` is the path of its metrics.csv, and
-    `host` holds its samples of host memory in GiB.
+    """Returns the changes from the second to the last third of a run. `metrics` is the path of the run's metrics.csv,
+    and `host` holds the run's samples of host memory in GiB.
     """
     with metrics.open() as file:
         rows = list(csv.DictReader(file))

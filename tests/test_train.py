@@ -219,7 +219,8 @@ def ranks_of_torchrun(n_ranks):
 def start_and_finish_ranks(folder, tmp_path, *overrides):
     """Runs train.py with two ranks in `folder`.
 
-    Each rank is forked from a server that has done the imports, because a new process would import for seconds.
+    Each rank is forked from a server that has done the imports, because the imports of a new process would take
+    seconds.
     """
     processes.start_server()  # start the server now, because otherwise each of the two threads would start one
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]

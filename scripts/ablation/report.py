@@ -41,7 +41,7 @@ Row = tuple[AnyCase, Result]
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a title. Its CSV file and its entry on W&B are called `name`."""
+    """A table with a title. The CSV file and the W&B entry of the table are called `name`."""
 
     name: str
     title: str

@@ -5,9 +5,9 @@ and -4.
     python -m scripts.bench.attention --varlen --seqlens               # packed documents only.
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384    # two backends.
 
-Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows that as its result.
-FlashAttention-3 (the package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if
-they are installed.
+Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows OOM. FlashAttention-3
+(the package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if they are
+installed.
 
 The forward pass counts 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half of that if attention is causal.
 The backward pass counts 2.5 times as many FLOPs as the forward pass. Peak memory is what a pass allocates in addition
@@ -275,7 +275,7 @@ def packed_workloads(
 
 
 def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
-    """Takes documents until they fill `total` tokens, and returns their lengths. The last document is cut."""
+    """Takes documents until they fill `total` tokens, and returns their lengths. The last document is cut to fit."""
     documents: list[int] = []
     left = total
     for length in lengths:

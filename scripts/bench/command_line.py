@@ -10,7 +10,7 @@ def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str 
     """Adds --commit and --out.
 
     default: a path, or a path pattern such as scripts/results/host_<gpu>_<yyyymm>. If `default` is a pattern, --out is
-    None unless the user gives it.
+    None unless the user sets --out.
     """
     path = default if isinstance(default, Path) else None
     parser.add_argument("--commit", help="commit for the head of the results, if git is not available")

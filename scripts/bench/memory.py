@@ -129,7 +129,9 @@ class Stepper:
         self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
 
     def step(self) -> tuple[float, float]:
-        """Runs one step. Returns the milliseconds of the step, and those of the optimizer in this step."""
+        """Runs one step. Returns the milliseconds that the step took, and the milliseconds that the optimizer took in
+        this step.
+        """
         start = time.perf_counter()
         with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
             value = self.mean_loss()

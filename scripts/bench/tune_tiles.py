@@ -8,16 +8,16 @@
 
 A candidate is a combination of block_m, block_n, warps and stages, where the blocks are powers of two. A candidate must
 fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With --near, the
-script tries only the table's entry and the candidates that differ from it by one step in one value. With --tiles, the
-script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After compilation,
-the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or
-slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal attention halves
-them. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and dv to the table
-instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three TF32
-matmuls. With --dtype tf32, each product is only one TF32 matmul, which torch.backends.cuda.matmul can allow for fp32. A
-candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md: its header, a table for
-each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except with --dtype tf32.
-fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it.
+script tries only the table's entry and the candidates that differ from this entry by one step in one value. With
+--tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After
+compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim
+= 2048 or slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal
+attention halves them. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and
+dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
+product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, which torch.backends.cuda.matmul
+can allow for fp32. A candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md:
+its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except
+with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it.
 """
 
 import argparse
@@ -200,7 +200,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # Gives the other backward kernel no tiles, so that it does nothing.
+    # Gives the other backward kernel no tiles, so that this other kernel does nothing.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 

@@ -130,8 +130,8 @@ def _require_isolation(
 ) -> None:
     """Requires that NaN in the fourth document changes the results of other documents at most by a rounding error.
 
-    Repair kernels sometimes recompute tiles of other documents, and round differently than the forward and the
-    backward.
+    Repair kernels sometimes recompute tiles of other documents, and round differently from the forward and backward
+    kernels.
     """
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)

@@ -95,7 +95,7 @@ def hopper_cases() -> Iterator[Case]:
 
 
 def decode_cases(device: torch.device) -> Iterator[Case]:
-    """Yields a case for each tile size of the decoding kernel, dtype and width, with a dense and with a paged cache."""
+    """Yields a case for each dtype, each width, a dense or paged cache, and each tile size of the decoding kernel."""
     page_sizes, options = cycle(PAGE_SIZES), cycle(range(4))
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)

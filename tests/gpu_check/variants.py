@@ -120,8 +120,8 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Returns pairs (number of queries per KV head, its tile size) for a GPU with `size` bytes of shared memory per
-    program. The list is empty if no tile size fits.
+    """Returns pairs (number of queries per KV head, tile size for this number) for a GPU with `size` bytes of shared
+    memory per program. The list is empty if no tile size fits.
     """
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]

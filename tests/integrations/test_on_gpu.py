@@ -1,4 +1,4 @@
-"""The attention in transformers with compiled kernels, in bf16, on a GPU."""
+"""Tests attention inside transformers models on a GPU, with compiled kernels, in bf16."""
 
 from typing import Any
 

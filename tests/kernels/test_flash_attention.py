@@ -173,9 +173,9 @@ def test_rows_outside_every_document_give_zero():
 
 
 def test_partial_outputs_in_fp32_merge_to_the_whole():
-    """Outputs for two halves of the keys, weighted by their lse, add up to the output for all keys.
+    """Two outputs, each for one half of the keys, are merged by their lse. The result equals the output for all keys.
 
-    So do their gradients.
+    The gradients are equal too.
     """
     q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
     cu_q = cumulative([40])

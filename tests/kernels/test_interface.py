@@ -151,7 +151,7 @@ def test_pages_under_compile():
 
 
 def test_other_lengths_compile_nothing_anew():
-    """max_seqlen, which flash-attn's signature requires, has another value in each call."""
+    """max_seqlen, which flash-attn's signature requires, has a different value in each call."""
 
     def attend(q, cu, longest):
         return flash_attn_varlen_func(q, q, q, cu, cu, longest, longest, 0.0, None, True, return_attn_probs=True)

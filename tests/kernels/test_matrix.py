@@ -56,8 +56,8 @@ def n_rounds(dtype, width) -> int:
 def combinations(dtype, width, round_):
     """Yields the combinations of one round.
 
-    The combinations of head counts, features and layouts are used in turn. A round starts with the one after the last
-    of the previous round.
+    The combinations of head counts, features and layouts have a fixed order, in which each round continues where the
+    previous round stopped.
     """
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)
@@ -72,8 +72,8 @@ def combinations(dtype, width, round_):
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     """Returns the lengths of the documents' queries and of the documents' keys.
 
-    `pair` gives the two lengths of one document. Without "varlen" in `layout`, this document occurs once or twice. With
-    "varlen", empty, short and random documents are added.
+    `pair` holds the numbers of queries and of keys of one document. Without "varlen" in `layout`, this document occurs
+    once or twice. With "varlen", empty, short and random documents are added.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)

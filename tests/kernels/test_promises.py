@@ -1,4 +1,4 @@
-"""Tests properties of attention on a GPU other than its accuracy.
+"""Tests properties of attention other than accuracy, on a GPU.
 
 Results are repeatable, calls are asynchronous, kernels are compiled once, and tensors can have any size.
 """

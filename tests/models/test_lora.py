@@ -125,7 +125,7 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """`dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`, where dW is the gradient of the rows of W to which the
+    """`dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`, where dW is the gradient of the rows of W into which the
     adapter is merged.
     """
     settings = lora(target_modules=targets, use_rslora=True)
@@ -323,7 +323,7 @@ def test_bf16_moments_are_refused():
 
 
 def test_a_run_trains_adapters_and_resumes(tmp_path):
-    """The loss falls. A run that was stopped and resumed has the same losses as one that never stopped."""
+    """The loss falls. A run that was stopped and resumed has the same losses as a run that never stopped."""
 
     def run(folder: Path, *overrides: str) -> dict[int, float]:
         folder.mkdir()

@@ -38,7 +38,7 @@ def rounded_to_nf4(weight: Tensor) -> Tensor:
 
 
 def dense() -> GPT:
-    """Builds an fp32 model whose weights are rounded to NF4, with the same adapters."""
+    """Builds an fp32 model whose weights are rounded to NF4. The adapters are those of the QLoRA model."""
     model, plain = small(settings=QLORA), small()
     with torch.no_grad():
         for path, linear in adapted(model):

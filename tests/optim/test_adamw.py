@@ -132,7 +132,7 @@ def without_compiler() -> Iterator[None]:
 @pytest.mark.parametrize("name", LOW_MEMORY)
 def test_low_memory_optimizers_step_like_adamw(name):
     make, dtype = LOW_MEMORY[name]
-    # 8-bit moments and bf16 weights each cause an error of a few percent of the change in five steps
+    # 8-bit moments and bf16 weights each change the update of five steps by a few percent
     assert_like_adamw(make, small_model(dtype), rounding=0.05)
 
 

@@ -130,8 +130,8 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     """Trains as one of two ranks, and makes the checks that need two ranks.
 
     All tests with two ranks share these two processes, because each process takes seconds to start. Each run has a
-    folder below `folder`. The runs `two_from_two` and `two_from_one` continue the runs `sharded` and `whole` from step
-    3. A signal to rank 1 stops the run `cut`, and the run `two_from_cut` continues it.
+    folder below `folder`. From step 3, the run `two_from_two` continues the run `sharded`, and the run `two_from_one`
+    continues the run `whole`. A signal to rank 1 stops the run `cut`, and the run `two_from_cut` continues it.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])

@@ -1,4 +1,6 @@
-"""Tests runs with several ranks, started by `python train.py` or torchrun, and the last line, which names a failure."""
+"""Tests runs with several ranks, started by `python train.py` or torchrun. After a failure, the last line of the output
+names the failure.
+"""
 
 import json
 import os
@@ -24,7 +26,7 @@ TWO = ("strategy=ddp", "trainer.devices=2", "data=synthetic", "data.val_rows=2",
 
 
 class Fails(Callback):
-    """Kills one rank in its third step, or raises an out-of-memory error in it."""
+    """Kills one rank in its third step, or raises an out-of-memory error in this rank."""
 
     def __init__(self, rank: int, how: str) -> None:
         self.rank, self.how = rank, how

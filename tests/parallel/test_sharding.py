@@ -1,8 +1,8 @@
 """Two and four processes compute the same losses, gradients and weights as one process, with every strategy and memory
 lever.
 
-By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, more cases run, so that every pair of values of any
-two settings (strategy, accumulation, memory, compilation) occurs, and one more run fine-tunes a checkpoint. With
+By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, enough cases run to cover every pair of values of
+two settings (strategy, accumulation, memory, compilation), and one more run fine-tunes a checkpoint. With
 SHARDING_CASES=all, all combinations run.
 """
 

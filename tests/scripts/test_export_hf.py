@@ -40,7 +40,9 @@ def write_base(folder: Path, **fields: int | None) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    """Trains three steps on the command line, which also writes .hydra, and returns the checkpoint."""
+    """Runs train.py on the command line for three steps, so that the folder .hydra is written, and returns the
+    checkpoint.
+    """
     done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
     assert done.returncode == 0, done.stderr
     [checkpoint] = folder.rglob("*.ckpt")

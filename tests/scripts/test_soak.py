@@ -1,4 +1,6 @@
-"""scripts/soak.py distinguishes a steady run from one that slows down and from one that needs more and more memory."""
+"""scripts/soak.py distinguishes a steady run from a run that slows down, and from a run that needs more and more
+memory.
+"""
 
 import mmap
 import subprocess

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter twice as fast: it patches Triton's language only once per launch.
+"""Makes Triton's interpreter twice as fast by patching Triton's language only once per launch.
 
 The original interpreter patches the language again for every call of a device function.
 """

@@ -188,7 +188,9 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """If the table has entries dk and dv for a head_dim, its entry dkdv is used only by repair kernels and in fp32."""
+    """If the table has entries dk and dv for a head_dim, the entry dkdv for this head_dim is used only by repair
+    kernels and in fp32.
+    """
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}

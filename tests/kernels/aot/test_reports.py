@@ -24,7 +24,7 @@ print(*(module.__file__ for module in [*sys.modules.values()] if getattr(module,
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """Replaces the compilers by a stub and returns the list of cases that they were asked to compile."""
+    """Replaces the compilers by a stub and returns the list of cases that the compilers were asked to compile."""
     cases = []
 
     def compile_in_processes(module, part):

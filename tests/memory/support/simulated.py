@@ -77,8 +77,8 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the same allocations as attention's backward: those of the portable kernels in fp32, otherwise those of
-    Hopper's.
+    """Makes the allocations of the backward of attention: of the portable kernels in fp32, and otherwise of the Hopper
+    kernels.
     """
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
@@ -100,7 +100,7 @@ INSIDE: dict[Any, Callable[..., Any]] = {
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of live tensors that operators have created: the present number and the peak."""
+    """Counts the bytes of live tensors that operators have created: the current number and the peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,8 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool) -> Step:
-    """Runs a micro-batch of one document and returns its memory. tokens: the document's length.
+    """Runs a micro-batch of one document, and returns the memory that the micro-batch needs. tokens: the length of the
+    document.
 
     accumulates: whether gradients of earlier micro-batches exist.
     """

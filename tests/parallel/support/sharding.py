@@ -172,7 +172,7 @@ def generated(model: GPT) -> list[list[int]]:
 
 
 def finetune(folder: Path) -> None:
-    """Fine-tunes a checkpoint on chats under fsdp, with a sample before and after, and exports the model."""
+    """Fine-tunes a checkpoint on chats under fsdp, with a sample before and after training, and exports the model."""
     run = folder / "finetuned"
     run.mkdir(exist_ok=True)
     overrides = [*finetune_overrides(folder), "strategy=fsdp", "trainer.devices=2", "max_steps=2", "logger=csv"]

@@ -181,7 +181,7 @@ def test_only_entries_of_the_table_are_written_to_load():
 
 
 def test_tiles_of_one_tf32_product_are_not_loaded():
-    """By default, fp32 uses three TF32 products. Tile sizes that were measured with one TF32 product are not checked
+    """By default, fp32 uses three TF32 products. Tile sizes that were measured with one TF32 product can be unsuitable
     for three.
     """
     tf32 = Result(Candidate(64, "fwd", TileConfig(64, 32, 4, 2), "tf32"), 1.0, 100.0)
