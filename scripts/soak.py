@@ -34,7 +34,7 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # for example, compilers of kernels
+TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # others are, for example, compilers
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
 EVERY = 50  # number of steps between two validations, and between two checkpoints
 SAMPLE = 5.0  # seconds between two samples of host memory

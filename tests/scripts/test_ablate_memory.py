@@ -256,7 +256,7 @@ def test_a_sweep_whose_seconds_are_over_still_reports(tmp_path):
 def test_expected_seconds_never_shrink_with_length():
     assert expected_seconds([], 64) == 0
     assert expected_seconds([(32, 1.0)], 64) == 2
-    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # equal times give a linear prediction
+    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # equal times for both lengths give a linear prediction
     assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # growth beyond quadratic gives a quadratic prediction
 
 
@@ -265,8 +265,7 @@ def test_a_step_is_measured(attention):
     result = measure(case(attention))
     assert result.outcome == "ok" and result.step_ms > 0 and result.peak_gib > 0 and result.timed_steps == 2
     assert result.mfu is None and result.reserved_gib is None
-    # `6 * N * T + 6 * layers * n_heads * head_dim * T**2` for T tokens, where N elements are in the matrices of 32 x
-    # 64, 32 x 32, 32 x 128, 64 x 32 and (output) 259 x 32
+    # `6 * N * T + 6 * layers * n_heads * head_dim * T**2`; the output matrix has 259 x 32 of the N elements
     matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 259 * 32
     flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert result.tflops * 1e12 * result.step_ms / 1e3 == pytest.approx(flops)
