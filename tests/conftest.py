@@ -17,12 +17,6 @@ def kernels_are_compiled() -> bool:
     return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Runs all tests of an xdist_group in one worker process, so that they share the runs that their fixtures start."""
-    if config.getoption("dist", None) == "load":  # `load` is the default of -n
-        config.option.dist = "loadgroup"
-
-
 def pytest_report_header() -> str:
     return f"torch {torch.__version__}, triton {version('triton')}"
 
@@ -34,7 +28,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Run slow tests first. If a slow test ran last, the other workers of pytest-xdist would be idle.
+    # Start files with slow tests first. If such a file started last, the other workers of pytest-xdist would be idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if kernels_are_compiled():
         return

@@ -18,7 +18,7 @@ from scripts.bench import compare_finetune
 from tests.data.support.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
 from tests.support.training import column, command_line, composed, write_corpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("finetune")]
+pytestmark = pytest.mark.slow
 STEPS = 12
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-pytestmark = pytest.mark.xdist_group("imports")
 REPOSITORY = Path(__file__).parents[1]
 CHECKOUT = REPOSITORY, REPOSITORY / "kernels"  # PYTHONPATH=.:kernels adds these folders
 FOUND = find_spec("kernels")  # a namespace package has no origin

@@ -217,10 +217,7 @@ def two_ranks(tmp_path_factory) -> Path:
     return folder
 
 
-def of_two_ranks(test):
-    """Marks a test that uses the fixture two_ranks."""
-    talking = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
-    return talking(pytest.mark.xdist_group("resume-of-two-ranks")(test))
+of_two_ranks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 
 
 @of_two_ranks

@@ -159,7 +159,6 @@ def two_ranks(tmp_path_factory) -> Path:
 
 
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
-@pytest.mark.xdist_group("skipped-steps-of-two-ranks")
 @pytest.mark.parametrize("strategy", ON_TWO_RANKS)
 def test_all_ranks_skip_what_one_finds(strategy, two_ranks):
     skipping, undone = two_ranks / f"{strategy}-skipping", two_ranks / f"{strategy}-undone"

@@ -17,7 +17,6 @@ from fa_train.parallel.sharded_checkpoint import require_whole
 from tests.support.training import column, command_line, composed, tiny
 from tests.test_train import start_and_finish
 
-pytestmark = pytest.mark.xdist_group("checkpoints")
 TWO_STEPS = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=2", "trainer.val_check_interval=2")
 EACH_STEP = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=5", "trainer.val_check_interval=5")
 

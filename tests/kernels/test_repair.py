@@ -12,7 +12,6 @@ from fa_kernels.flash_attention.portable.forward import attention_forward
 from fa_kernels.flash_attention.portable.repair import repair_backward, repair_forward, repair_grid
 from fa_kernels.flash_attention.schedule import causal_schedule
 
-pytestmark = pytest.mark.xdist_group("repair")
 LENGTHS = [50, 0, 100, 61]
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 2, 1
 UNITS = 4  # number of units of 64 rows; each unit has one mark

@@ -24,7 +24,6 @@ from tests.support.processes import start_server
 from tests.support.training import column, write_corpus
 from tests.test_train import processes_can_talk, ranks_of_torchrun
 
-pytestmark = pytest.mark.xdist_group("background")
 CPU = torch.device("cpu")
 talks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 

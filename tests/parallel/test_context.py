@@ -26,7 +26,6 @@ from tests.test_train import processes_can_talk, ranks_of_torchrun
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-    pytest.mark.xdist_group("context"),
 ]
 RANKS = 4
 TOTAL, BOUNDARIES = 60, [0, 13, 14, 30, 39, 55, 55]  # five tokens after the last document

@@ -43,7 +43,6 @@ from tests.test_train import processes_can_talk, ranks_of_torchrun, start_and_st
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-    pytest.mark.xdist_group("strategy"),
 ]
 SETTINGS = (
     "data.val_rows=3", "max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_train_steps=3",

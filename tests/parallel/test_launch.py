@@ -20,7 +20,6 @@ from tests.test_train import FORKED, processes_can_talk, start_and_stop
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-    pytest.mark.xdist_group("launch"),
 ]
 TWO = ("strategy=ddp", "trainer.devices=2", "data=synthetic", "data.val_rows=2", "max_steps=4")
 

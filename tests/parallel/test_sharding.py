@@ -41,7 +41,6 @@ from tests.test_train import processes_can_talk, ranks_of_torchrun
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-    pytest.mark.xdist_group("sharding"),
 ]
 IN_CI = [  # every value of each option; only one case is compiled, because compiling takes seconds
     Case("ddp", 2, "selective"),

@@ -23,7 +23,7 @@ from tests.checkpoints.test_files import Evil
 from tests.support import processes
 from tests.support.training import column, command_line, quiet_environment, tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("export_hf")]
+pytestmark = pytest.mark.slow
 TOKENS = torch.arange(40) % 11 + 97
 
 
