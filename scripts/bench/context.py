@@ -3,16 +3,16 @@
     python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
 
-A time is that of a forward and a backward pass, in bf16. Every repetition draws new documents, and runs four parts in
-random order.
+A time is that of a forward and a backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and
+times four parts in random order.
 
 In the part `one`, rank 0 computes the attention of the whole stream, while the other ranks wait. In the part `shared`,
 all ranks compute this attention together (fa_train.parallel.context). In the part `alone`, each rank computes its share
-of the attention, with keys and values that were gathered before. In the part `moved`, the ranks only exchange keys,
+of the attention, with keys and values that were gathered beforehand. In the part `moved`, the ranks only exchange keys,
 values and their gradients.
 
-The ideal time is that of `one`, divided by the number of ranks. The time of `alone` shows how near the ranks could come
-to the ideal if moving keys took no time. The time of `shared` is that of the slowest rank.
+The ideal time is the time of `one`, divided by the number of ranks. `alone` shows the time that the ranks would need if
+communication took no time.
 """
 
 import argparse

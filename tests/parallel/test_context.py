@@ -58,11 +58,14 @@ SETTINGS = (
     "data.val_rows=3",
 )
 FSDP = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=2")
+FOUR = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4")
+ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 # Four processes train in each run. The run `longer` starts at step 2 of the run `shared`.
 RUNS = {
     "shared": FSDP,
-    "all": ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4", "lit_gpt.compile_model=true"),
-    "longer": ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4"),
+    "all": (*FOUR, "strategy.replicas=2", "memory.mlp_chunk=16", "lit_gpt.compile_model=true"),
+    "longer": (*FOUR, "memory=offload"),
+    "adapter": (*FSDP, *ADAPTER),
 }
 
 
@@ -173,6 +176,7 @@ def four_ranks(tmp_path_factory) -> Path:
     folder: Path = tmp_path_factory.mktemp("context")
     write_corpus(folder / "corpus")
     train_in(folder / "whole", folder, *SETTINGS)
+    train_in(folder / "whole_adapter", folder, *SETTINGS, *ADAPTER)
     start_server()
     arguments = (str(folder), ranks_of_torchrun(RANKS))
     torch.multiprocessing.start_processes(in_four_processes, args=arguments, nprocs=RANKS, start_method="forkserver")
@@ -196,7 +200,8 @@ def test_a_document_does_not_change_another(four_ranks):
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("value", ["train/loss", "train/grad_norm", "val/loss"])
 def test_runs_have_the_values_of_one_process(run, value, four_ranks):
-    expected, got = (column(four_ranks / folder, value) for folder in ("whole", run))
+    alone = "whole_adapter" if run == "adapter" else "whole"
+    expected, got = (column(four_ranks / folder, value) for folder in (alone, run))
     assert got
     assert got == pytest.approx({step: expected[step] for step in got}, rel=2e-5)
 

@@ -1,9 +1,9 @@
 """Decides which tokens of a packed stream each rank of a context group holds.
 
-Only attention connects tokens, so a rank may hold any tokens of the stream. The stream is cut into equal chunks,
-and every rank holds the same number of chunks. With contiguous shares of the stream, most documents lie within one
-rank, and few keys need to be sent. Contiguous shares, however, can need different amounts of attention work. Ranks
-therefore exchange pairs of chunks until their work is almost equal.
+Only attention connects tokens, so a rank may hold any tokens of the stream. The stream is cut into equal chunks, and
+every rank gets the same number of chunks. The assignment starts with contiguous shares of the stream. Most documents
+then lie within one rank, and few keys need to be sent. But contiguous shares can need different amounts of attention
+work. The chunks of two ranks are therefore swapped, one for one, until the work of all ranks is almost equal.
 """
 
 from dataclasses import dataclass

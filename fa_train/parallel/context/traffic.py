@@ -1,8 +1,7 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see. The rank collects these keys in a buffer, in stream order. The
-buffer also holds those of the rank's own keys that its queries see. Each query then sees one contiguous range of the
-buffer.
+A rank receives only the keys that its queries see, and collects these keys in a buffer. A rank also receives its own
+keys, from itself. Because the buffer is in stream order, the keys that a query sees form one contiguous range.
 """
 
 from typing import NamedTuple
@@ -17,19 +16,19 @@ from fa_train.parallel.context.deal import Deal, causal_ranges
 class Traffic(NamedTuple):
     """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
 
-    The shapes depend only on the length of the stream. A compiled model is therefore not compiled again if the lengths
-    of documents change.
+    `total` is the number of tokens in the padded stream. Tensors are padded with zeros, so their shapes depend only on
+    `total` and the number of ranks. A compiled model is therefore not compiled again if documents have other lengths.
     """
 
-    key_start: Tensor  # (local,) int32, for each own query the buffer index of the first key that it sees
-    key_end: Tensor  # (local,) int32, for each own query 1 + the buffer index of the last key that it sees
-    sent: Tensor  # (total,) int32, indices of own tokens, sorted by the rank that receives them, then zeros
-    place: Tensor  # (total,) int32, for each row of the buffer the index among the received rows, then zeros
-    sizes: list[list[int]]  # the number of tokens sent to each rank, and the number received from each rank
+    key_start: Tensor  # (local,) int32, the index in the buffer of the first key that each own query sees
+    key_end: Tensor  # (local,) int32, 1 + the index of the last key that each own query sees
+    sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
+    place: Tensor  # (total,) int32, for each row of the buffer, the index of the received row to copy
+    sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
 
 
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -> Traffic:
-    """Returns the traffic of `rank`, which the host computes from document boundaries, without the GPU.
+    """Returns the traffic of `rank`. The host computes it from document boundaries, without the GPU.
 
     boundaries, window: as for causal_ranges.
     """
