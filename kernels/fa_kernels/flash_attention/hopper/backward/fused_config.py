@@ -4,16 +4,15 @@ The values were chosen by measurements on an H200; docs/hopper.md says what was 
 because ptxas serialises all matmuls if the accumulators in flight do not fit in the registers.
 """
 
-from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from fa_kernels.flash_attention.hopper.backward.items import SUM_BLOCK
 
 
-@dataclass(frozen=True)
-class FusedConfig:
+class FusedConfig(NamedTuple):
     """One configuration of the fused backward kernel."""
 
     block_m: int  # queries of a step
@@ -37,7 +36,7 @@ CONFIGS = {
     (64, torch.float16): FusedConfig(128, 2, 2),
     (96, torch.bfloat16): FusedConfig(64, 3, 2, dynamic=True, halves=True, ahead=True, each_hands_over=True),
     (96, torch.float16): FusedConfig(64, 3, 2, dynamic=True),
-    (128, torch.bfloat16): replace(_HALVES_128, delta_early=True, each_hands_over=True),
+    (128, torch.bfloat16): _HALVES_128._replace(delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
 # The configurations for calls with a soft cap, whose slope needs registers. The registers suffice neither for fp16 at
@@ -75,4 +74,4 @@ def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     program has only one work item. If programs drew items from a queue, an item could wait for a program that has not
     started.
     """
-    return replace(config, dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)
+    return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

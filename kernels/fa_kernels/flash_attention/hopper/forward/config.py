@@ -15,16 +15,14 @@ reasons.
 Three consumers have too few registers for the default softmax, so they use `pv_first` or `max_first`.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fa_kernels.flash_attention.schedule import LengthClass
 
 ROWS = 64  # queries of one consumer: the number of rows of a warpgroup's matmul instruction
 
 
-@dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(NamedTuple):
     """One configuration of the forward kernel. A tile has 64 * consumers queries and block_n keys."""
 
     block_n: int
@@ -78,4 +76,4 @@ OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
 def forward_config(head_dim: int, length_class: LengthClass, wide_o: bool = False) -> ForwardConfig:
     """Returns the configuration of a call. wide_o: whether the output o is fp32."""
     config = OTHER_CONFIGS[length_class].get(head_dim, FORWARD_CONFIGS[head_dim])
-    return replace(config, stages=min(config.stages, WIDE_O_STAGES)) if wide_o else config
+    return config._replace(stages=min(config.stages, WIDE_O_STAGES)) if wide_o else config
