@@ -4,22 +4,22 @@
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf    # one length, two variants.
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases.
     python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048    # packed.
+    python -m scripts.bench.step --model llama_8b --seq-lens 8192 adapter=lora trainer.precision=bf16-true    # LoRA.
 
 Each step trains on seq_len random tokens. The random tokens are one document, or packed documents of data.document_len
-tokens. Our variants and the peer (transformers) use fp32 weights, bf16 autocast and the optimizer of conf/optimizer. A
-step of our variants is a training step of train.py, which runs LitGPT in Lightning's loop, with gradient clipping and
-the Monitor callback. A step of transformers is a step of a plain loop: forward, backward, optimizer. Each case runs in
-a new process, so running out of memory affects only that case. Times are host times, with a device sync after each
-step. Peak memory and reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of
-the process. MFU counts the FLOPs of causal attention and of the matrix products as fa_train/flops.py does, without
-recomputation.
+tokens. Our variants and the peer (transformers) have the same precision, optimizer and adapters, which overrides such
+as `adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` change for both. The default is fp32 weights and
+bf16 autocast. A step of our variants is a training step of train.py, which runs LitGPT in Lightning's loop, with
+gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop: forward, backward,
+optimizer. Each case runs in a new process. Times are host times, with a device sync after each step. Peak memory and
+reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of the process. MFU counts
+FLOPs as fa_train/flops.py does, without recomputation.
 
 Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is an option of conf/memory, `compiled` sets
-lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). The variants hf and
-hf-checkpointing are transformers' LlamaForCausalLM with SDPA and Liger's RMSNorm, RoPE, SwiGLU and fused linear cross
-entropy. The variants hf-fa_train and hf-fa_train-checkpointing use our attention instead of SDPA
-(fa_train/integrations/transformers.py). If Liger cannot run, transformers is measured without it, and the row says so.
-The script writes OUT.csv and OUT.md after every case.
+lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). Variants that start
+with hf are transformers with Liger's kernels: scripts/bench/peers.py describes hf, hf-compiled and hf-fa_train. Each of
+them also exists with `-checkpointing`. The script writes OUT.csv and OUT.md after every case. OUT.md compares ours with
+the fastest peer of each length, and a peer is a variant without our attention.
 """
 
 import argparse
@@ -32,26 +32,22 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import date
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import Tensor, nn
 
 import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
-from fa_train.integrations.transformers import NAME as FA_TRAIN
-from fa_train.integrations.transformers import register as register_attention
 from fa_train.models.gpt import GPT
 from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
+from scripts.bench.peers import CannotRunError, build_peer
+from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     FEWEST_STEPS,
@@ -59,45 +55,16 @@ from scripts.bench.training_case import (
     VOCABULARY,
     WARMUP,
     Device,
-    Loss,
     StepTimes,
+    document_lens,
     memory_gib,
-    wait,
 )
 from scripts.bench.training_case import measure as measure_ours
+from scripts.bench.variants import VARIANTS, variant_of
 from scripts.composed import composed, options
 
 SEQ_LENS = (8192, 32768, 131072)
-VARIANTS = (
-    "ours-none-compiled",
-    "ours-none",
-    "ours-selective-compiled",
-    "ours-full-compiled",
-    "ours-offload-compiled",
-    "hf",
-    "hf-checkpointing",
-    "hf-fa_train",
-    "hf-fa_train-checkpointing",
-)
-
-
-class CannotRunError(Exception):
-    """Raised with the reason if a variant cannot be measured on this machine."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One implementation of a training step, and its settings.
-
-    `memory` applies to our model only, `checkpointing` and `fa_train` to transformers only.
-    """
-
-    ours: bool
-    memory: str = "none"
-    compiled: bool = False
-    portable: bool = False
-    checkpointing: bool = False
-    fa_train: bool = False  # whether transformers runs with our attention
+PRECISIONS = {"32-true": "fp32", "bf16-mixed": "fp32 weights, bf16 autocast", "bf16-true": "bf16 weights"}
 
 
 @dataclass(frozen=True)
@@ -135,20 +102,6 @@ class Row:
     note: str = ""
 
 
-def variant_of(name: str) -> Variant:
-    """Parses a variant's name. Raises: ValueError if there is no such variant."""
-    kind, *settings = name.split("-")
-    memories = options("memory")
-    if kind == "hf" and settings in ([], ["checkpointing"], ["fa_train"], ["fa_train", "checkpointing"]):
-        return Variant(ours=False, checkpointing="checkpointing" in settings, fa_train="fa_train" in settings)
-    if kind == "ours" and settings and settings[0] in memories and set(settings[1:]) <= {"compiled", "portable"}:
-        return Variant(True, settings[0], "compiled" in settings, "portable" in settings)
-    raise ValueError(
-        f"a variant must be hf[-fa_train][-checkpointing] or ours-MEMORY[-compiled][-portable] with MEMORY one of "
-        f"{', '.join(memories)}; got {name}"
-    )
-
-
 def configuration(case: Case) -> DictConfig:
     """Composes conf/train.yaml for this case, as train.py does. Raises: ValueError as document_lens."""
     variant = variant_of(case.variant)
@@ -172,83 +125,6 @@ def configuration(case: Case) -> DictConfig:
     return config
 
 
-def document_lens(config: DictConfig) -> list[int]:
-    """Returns the lengths in tokens of the documents of a row.
-
-    Raises: ValueError if a row does not hold whole documents.
-    """
-    length = min(config.data.document_len, config.seq_len)
-    if config.seq_len % length:
-        raise ValueError(f"data.document_len must divide seq_len={config.seq_len}; got {length}")
-    return [length] * (config.seq_len // length)
-
-
-def peer_loss(config: DictConfig, device: torch.device, variant: Variant) -> tuple[nn.Module, Loss, str]:
-    """Returns transformers' LlamaForCausalLM in the sizes of our model, and a function for its mean loss over random
-    tokens.
-
-    The third result is a note if the model runs without Liger's kernels, otherwise an empty string.
-    Raises: CannotRunError if transformers is not installed, or if its Llama cannot express our model.
-    """
-    if find_spec("transformers") is None:
-        raise CannotRunError("transformers is not installed")
-    wanted = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "qk_norm": False}
-    others = {name: config.model[name] for name, value in wanted.items() if config.model[name] != value}
-    if others:
-        found = ", ".join(f"{name}={value}" for name, value in others.items())
-        raise CannotRunError(f"Hugging Face's Llama has no {found}")
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    if variant.fa_train:
-        register_attention()
-    note = without_liger(device)
-    if not note:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(
-            rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=True
-        )
-    sizes = config.model
-    llama = LlamaConfig(
-        vocab_size=sizes.vocab_size,
-        hidden_size=sizes.dim,
-        intermediate_size=sizes.ffn_dim,
-        num_hidden_layers=sizes.n_layers,
-        num_attention_heads=sizes.n_heads,
-        num_key_value_heads=sizes.n_kv_heads or sizes.n_heads,
-        head_dim=sizes.head_dim or sizes.dim // sizes.n_heads,
-        rms_norm_eps=sizes.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
-        max_position_embeddings=config.seq_len,
-        tie_word_embeddings=sizes.tied,
-        use_cache=False,
-    )
-    attention, lengths = FA_TRAIN if variant.fa_train else "sdpa", document_lens(config)
-    with device:
-        model = AutoModelForCausalLM.from_config(llama, attn_implementation=attention, dtype=torch.float32)
-        tokens = torch.randint(sizes.vocab_size, (1, config.seq_len))
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    labels = tokens.masked_fill(positions == 0, -100)  # no label crosses from one document into the next
-    model.to(device).train()
-    if variant.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-    def loss() -> Tensor:
-        # Each step gets a new tensor of positions, as in training, so attention cannot reuse results of earlier steps.
-        documents = {"position_ids": positions.clone()} if len(lengths) > 1 else {}
-        value: Tensor = model(input_ids=tokens, labels=labels, **documents).loss
-        return value
-
-    return model, loss, note
-
-
-def without_liger(device: torch.device) -> str:
-    """Returns why transformers runs without Liger's kernels, or an empty string if transformers uses them."""
-    if find_spec("liger_kernel") is None:
-        return "plain transformers: liger-kernel is not installed"
-    return "" if device.type == "cuda" else "plain transformers: Liger's kernels need a GPU"
-
-
 def measure(case: Case) -> Row:
     """Runs the case in this process and returns its row. If the case runs out of memory, the row says so.
 
@@ -261,8 +137,9 @@ def measure(case: Case) -> Row:
         if variant.ours:
             measure_ours(config, device, times)
         else:
-            model, loss, note = peer_loss(config, device, variant)
-            time_steps(loss, instantiate(config.optimizer)(model), device, times)
+            peer = build_peer(config, device, variant)
+            note = peer.note
+            measure_peer(config, device, peer, times)
     except CannotRunError as error:
         return Row(case.seq_len, case.variant, f"missing: {error}")
     except Exception as error:
@@ -288,19 +165,6 @@ def measure(case: Case) -> Row:
         finite=all(map(math.isfinite, times.losses)),
         note=note,
     )
-
-
-def time_steps(loss: Loss, optimizer: torch.optim.Optimizer, device: torch.device, times: StepTimes) -> None:
-    """Runs and times steps of a plain loop (forward, backward, optimizer), until `times` is complete."""
-    while not times.complete:
-        start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16) if device.type == "cuda" else nullcontext():
-            value = loss()
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wait(device)
-        times.add(time.perf_counter() - start, value.item())
 
 
 def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
@@ -364,24 +228,25 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
     lines += ["| seq_len | variant | tokens/s | × best peer | ms | peak GiB | reserved GiB | MFU | loss | note |"]
     lines += ["|--:|:--|--:|--:|--:|--:|--:|--:|--:|:--|"]
     lines += [f"| {' | '.join(cells(row, rows))} |" for row in rows]
+    lines += ["", "The fastest variant of ours and the fastest peer, by length:", ""]
+    lines += ["| seq_len | ours | tokens/s | peak GiB | peer | tokens/s | peak GiB | ours / peer |"]
+    lines += ["|--:|:--|--:|--:|:--|--:|--:|--:|"]
+    lines += [f"| {' | '.join(comparison(rows, seq_len))} |" for seq_len in dict.fromkeys(r.seq_len for r in rows)]
     Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def cells(row: Row, rows: list[Row]) -> list[str]:
-    """Returns the cells of a table line. One cell compares the speed of `row` with that of the fastest variant of
-    transformers in `rows`.
-    """
+    """Returns the cells of a table line. One cell compares the speed of `row` with that of the best peer in `rows`."""
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
     gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
     if row.step_ms is None or row.tokens_per_s is None:
         return [f"{row.seq_len:,}", row.variant, *["–"] * 3, *gib, "–", "–", note]
-    peer = best_peer(rows, row.seq_len)
     return [
         f"{row.seq_len:,}",
         row.variant,
         f"{row.tokens_per_s:,.0f}",
-        _shown(row.tokens_per_s / peer if peer else None, ".2f"),
+        _ratio(row, best_peer(rows, row.seq_len)),
         f"{row.step_ms:,.1f} ({row.step_ms_min:,.1f} to {row.step_ms_max:,.1f}, {row.steps} steps)",
         *gib,
         _shown(row.mfu, ".1%"),
@@ -390,14 +255,42 @@ def cells(row: Row, rows: list[Row]) -> list[str]:
     ]
 
 
+def comparison(rows: list[Row], seq_len: int) -> list[str]:
+    """Returns the cells of a line that compares the fastest of our variants with the best peer at this length."""
+    ours, peer = best_of_ours(rows, seq_len), best_peer(rows, seq_len)
+    line = [f"{seq_len:,}"]
+    for row in (ours, peer):
+        if row is None:
+            line += ["–"] * 3
+        else:
+            line += [row.variant, _shown(row.tokens_per_s, ",.0f"), _shown(row.peak_gib, ".2f")]
+    return [*line, _ratio(ours, peer)]
+
+
+def _ratio(row: Row | None, peer: Row | None) -> str:
+    """Returns the quotient of two speeds with two decimals, or a dash if a speed is missing."""
+    if row is None or peer is None or not row.tokens_per_s or not peer.tokens_per_s:
+        return "–"
+    return f"{row.tokens_per_s / peer.tokens_per_s:.2f}"
+
+
 def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def best_peer(rows: list[Row], seq_len: int) -> float | None:
-    """Returns the tokens/s of the fastest variant of transformers with SDPA at this length, or None."""
-    peers = [row for row in rows if row.seq_len == seq_len and row.variant in ("hf", "hf-checkpointing")]
-    return max((row.tokens_per_s for row in peers if row.tokens_per_s is not None), default=None)
+def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
+    """Returns the fastest of our variants at this length, or None if none has been measured."""
+    return _fastest([row for row in rows if row.seq_len == seq_len and variant_of(row.variant).ours])
+
+
+def best_peer(rows: list[Row], seq_len: int) -> Row | None:
+    """Returns the fastest variant without our kernels at this length, or None if none has been measured."""
+    return _fastest([row for row in rows if row.seq_len == seq_len and variant_of(row.variant).is_peer])
+
+
+def _fastest(rows: list[Row]) -> Row | None:
+    measured = [row for row in rows if row.tokens_per_s is not None]
+    return max(measured, key=lambda row: row.tokens_per_s or 0.0, default=None)
 
 
 def parse_case(text: str) -> tuple[int, str]:
@@ -451,10 +344,11 @@ def main() -> None:
     settings = args.attention, args.steps, args.slow_step, tuple(args.overrides)
     cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
     with train.errors_in_one_line(train.MISTAKES):
-        configuration(cases[0])
+        precision = configuration(cases[0]).trainer.precision
     head = describe(shlex.join(["python", "-m", "scripts.bench.step", *sys.argv[1:]]), args.commit, date.today())
-    precision = "fp32 weights, bf16 autocast" if device == "cuda" else "fp32"
-    head["model"] = ", ".join([args.model, precision, f"attention={args.attention}", *args.overrides])
+    head["model"] = ", ".join(
+        [args.model, PRECISIONS.get(precision, precision), f"attention={args.attention}", *args.overrides]
+    )
     out: Path = args.out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

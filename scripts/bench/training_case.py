@@ -17,6 +17,7 @@ from fa_train.data.datamodule import PackedDataModule
 from fa_train.data.packing.collate import Batch
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
+from fa_train.models.gpt import GPT
 
 REPOSITORY = Path(__file__).parents[2]
 WARMUP = 2  # number of untimed steps; the first allocates the optimizer's state and compiles kernels
@@ -99,9 +100,20 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
     )
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     with device:
-        model = instantiate(config.model)
+        model = our_model(config)
     trainer.fit(instantiate(config.lit_gpt, model=model), datamodule=data)
     assert times.complete
+
+
+def document_lens(config: DictConfig) -> list[int]:
+    """Returns the lengths in tokens of the documents of a row.
+
+    Raises: ValueError if a row does not hold whole documents.
+    """
+    length = min(config.data.document_len, config.seq_len)
+    if config.seq_len % length:
+        raise ValueError(f"data.document_len must divide seq_len={config.seq_len}; got {length}")
+    return [length] * (config.seq_len // length)
 
 
 def wait(device: torch.device) -> None:
@@ -110,11 +122,17 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def our_model(config: DictConfig) -> GPT:
+    """Builds our model and its adapter on torch's default device."""
+    model: GPT = instantiate(config.adapter)(instantiate(config.model))
+    return model
+
+
 def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:
     """Returns our model, and a function for LitGPT's mean loss over one document of random tokens."""
     require_backend(instantiate(config.attention), device)
     with device:
-        lit_gpt: LitGPT = instantiate(config.lit_gpt, model=instantiate(config.model))
+        lit_gpt: LitGPT = instantiate(config.lit_gpt, model=our_model(config))
         tokens = torch.randint(config.model.vocab_size, (config.seq_len + 1,))
         batch: Batch = {
             "tokens": tokens[:-1],

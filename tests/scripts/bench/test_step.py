@@ -11,26 +11,23 @@ from hydra.utils import instantiate
 
 from fa_train import training
 from scripts.bench import step
+from scripts.bench.peers import time_steps
 from scripts.bench.step import (
     Case,
     Row,
-    Variant,
     best_peer,
     case_of,
     cells,
+    comparison,
     configuration,
-    document_lens,
     measure,
     parse_arguments,
-    peer_loss,
     run_apart,
-    time_steps,
-    variant_of,
     write,
 )
-from scripts.bench.training_case import FEWEST_STEPS, StepTimes, our_loss
+from scripts.bench.training_case import FEWEST_STEPS, StepTimes, document_lens
 from scripts.bench.training_case import measure as measure_ours
-from tests.support.operators import Operators
+from scripts.bench.variants import Variant, variant_of
 from tests.support.training import column, composed
 
 TINY = (
@@ -44,6 +41,8 @@ ROWS = [
     Row(64, "hf-checkpointing", "ok", 100.0, 30.0, 29.0, 31.0, 5, 1.0, 2.0, 0.2, math.nan, False),
     Row(128, "hf", "oom", peak_gib=79.0, reserved_gib=80.0),
     Row(64, "hf-fa_train", "ok", 250.0, 12.0, 11.0, 13.0, 5, 1.0, 2.0, 0.4, 5.5, True),  # not a peer
+    Row(64, "hf-compiled", "ok", 240.0, 12.5, 11.0, 13.0, 5, 1.5, 2.0, 0.4, 5.5, True),
+    Row(64, "ours-full", "ok", 220.0, 13.0, 12.0, 14.0, 5, 0.5, 1.0, 0.4, 5.5, True),
 ]
 
 
@@ -80,46 +79,6 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
 def test_a_case_in_this_process(variant):
     row = measure(replace(CASE, variant=variant))
     assert row.outcome == "ok" and row.finite and row.steps == 2
-
-
-def test_both_sides_train_the_same_model():
-    """With equal weights, our model and transformers have equal losses, because sizes, theta and the norm's eps are
-    equal.
-    """
-    config, device = configuration(CASE), torch.device("cpu")
-    ours, _ = our_loss(config, device)
-    peer, _, _ = peer_loss(config, device, Variant(ours=False))
-    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in peer.parameters())
-    llama = peer.model
-    with torch.no_grad():
-        for block, layer in zip(ours.blocks, llama.layers, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
-            projections = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-            block.attention.qkv.weight.copy_(torch.cat(projections))
-            block.attention.out.weight.copy_(attention.o_proj.weight)
-            block.ffn.up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-            block.ffn.down.weight.copy_(mlp.down_proj.weight)
-        ours.token_embedding.weight.copy_(llama.embed_tokens.weight)
-        tokens = torch.randint(259, (64,))
-        expected = peer(input_ids=tokens[None]).logits[0]
-        torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("document_len", [64, 16], ids=["dense", "packed"])
-def test_transformers_has_the_same_loss_with_our_attention(document_len):
-    packed = replace(CASE, overrides=(*TINY, "model.n_layers=1", f"data.document_len={document_len}"))
-    losses, gradients = [], []
-    for name in ("hf", "hf-fa_train"):
-        torch.manual_seed(0)
-        model, loss, _ = peer_loss(configuration(packed), torch.device("cpu"), variant_of(name))
-        with Operators() as seen:
-            losses.append(loss())
-        losses[-1].backward()
-        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
-        ours = seen.names.count("flash_attention.forward.default")
-        assert ours == (1 if name == "hf-fa_train" else 0)
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
 
 def test_a_row_of_parts_of_documents_is_refused():
@@ -186,15 +145,20 @@ def test_ours_takes_the_steps_of_a_run(tmp_path):
         ("ours-offload-compiled-portable", Variant(True, "offload", compiled=True, portable=True)),
         ("hf", Variant(ours=False)),
         ("hf-checkpointing", Variant(ours=False, checkpointing=True)),
+        ("hf-compiled", Variant(ours=False, compiled=True)),
+        ("hf-compiled-checkpointing", Variant(ours=False, compiled=True, checkpointing=True)),
         ("hf-fa_train", Variant(ours=False, fa_train=True)),
         ("hf-fa_train-checkpointing", Variant(ours=False, checkpointing=True, fa_train=True)),
     ],
 )
 def test_variants(name, variant):
     assert variant_of(name) == variant
+    assert variant.is_peer == (name.startswith("hf") and "fa_train" not in name)
 
 
-@pytest.mark.parametrize("name", ["ours", "ours-some", "ours-none-fast", "hf-compiled", "hf-fast-fa_train", "peer"])
+@pytest.mark.parametrize(
+    "name", ["ours", "ours-some", "ours-none-fast", "hf-compiled-fa_train", "hf-fast-fa_train", "peer"]
+)
 def test_unknown_variants(name):
     with pytest.raises(ValueError, match=f"got {name}$"):
         variant_of(name)
@@ -212,13 +176,17 @@ def test_a_case_survives_its_way_to_another_process():
 
 
 def test_the_table(tmp_path):
-    assert best_peer(ROWS, 64) == 200.0 and best_peer(ROWS, 128) is None
+    assert best_peer(ROWS, 64).variant == "hf-compiled" and best_peer(ROWS, 128) is None
     write(ROWS, {"GPU": "none"}, tmp_path / "step")
     lines = [line for line in (tmp_path / "step.md").read_text().splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + len(ROWS)
-    assert "| 1.50 |" in lines[2] and "50.0%" in lines[2] and "plain / transformers" in lines[3]
-    assert "not finite" in lines[4]
+    table, summary = lines[: 2 + len(ROWS)], lines[2 + len(ROWS) :]
+    for part in (table, summary):
+        assert len({line.count("|") for line in part}) == 1
+    assert "| 1.25 |" in table[2] and "50.0%" in table[2] and "plain / transformers" in table[3]
+    assert "not finite" in table[4]
     assert cells(ROWS[3], ROWS)[5:7] == ["79.00", "80.00"] and cells(ROWS[3], ROWS)[-1] == "oom"
+    assert summary[2] == "| 64 | ours-none | 300 | 1.00 | hf-compiled | 240 | 1.50 | 1.25 |"
+    assert len(summary) == 4 and comparison(ROWS, 128) == ["128", *["–"] * 7]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""The variants of a training step that scripts/bench/step.py compares, and their names."""
+
+from dataclasses import dataclass
+
+from scripts.composed import options
+
+VARIANTS = (
+    "ours-none-compiled",
+    "ours-none",
+    "ours-selective-compiled",
+    "ours-full-compiled",
+    "ours-offload-compiled",
+    "hf",
+    "hf-checkpointing",
+    "hf-compiled",
+    "hf-compiled-checkpointing",
+    "hf-fa_train",
+    "hf-fa_train-checkpointing",
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of a training step, and its settings.
+
+    `memory` and `portable` apply to our model only, `checkpointing` and `fa_train` to transformers only.
+    """
+
+    ours: bool
+    memory: str = "none"
+    compiled: bool = False
+    portable: bool = False
+    checkpointing: bool = False
+    fa_train: bool = False  # whether transformers runs with our attention
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether the variant contains none of our kernels, so that ours is compared with it."""
+        return not self.ours and not self.fa_train
+
+
+def variant_of(name: str) -> Variant:
+    """Parses a variant's name. Raises: ValueError if there is no such variant."""
+    kind, *settings = name.split("-")
+    memories = options("memory")
+    if kind == "hf" and settings in ([*first, *last] for first in _KINDS for last in ([], ["checkpointing"])):
+        return Variant(
+            ours=False,
+            compiled="compiled" in settings,
+            checkpointing="checkpointing" in settings,
+            fa_train="fa_train" in settings,
+        )
+    if kind == "ours" and settings and settings[0] in memories and set(settings[1:]) <= {"compiled", "portable"}:
+        return Variant(True, settings[0], "compiled" in settings, "portable" in settings)
+    raise ValueError(
+        "a variant must be hf[-compiled|-fa_train][-checkpointing] or ours-MEMORY[-compiled][-portable] with MEMORY "
+        f"one of {', '.join(memories)}; got {name}"
+    )
+
+
+_KINDS: tuple[list[str], ...] = ([], ["compiled"], ["fa_train"])
