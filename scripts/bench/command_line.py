@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str],
     """Ends the program with a message if one of Hydra's overrides does not have the form name=value."""
     if malformed := [override for override in overrides if "=" not in override]:
         parser.error(f"{name} must be name=value; got {' '.join(malformed)}")
+
+
+def overrides_first(arguments: Sequence[str]) -> list[str]:
+    """Moves Hydra's overrides to the front, because an option with several values would take the overrides after it."""
+    ordered: list[str] = sorted(arguments, key=lambda argument: re.match(r"[\w.+~@/]+=", argument) is None)
+    return ordered
 
 
 def shown(path: Path | str) -> str:

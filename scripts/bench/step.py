@@ -45,7 +45,13 @@ import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.gpt import GPT
-from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
+from scripts.bench.command_line import (
+    add_results,
+    add_time_limits,
+    overrides_first,
+    require_overrides,
+    require_positive,
+)
 from scripts.bench.peers import CannotRunError, build_peer
 from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
@@ -321,7 +327,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     add_time_limits(parser, timeout=300)
     add_results(parser, REPOSITORY / "runs" / "bench_step")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(overrides_first(arguments))
     require_positive(parser, args, ("steps", "slow_step", "timeout", "seq_lens"))
     try:
         for name in args.variants:

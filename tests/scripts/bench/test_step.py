@@ -2,6 +2,8 @@
 
 import csv
 import math
+import re
+import shlex
 import sys
 from dataclasses import asdict, replace
 
@@ -25,7 +27,7 @@ from scripts.bench.step import (
     run_apart,
     write,
 )
-from scripts.bench.training_case import FEWEST_STEPS, StepTimes, document_lens
+from scripts.bench.training_case import FEWEST_STEPS, REPOSITORY, StepTimes, document_lens
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import Variant, variant_of
 from tests.support.training import column, composed
@@ -187,6 +189,14 @@ def test_the_table(tmp_path):
     assert cells(ROWS[3], ROWS)[5:7] == ["79.00", "80.00"] and cells(ROWS[3], ROWS)[-1] == "oom"
     assert summary[2] == "| 64 | ours-none | 300 | 1.00 | hf-compiled | 240 | 1.50 | 1.25 |"
     assert len(summary) == 4 and comparison(ROWS, 128) == ["128", *["–"] * 7]
+
+
+def test_the_commands_in_the_docs_are_parsed():
+    commands = [line for line in step.__doc__.splitlines() if "python -m" in line]
+    commands += re.findall(r"`(python -m scripts\.bench\.step .*?)`", (REPOSITORY / "docs/benchmarks.md").read_text())
+    overrides = [parse_arguments(shlex.split(command, comments=True)[3:]).overrides for command in commands]
+    assert len(commands) == 11 and sum(map(len, overrides)) == 9
+    assert parse_arguments(["--cases", "8:hf", "a=1", "--steps", "3", "+b=2"]).cases == [(8, "hf")]
 
 
 @pytest.mark.parametrize(
