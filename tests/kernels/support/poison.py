@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from fa_kernels import torch_private
@@ -45,6 +46,8 @@ def poisoned_memory() -> Iterator[None]:
 def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate_and_fill(*args: Any, **kwargs: Any) -> Tensor:
         tensor = allocate(*args, **kwargs)
+        if tensor.is_meta or isinstance(tensor, FakeTensor):  # has no memory
+            return tensor
         recorded = type(_get_current_dispatch_mode()).__module__ == RECORDER
         with torch.no_grad(), _pop_mode_temporarily() if recorded else nullcontext():
             return tensor.fill_(_poison(tensor.dtype))
