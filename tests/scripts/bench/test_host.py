@@ -65,11 +65,13 @@ def test_all_candidates_of_one_document_compute_the_same(device):
 
 
 @pytest.mark.slow
-def test_passes_run_and_give_gradients_of_q_k_and_v(device):
-    for name, candidate in candidates(SHAPE, device).items():
+def test_passes_run_and_give_gradients_of_q_k_and_v(device, monkeypatch):
+    monkeypatch.setitem(CALLS, "backward, of 16", 3)  # in the interpreter, 16 calls take seconds
+    shape = Shape(tokens=8, n_heads=2, n_kv_heads=1, head_dim=16)
+    for name, candidate in candidates(shape, device).items():
         if not candidate.has_backward or ("cuDNN" in name and device.type == "cpu"):
             continue
-        calls = candidate.calls(SHAPE, device, torch.float16)
+        calls = candidate.calls(shape, device, torch.float16)
         assert calls.keys() == CALLS.keys()
         with candidate.setting():
             of_forward, recorded = (calls[direction]() for direction in ("forward", "forward, autograd"))
@@ -79,9 +81,9 @@ def test_passes_run_and_give_gradients_of_q_k_and_v(device):
                 of_node = calls[NODE]()
         first = [o[0] if isinstance(o, tuple) else o for o in (of_forward, recorded)]
         assert [o.requires_grad for o in first] == [False, True], name
-        shapes = [candidate._shape(SHAPE, heads) for heads in (4, 2, 2)]
+        shapes = [candidate._shape(shape, heads) for heads in (2, 1, 1)]
         assert [x.shape for x in gradients] == shapes, name
-        assert [x.shape for x in in_a_row] == [shapes[0], *shapes[1:] * 16], name
+        assert [x.shape for x in in_a_row] == [shapes[0], *shapes[1:] * 3], name
         if candidate.layout != "batch heads tokens":  # on a CPU, SDPA consists of many autograd nodes
             assert [x.shape for x in of_node[:3]] == shapes, name
         if name.startswith("ours"):
