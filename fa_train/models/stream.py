@@ -40,5 +40,5 @@ def context_schedule(traffic: Traffic, window: int | None, seqlen: int | None) -
 
     window, seqlen: as in windowed_schedule; without seqlen, the length of the whole stream counts.
     """
-    seqlen = traffic.place.shape[0] if seqlen is None else seqlen
+    seqlen = traffic.sent.shape[0] if seqlen is None else seqlen
     return shared_schedule(traffic, length_class_of(seqlen if window is None else min(seqlen, window)))

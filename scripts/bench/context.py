@@ -4,7 +4,8 @@
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
 
 A time is that of a forward and a backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and
-times four parts in random order.
+times four parts in random order. A part runs --layers times with the same documents, because the layers of a model
+share a schedule. Only the first of these calls needs more host time.
 
 In the part `one`, rank 0 computes the attention of the whole stream, while the other ranks wait. In the part `shared`,
 all ranks compute this attention together (fa_train.parallel.context). In the part `alone`, each rank computes its share
@@ -31,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fa_kernels.flash_attention.schedule import Schedule, length_class_of
@@ -38,8 +40,8 @@ from fa_train.models.attention import flash_attention
 from fa_train.models.stream import windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention, SharedSchedule, shared_schedule
 from fa_train.parallel.context.deal import Deal, deal
-from fa_train.parallel.context.operators import gather_keys, of_keys, register_group, return_gradients
-from fa_train.parallel.context.traffic import Traffic, traffic
+from fa_train.parallel.context.operators import gathered, of_keys, register_group, summed_gradients
+from fa_train.parallel.context.traffic import traffic
 from scripts.bench.attention import fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.provenance import describe, results_prefix
@@ -54,11 +56,12 @@ START_METHOD = "spawn"
 
 @dataclass(frozen=True)
 class Setting:
-    """What all cases of a run have in common. device: cuda or cpu."""
+    """The settings of all cases. layers: calls of a part that are timed together. device: cuda or cpu."""
 
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    layers: int
     repetitions: int
     device: str
 
@@ -103,12 +106,11 @@ class Case:
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
         mean = round(sum(length**2 for length in lengths) / tokens)  # weighted by length, as in training
-        sizes = np.array(plan.sizes)
-        self.received = float(sizes[1].sum() - sizes[1, rank]) / max(1, dealt.total - dealt.total // ranks)
+        self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
-        key_start, key_end, sent, place = (x.to(device) for x in plan[:4])
-        on_device = Traffic(key_start, key_end, sent, place, plan.sizes)
-        schedule = shared_schedule(on_device, length_class_of(mean if window is None else min(mean, window)))
+        schedule = shared_schedule(
+            move_data_to_device(plan, device), length_class_of(mean if window is None else min(mean, window))
+        )
         self.parts: dict[str, Callable[[], object]] = {
             "shared": self._both_passes(ContextAttention(flash_attention, "bench"), schedule, dealt, setting, device),
             "alone": self._alone(schedule, dealt, setting, device),
@@ -130,7 +132,7 @@ class Case:
     def _alone(
         self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
     ) -> Callable[[], object]:
-        n_keys = int(schedule.sizes[1].sum())
+        n_keys = int(schedule.moves.counts[0])
         own = Schedule.from_tensors(of_keys(schedule.own.tensors(), n_keys), True, schedule.own.length_class)
         q, k, v, do = _inputs(setting, device, dealt.total // dealt.ranks, n_keys)
         return lambda: torch.autograd.grad(flash_attention(q, k, v, own), (q, k, v), do)
@@ -138,13 +140,13 @@ class Case:
     def _moved(
         self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
     ) -> Callable[[], object]:
-        _, *traffic = schedule
-        shape = (dealt.total // dealt.ranks, 2 * setting.n_kv_heads, setting.head_dim)
-        keys = torch.randn(shape, dtype=setting.dtype, device=device)
+        moves, n_rows = schedule.moves, int(schedule.moves.counts[0])
+        shape = (2, dealt.total // dealt.ranks, setting.n_kv_heads, setting.head_dim)
+        keys = torch.randn(shape, dtype=setting.dtype, device=device).unbind()
 
         def move() -> None:
-            gather_keys(keys, *traffic, "bench")
-            return_gradients(gather_keys(keys, *traffic, "bench"), *traffic, "bench")
+            gathered(keys, moves, n_rows, "bench")
+            summed_gradients(gathered(keys, moves, n_rows, "bench"), moves, "bench")
 
         return move
 
@@ -171,7 +173,7 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
         for part in random.Random(repetition).sample(PARTS, len(PARTS)):
             dist.barrier()
             times = [0.0] * ranks
-            dist.all_gather_object(times, _milliseconds(case.parts.get(part), setting.device))
+            dist.all_gather_object(times, _milliseconds(case.parts.get(part), setting))
             if repetition >= WARM_UP:
                 samples[part].append(times)
         shares = [0.0] * ranks
@@ -182,15 +184,18 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
     return Result(stream, tokens, slowest, by_rank, statistics.median(received[WARM_UP:]))
 
 
-def _milliseconds(run: Callable[[], object] | None, device: str) -> float:
-    if device == "cuda":
+def _milliseconds(run: Callable[[], object] | None, setting: Setting) -> float:
+    """Returns the mean time of a call of `run`, or 0 if this rank has nothing to do."""
+    if run is None:
+        return 0.0
+    if setting.device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
-    if run is not None:
+    for _ in range(setting.layers):
         run()
-    if device == "cuda":
+    if setting.device == "cuda":
         torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.perf_counter() - start) / setting.layers
 
 
 def table(results: Sequence[Result], ranks: int) -> list[str]:
@@ -215,7 +220,8 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if setting.device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if setting.device == "cuda" else "gloo", rank=rank, world_size=ranks)
+    device = torch.device("cuda", rank) if setting.device == "cuda" else None
+    dist.init_process_group("nccl" if device else "gloo", rank=rank, world_size=ranks, device_id=device)
     group = dist.new_group(range(ranks))
     register_group("bench", group)
     results = []
@@ -229,7 +235,8 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
         head = describe(shlex.join(["python", "-m", "scripts.bench.context", *args.command]), args.commit, today)
         lines = ["# Attention under context parallelism", ""]
         lines += [*(f"- {key}: `{value}`" for key, value in head.items()), ""]
-        lines += [f"{setting.n_heads} query and {setting.n_kv_heads} KV heads, head_dim {setting.head_dim}.", ""]
+        heads = f"{setting.n_heads} query and {setting.n_kv_heads} KV heads, head_dim {setting.head_dim}"
+        lines += [f"{heads}. A time is the mean of {setting.layers} calls with the same documents.", ""]
         lines += [*table(results, ranks), ""]
         out: Path = args.out or results_prefix("context", today)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -244,11 +251,12 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--n-heads", type=int, default=32)
     parser.add_argument("--n-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4, help="calls that are timed together, with the same documents")
     parser.add_argument("--repetitions", type=int, default=11, help="timed repetitions, each with new documents")
     parser.add_argument("--cpu-ranks", type=int, help="processes on the CPU instead of GPUs, to try the script")
     add_results(parser, "scripts/results/context_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
-    require_positive(parser, args, ("tokens", "n_heads", "n_kv_heads", "head_dim", "repetitions"))
+    require_positive(parser, args, ("tokens", "n_heads", "n_kv_heads", "head_dim", "layers", "repetitions"))
     args.command = arguments
     return args
 
@@ -261,7 +269,7 @@ def main() -> None:
     if ranks < 2:
         sys.exit(f"bench_context needs at least 2 GPUs; found {ranks}")
     device = "cuda" if args.cpu_ranks is None else "cpu"
-    setting = Setting(args.n_heads, args.n_kv_heads, args.head_dim, args.repetitions, device)
+    setting = Setting(args.n_heads, args.n_kv_heads, args.head_dim, args.layers, args.repetitions, device)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]

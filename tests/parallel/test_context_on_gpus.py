@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities import move_data_to_device
 
 from fa_kernels.flash_attention.schedule import length_class_of
 from fa_train.models.attention import flash_attention
@@ -14,7 +15,7 @@ from fa_train.models.stream import windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
-from fa_train.parallel.context.traffic import Traffic, traffic
+from fa_train.parallel.context.traffic import traffic
 from tests.test_train import ranks_of_torchrun
 
 pytestmark = [
@@ -54,9 +55,9 @@ def compare(rank: int, lengths: list[int], window: int | None, head_dim: int) ->
     whole = windowed_schedule(cu_seqlens, dealt.total, q.device, window, mean)
     expected = outputs(lambda q, k, v: flash_attention(q, k, v, whole), q, k, v, do)
     plan = traffic(dealt, boundaries, rank, window)
-    key_start, key_end, sent, place = (x.cuda() for x in plan[:4])
-    moved = Traffic(key_start, key_end, sent, place, plan.sizes)
-    schedule = shared_schedule(moved, length_class_of(mean if window is None else min(mean, window)))
+    schedule = shared_schedule(
+        move_data_to_device(plan, own.device), length_class_of(mean if window is None else min(mean, window))
+    )
     attention = ContextAttention(flash_attention, "two")
     got = outputs(lambda q, k, v: attention(q, k, v, schedule), *(x[own] for x in (q, k, v, do)))
     return [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, schedule_of_ranges
 from fa_train.parallel.context.deal import CHUNK_SIZES, MAX_PADDING, TOLERANCE, causal_ranges, chunk_size_for, deal
-from fa_train.parallel.context.traffic import keys_needed, traffic
+from fa_train.parallel.context.traffic import STEP, STEPS, buffer_rows, traffic
 
 DOCUMENTS = st.lists(st.integers(0, 90), min_size=1, max_size=9)
 WINDOWS = st.sampled_from([None, 1, 7, 40])
@@ -42,9 +42,8 @@ def received(dealt, boundaries, window=None):
     """Returns the number of keys that ranks receive from other ranks, relative to a plan where each rank gathers all
     keys.
     """
-    sizes = [np.array(traffic(dealt, boundaries, rank, window).sizes)[1] for rank in range(dealt.ranks)]
-    from_others = sum(counts.sum() - counts[rank] for rank, counts in enumerate(sizes))
-    return from_others / (dealt.total * (dealt.ranks - 1))
+    sizes = [sum(traffic(dealt, boundaries, rank, window).sizes[1]) for rank in range(dealt.ranks)]
+    return sum(sizes) / (dealt.total * (dealt.ranks - 1))
 
 
 @settings(max_examples=100, deadline=None)
@@ -110,8 +109,7 @@ def test_a_window_costs_at_most_one_window_for_each_run_of_tokens(ranks):
     dealt = deal(boundaries, total, ranks)
     for rank in range(ranks):
         runs = 1 + np.count_nonzero(np.diff(dealt.positions(rank)) != 1)
-        sizes = traffic(dealt, boundaries, rank, window).sizes[1]
-        assert sum(sizes) - sizes[rank] <= runs * (window - 1)
+        assert sum(traffic(dealt, boundaries, rank, window).sizes[1]) <= runs * (window - 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,26 +120,38 @@ def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, r
         return
     dealt = deal(boundaries, total, ranks)
     plans = [traffic(dealt, boundaries, rank, window) for rank in range(ranks)]
-    stream = np.arange(dealt.total)  # the key at a position is the position itself
     mask = visible(*causal_ranges(boundaries, dealt.total, window), dealt.total)
     for rank, plan in enumerate(plans):
-        rows = []
-        for source, other in enumerate(plans):  # what all_to_all delivers, in the order of the sources
+        own, mine = dealt.positions(rank), mask[dealt.positions(rank)]
+        arriving = []  # the stream positions that all_to_all delivers, in the order of the sending ranks
+        for source, other in enumerate(plans):
             sent = other.sent[: sum(other.sizes[0])].split(other.sizes[0])[rank]
             assert len(sent) == plan.sizes[1][source]
-            rows.append(stream[dealt.positions(source)][sent.numpy()])
-        n_keys = sum(plan.sizes[1])
-        buffer = np.concatenate(rows)[plan.place[:n_keys].numpy()]
-        assert np.all(np.diff(buffer) > 0), "in the order of the stream, each key once"
-        seen = visible(plan.key_start.numpy(), plan.key_end.numpy(), n_keys)
-        own = mask[dealt.positions(rank)]
-        expected = np.zeros_like(own)
-        expected[:, buffer] = seen
-        assert np.array_equal(expected, own)
-        needed = keys_needed(dealt.positions(rank), *causal_ranges(boundaries, dealt.total, window), dealt.total)
-        assert np.array_equal(buffer, np.flatnonzero(needed))
-        if own.any():
-            assert np.array_equal(needed, own.any(axis=0)), "no other keys"
+            arriving.append(dealt.positions(source)[sent.numpy()])
+        received = np.concatenate(arriving)
+        assert not np.isin(received, own).any(), "own rows do not travel"
+        n_rows, zeros = plan.counts[0], -1
+        buffer = np.concatenate([own, received, [zeros]])[plan.source.numpy()]
+        keys = buffer[buffer != zeros]
+        assert np.array_equal(keys, np.flatnonzero(mine.any(axis=0))), "each key that is seen, in order"
+        assert np.all(buffer[len(keys) :] == zeros) and len(keys) < n_rows <= len(buffer)
+        expected = np.zeros_like(mine)
+        expected[:, keys] = visible(plan.key_start.numpy(), plan.key_end.numpy(), len(keys))
+        assert np.array_equal(expected, mine)
+        assert np.array_equal(buffer[plan.own.numpy()], np.where(np.isin(own, keys), own, zeros))
+        assert plan.own.max() < n_rows
+        assert np.array_equal(buffer[plan.taken.numpy()][: len(received)], received)
+        n_sent = sum(plan.sizes[0])
+        shared = plan.shared[: plan.counts[1]]
+        assert torch.all(shared.diff() > 0)
+        assert torch.equal(shared[plan.target.long()][:n_sent] if n_sent else shared, plan.sent[:n_sent])
+
+
+def test_buffers_have_few_sizes_and_a_row_that_no_query_sees():
+    for total in (300, 135_168):
+        sizes = [buffer_rows(n, total) for n in range(total + 1)]
+        assert len(set(sizes)) <= STEPS + 1
+        assert all(0 < size - n <= max(STEP, 1.1 * total / STEPS) for n, size in enumerate(sizes))
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,8 +161,8 @@ def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class)
     boundaries, total = boundaries_of([*lengths, 70, 70]), sum(lengths) + 140 + 9
     dealt = deal(boundaries, total, 4)
     plan = traffic(dealt, boundaries, rank, window)
-    schedule = schedule_of_ranges(plan.key_start, plan.key_end, dealt.total, length_class)
-    queries, keys = torch.arange(len(plan.key_start))[:, None], torch.arange(dealt.total)
+    schedule = schedule_of_ranges(plan.key_start, plan.key_end, len(plan.source), length_class)
+    queries, keys = torch.arange(len(plan.key_start))[:, None], torch.arange(len(plan.source))
     by_query = (keys >= schedule.key_start[:, None]) & (keys < schedule.key_end[:, None])
     by_key = (queries >= schedule.query_start) & (queries < schedule.query_end)
     assert torch.equal(by_query, by_key)
@@ -165,5 +175,5 @@ def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class)
         (schedule.key_tiles, len(keys), WORK_TILE),
     ):
         assert sorted(tiles.tolist()) == list(range(-(-tokens // size)))
-    unused = -(-sum(plan.sizes[1]) // WORK_TILE)
+    unused = -(-plan.counts[0] // WORK_TILE)
     assert torch.all(schedule.key_tiles[:unused] < unused), "tiles without keys come last"

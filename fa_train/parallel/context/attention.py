@@ -8,24 +8,23 @@ from torch import Tensor
 
 from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_of_ranges
 from fa_train.models.attention import Attention, flash_attention
-from fa_train.parallel.context.operators import context_forward, gather_keys
+from fa_train.parallel.context.operators import Moves, context_forward, gather_keys
 from fa_train.parallel.context.traffic import Traffic
 
 
 class SharedSchedule(NamedTuple):
-    """The schedule of a rank's queries over its buffer of keys, and the traffic that fills the buffer."""
+    """The schedule of a rank's queries over its buffer of keys, and the moves that fill the buffer."""
 
     own: Schedule
-    sent: Tensor  # see Traffic
-    place: Tensor  # see Traffic
-    sizes: Tensor  # the sizes of Traffic as a CPU tensor
+    moves: Moves
 
 
 def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedule:
     """Builds the schedule of a rank's own queries, on the device of traffic's tensors."""
-    key_start, key_end, sent, place, sizes = traffic
-    own = schedule_of_ranges(key_start, key_end, place.shape[0], length_class)
-    return SharedSchedule(own, sent, place, torch.tensor(sizes))
+    t = traffic
+    own = schedule_of_ranges(t.key_start, t.key_end, t.source.shape[0], length_class)
+    sizes, counts = torch.tensor(t.sizes), torch.tensor(t.counts)
+    return SharedSchedule(own, Moves(t.sent, t.source, t.own, t.taken, t.shared, t.target, sizes, counts))
 
 
 def unshared(attention: Any) -> Attention:
@@ -56,10 +55,10 @@ class ContextAttention:
         softcap: float = 0.0,
     ) -> Tensor:
         """Shapes: q (local, n_heads, head_dim); k, v (local, n_kv_heads, head_dim); returns the shape of q."""
-        own, *traffic = schedule
+        own, moves = schedule
         if self.inner is flash_attention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-            o, _ = context_forward(q, k, v, own.tensors(), *traffic, self.group, scale, softcap, own.length_class)
+            o, _ = context_forward(q, k, v, own.tensors(), moves, self.group, scale, softcap, own.length_class)
             return o
-        keys, values = gather_keys(torch.cat([k, v], dim=1), *traffic, self.group).chunk(2, dim=1)
+        keys, values = gather_keys(torch.cat([k, v], dim=1), moves, self.group).chunk(2, dim=1)
         return self.inner(q, keys, values, own, softmax_scale=softmax_scale, softcap=softcap)

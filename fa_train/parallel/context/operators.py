@@ -5,7 +5,7 @@ checkpoint policies can name operators. An operator's arguments cannot be proces
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,78 +23,104 @@ def register_group(name: str, group: ProcessGroup) -> None:
     _GROUPS[name] = group
 
 
-@torch.library.custom_op("fa_train::gather_keys", mutates_args=())
-def gather_keys(x: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
-    """Returns the rows of x that this rank's queries see, gathered from all ranks in stream order.
+class Moves(NamedTuple):
+    """The tensors of Traffic that say which rows to move. See Traffic for their meaning.
 
-    Zeros fill the result after the last of these rows.
-
-    Shapes: x (local, heads, head_dim) -> (total, heads, head_dim). sent, place: see Traffic. sizes: the sizes of
-    Traffic as a CPU tensor, (2, ranks) int64. If `sizes` were a list of integers, a compiled model would be compiled
-    again for each new size.
+    `sizes` (2, ranks) and `counts` (2,) are int64 tensors on the CPU. If they were lists of integers, a compiled model
+    would be compiled again for each new value.
     """
-    rows = received_rows(x, sent, place, sizes, group)
-    gathered = rows.new_zeros(place.shape[0], *rows.shape[1:])
-    gathered[: rows.shape[0]] = rows
-    return gathered
+
+    sent: Tensor
+    source: Tensor
+    own: Tensor
+    taken: Tensor
+    shared: Tensor
+    target: Tensor
+    sizes: Tensor
+    counts: Tensor
+
+
+@torch.library.custom_op("fa_train::gather_keys", mutates_args=())
+def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
+    """Returns a buffer with the rows of x that this rank's queries see, from all ranks and in stream order, then zeros.
+
+    Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
+    """
+    moved = Moves(*moves)
+    return gathered([x], moved, moved.source.shape[0], group)[0]
 
 
 @gather_keys.register_fake
-def _(x: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
-    return x.new_empty(place.shape[0], *x.shape[1:])
+def _(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
+    return x.new_empty(Moves(*moves).source.shape[0], *x.shape[1:])
 
 
 @torch.library.custom_op("fa_train::return_gradients", mutates_args=())
-def return_gradients(d: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
+def return_gradients(d: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
     """Returns the gradients of this rank's rows, summed over all ranks. This operator is the gradient of gather_keys.
 
-    The sum is computed in fp32 and always in the same order.
-    Shapes: d (total, heads, head_dim) -> (local, heads, head_dim).
+    Shapes: d (capacity, heads, head_dim) -> (local, heads, head_dim).
     """
-    return summed_gradients(d, sent, place, sizes, group)
+    return summed_gradients([d], Moves(*moves), group)[0]
 
 
 @return_gradients.register_fake
-def _(d: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
-    return d.new_empty(d.shape[0] // sizes.shape[1], *d.shape[1:])
+def _(d: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
+    return d.new_empty(Moves(*moves).own.shape[0], *d.shape[1:])
 
 
-def _save_traffic(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *traffic, ctx.group = inputs
-    ctx.save_for_backward(*traffic)
+def _save_moves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, moves, ctx.group = inputs
+    ctx.save_for_backward(*moves)
 
 
-def _return_gradients(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
-    return return_gradients(d, *ctx.saved_tensors, ctx.group), None, None, None, None
+def _return_gradients(ctx: Any, d: Tensor) -> tuple[Any, ...]:
+    moves = ctx.saved_tensors
+    return return_gradients(d, moves, ctx.group), [None] * len(moves), None
 
 
-gather_keys.register_autograd(_return_gradients, setup_context=_save_traffic)
+gather_keys.register_autograd(_return_gradients, setup_context=_save_moves)
 
 
-def received_rows(x: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
-    """Returns the rows that this rank needs, (n_keys, heads, head_dim). The host does not wait for the device."""
-    sends, receives = sizes.tolist()
-    received = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(received, x[sent[: sum(sends)]], receives, sends, group=_GROUPS[group])
-    return received[place[: sum(receives)]]
+def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> list[Tensor]:
+    """Returns for each tensor a buffer of n_rows rows. The host does not wait for the device.
 
-
-def summed_gradients(d: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> Tensor:
-    """Returns the summed gradients of this rank's rows.
-
-    d: (n_keys or more, heads, head_dim), one row per gathered key.
+    Only rows of other ranks pass through the communication library, which copies a rank's own rows slowly.
+    Shapes: (local, heads, head_dim) -> (n_rows, heads, head_dim).
     """
-    sends, receives = sizes.tolist()
-    n_keys = sum(receives)
-    back = d.new_empty(n_keys, *d.shape[1:])
-    back[place[:n_keys]] = d[:n_keys]
-    parts = d.new_empty(sum(sends), *d.shape[1:])
-    dist.all_to_all_single(parts, back, sends, receives, group=_GROUPS[group])
-    local = place.shape[0] // sizes.shape[1]
-    total = d.new_zeros(local, *d.shape[1:], dtype=torch.float32)
-    for rows, part in zip(sent[: sum(sends)].split(sends), parts.split(sends), strict=True):
-        total.index_add_(0, rows, part.float())  # no row occurs twice in `rows`, so each run adds in the same order
-    return total.to(d.dtype)
+    sends, receives = moves.sizes.tolist()
+    sent, source = moves.sent[: sum(sends)], moves.source[:n_rows]
+    leaving = torch.cat([x.index_select(0, sent) for x in xs], dim=1)
+    arriving = leaving.new_empty(sum(receives), *leaving.shape[1:])
+    dist.all_to_all_single(arriving, leaving, receives, sends, group=_GROUPS[group])
+    del leaving
+    parts = arriving.split([x.shape[1] for x in xs], dim=1)
+    return [
+        torch.cat([x, part, x.new_zeros(1, *x.shape[1:])]).index_select(0, source)
+        for x, part in zip(xs, parts, strict=True)
+    ]
+
+
+def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Tensor]:
+    """Returns for each tensor the gradients of this rank's rows. The sums are computed in fp32, always in one order.
+
+    ds: the gradients of buffers, (n_rows, heads, head_dim) -> (local, heads, head_dim).
+    """
+    sends, receives = moves.sizes.tolist()
+    taken = moves.taken[: sum(receives)]
+    leaving = torch.cat([d.index_select(0, taken) for d in ds], dim=1)
+    arriving = leaving.new_empty(sum(sends), *leaving.shape[1:])
+    exchange = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
+    results = [d.index_select(0, moves.own) for d in ds]  # while rows travel
+    exchange.wait()
+    del leaving
+    shared = moves.shared[: moves.counts[1].item()]
+    totals = torch.cat([result.index_select(0, shared) for result in results], dim=1).float()
+    for rows, part in zip(moves.target[: sum(sends)].split(sends), arriving.split(sends), strict=True):
+        totals.index_add_(0, rows, part.float())  # no row occurs twice in `rows`, so each run adds in the same order
+    for result, total in zip(results, totals.split([d.shape[1] for d in ds], dim=1), strict=True):
+        result[shared] = total.to(result.dtype)
+    return results
 
 
 @torch.library.custom_op("fa_train::context_forward", mutates_args=())
@@ -103,9 +129,7 @@ def context_forward(
     k: Tensor,
     v: Tensor,
     schedule: Sequence[Tensor],
-    sent: Tensor,
-    place: Tensor,
-    sizes: Tensor,
+    moves: Sequence[Tensor],
     group: str,
     softmax_scale: float,
     softcap: float,
@@ -115,7 +139,8 @@ def context_forward(
 
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
     """
-    keys, values = _gathered(k, v, sent, place, sizes, group)
+    moved = Moves(*moves)
+    keys, values = gathered([k, v], moved, int(moved.counts[0]), group)
     return torch.ops.flash_attention.forward(
         q, keys, values, of_keys(schedule, keys.shape[0]), [], None, None, softmax_scale, softcap, q.dtype, False,
         True, length_class,
@@ -136,25 +161,22 @@ def context_backward(
     o: Tensor,
     lse: Tensor,
     schedule: Sequence[Tensor],
-    sent: Tensor,
-    place: Tensor,
-    sizes: Tensor,
+    moves: Sequence[Tensor],
     group: str,
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers keys and values again, computes dq, dk and dv, and returns dk and dv to the ranks that hold the keys."""
-    keys, values = _gathered(k, v, sent, place, sizes, group)
+    moved = Moves(*moves)
+    keys, values = gathered([k, v], moved, int(moved.counts[0]), group)
     dq, dk, dv, _ = torch.ops.flash_attention.backward(
         do.contiguous(), None, q, keys, values, o, lse, of_keys(schedule, keys.shape[0]), [], None, softmax_scale,
         softcap, deterministic, True,
     )  # fmt: skip
     del keys, values
-    gathered = torch.cat([dk, dv], dim=1)
-    del dk, dv
-    dk, dv = summed_gradients(gathered, sent, place, sizes, group).chunk(2, dim=1)
-    return dq, dk.contiguous(), dv.contiguous()
+    dk, dv = summed_gradients([dk, dv], moved, group)
+    return dq, dk, dv
 
 
 @context_backward.register_fake
@@ -163,33 +185,28 @@ def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, schedule, sent, place, sizes, ctx.group, ctx.softmax_scale, ctx.softcap, _ = inputs
+    q, k, v, schedule, moves, ctx.group, ctx.softmax_scale, ctx.softcap, _ = inputs
     ctx.deterministic = torch.are_deterministic_algorithms_enabled()
-    ctx.save_for_backward(q, k, v, *output, sent, place, sizes, *schedule)
+    ctx.save_for_backward(q, k, v, *output, *moves, *schedule)
     ctx.set_materialize_grads(False)
 
 
 def _context_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, o, lse, sent, place, sizes, *schedule = ctx.saved_tensors
+    q, k, v, o, lse, *rest = ctx.saved_tensors
+    moves, schedule = rest[: len(Moves._fields)], rest[len(Moves._fields) :]
     if do is None:
         do = torch.zeros_like(o)
     gradients = context_backward(
-        do, q, k, v, o, lse, schedule, sent, place, sizes, ctx.group, ctx.softmax_scale, ctx.softcap, ctx.deterministic
+        do, q, k, v, o, lse, schedule, moves, ctx.group, ctx.softmax_scale, ctx.softcap, ctx.deterministic
     )
-    return *gradients, [None] * len(schedule), *[None] * 7
+    return *gradients, [None] * len(schedule), [None] * len(moves), *[None] * 4
 
 
 context_forward.register_autograd(_context_backward, setup_context=_save_for_backward)
 
 
-def _gathered(k: Tensor, v: Tensor, sent: Tensor, place: Tensor, sizes: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values that this rank's queries see, (n_keys, n_kv_heads, head_dim) twice."""
-    keys, values = received_rows(torch.cat([k, v], dim=1), sent, place, sizes, group).chunk(2, dim=1)
-    return keys.contiguous(), values.contiguous()
-
-
 def of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
-    """Returns a schedule's tensors, but without the entries of keys that this rank did not receive.
+    """Returns a schedule's tensors, but only with the entries of the first n_keys keys.
 
     Only tensors with one entry per key or per tile of keys change.
     """

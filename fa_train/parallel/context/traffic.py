@@ -1,7 +1,8 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see, and collects these keys in a buffer. A rank also receives its own
-keys, from itself. Because the buffer is in stream order, the keys that a query sees form one contiguous range.
+A rank receives only the keys that its queries see. A buffer holds these keys together with the rank's own keys, in
+stream order, so the keys that a query sees form one contiguous range of the buffer. Zeros follow the last key. The
+number of rows of the buffer is rounded up, because the host needs more time for the first call with each number.
 """
 
 from typing import NamedTuple
@@ -12,19 +13,28 @@ from torch import Tensor
 
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
+STEPS = 32  # buffers have one of this many numbers of rows
+STEP = 128  # the smallest difference between two of these numbers
+
 
 class Traffic(NamedTuple):
     """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
 
-    `total` is the number of tokens in the padded stream. Tensors are padded with zeros, so their shapes depend only on
-    `total` and the number of ranks. A compiled model is therefore not compiled again if documents have other lengths.
+    `total` is the number of tokens in the padded stream, and `capacity` is buffer_rows(total, total). Zeros pad tensors
+    to these sizes. The shapes therefore depend only on `total` and the number of ranks, and a compiled model is not
+    compiled again if documents have other lengths.
     """
 
-    key_start: Tensor  # (local,) int32, the index in the buffer of the first key that each own query sees
-    key_end: Tensor  # (local,) int32, 1 + the index of the last key that each own query sees
+    key_start: Tensor  # (local,) int32, the buffer row of the first key that each own query sees
+    key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each own query sees
     sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
-    place: Tensor  # (total,) int32, for each row of the buffer, the index of the received row to copy
+    source: Tensor  # (capacity,) int32, for each buffer row, its index among own rows, received rows and a row of zeros
+    own: Tensor  # (local,) int32, the buffer row of each own token; for padding, a row that no query sees
+    taken: Tensor  # (capacity,) int32, the buffer row of each received row
+    shared: Tensor  # (local,) int32, the indices of own tokens that other ranks receive, ascending
+    target: Tensor  # (total,) int32, for each entry of `sent`, its index in `shared`
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
+    counts: list[int]  # the number of rows of the buffer, and the number of tokens in `shared`
 
 
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -> Traffic:
@@ -33,27 +43,47 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -
     boundaries, window: as for causal_ranges.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
-    needed = [keys_needed(deal.positions(other), start, end, deal.total) for other in range(deal.ranks)]
     mine, local = deal.positions(rank), deal.local_index()
-    held = np.zeros(deal.total, bool)
-    held[mine] = True
-    sent = [local[np.flatnonzero(need & held)] for need in needed]
-    source = deal.owner_of(np.flatnonzero(needed[rank]))
-    place = np.empty(len(source), np.int64)
-    place[np.argsort(source, kind="stable")] = np.arange(len(source))
-    before = np.append(0, needed[rank].cumsum())  # the number of needed keys before each position
-    sizes = [[len(tokens) for tokens in sent], np.bincount(source, minlength=deal.ranks).tolist()]
+    needed = keys_needed(mine, start, end, deal.total)
+    buffered = np.flatnonzero(needed)  # the stream position of each buffer row
+    owner = deal.owner_of(buffered)
+    arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
+    arriving = arriving[owner[arriving] != rank]
+    rows, capacity = buffer_rows(len(buffered), deal.total), buffer_rows(deal.total, deal.total)
+    source = np.full(capacity, len(mine) + len(arriving))  # the row of zeros
+    source[: len(buffered)] = local[buffered]
+    source[arriving] = len(mine) + np.arange(len(arriving))
+    before = np.append(0, needed.cumsum())  # the number of needed keys before each position
+    sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
+    shared, target = np.unique(np.concatenate(sent), return_inverse=True)
+    received = np.bincount(owner[owner != rank], minlength=deal.ranks)
     return Traffic(
         torch.from_numpy(before[start[mine]].astype(np.int32)),
         torch.from_numpy(before[end[mine]].astype(np.int32)),
         _filled(np.concatenate(sent), deal.total),
-        _filled(place, deal.total),
-        sizes,
+        torch.from_numpy(source.astype(np.int32)),
+        torch.from_numpy(np.where(needed[mine], before[mine], rows - 1).astype(np.int32)),
+        _filled(arriving, capacity),
+        _filled(shared, len(mine)),
+        _filled(target, deal.total),
+        [[len(tokens) for tokens in sent], received.tolist()],
+        [rows, len(shared)],
     )
 
 
+def buffer_rows(n_keys: int, total: int) -> int:
+    """Returns the number of rows of a buffer for n_keys keys: more than n_keys, and one of about 32 numbers."""
+    step = STEP * -(-total // (STEPS * STEP))
+    return (n_keys // step + 1) * step
+
+
+def _needed_by(deal: Deal, rank: int, held: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Returns the indices of those `held` tokens that queries of `rank` see, ascending."""
+    return np.flatnonzero(keys_needed(deal.positions(rank), start, end, deal.total)[held])
+
+
 def keys_needed(positions: np.ndarray, start: np.ndarray, end: np.ndarray, total: int) -> np.ndarray:
-    """Returns which keys of the stream the queries at `positions` see, (total,) bool. It is never empty.
+    """Returns which keys of the stream the queries at `positions` see, (total,) bool.
 
     start, end: (total,), the key range of each query of the stream, from causal_ranges.
     """
@@ -63,10 +93,7 @@ def keys_needed(positions: np.ndarray, start: np.ndarray, end: np.ndarray, total
     opened = np.zeros(total + 1, np.int64)
     np.add.at(opened, start[positions[first]], 1)
     np.add.at(opened, end[positions[last]], -1)
-    needed = opened[:-1].cumsum() > 0
-    if not needed.any():
-        needed[positions[0]] = True  # kernels need at least one key, even if all queries come after the last document
-    return needed
+    return opened[:-1].cumsum() > 0
 
 
 def _filled(values: np.ndarray, size: int) -> Tensor:

@@ -30,7 +30,7 @@ def test_documents_fill_the_stream_and_are_drawn_again(stream):
 def test_every_part_of_every_stream_is_timed(stream, one_rank, monkeypatch):
     monkeypatch.setattr(context, "flash_attention", naive_attention)
     monkeypatch.setattr(context, "WINDOW", 7)
-    result = measure(stream, 100, Setting(2, 1, 8, 2, "cpu"))
+    result = measure(stream, 100, Setting(2, 1, 8, 2, 2, "cpu"))
     assert result.ms.keys() == set(PARTS) and min(result.ms.values()) > 0
     assert result.received == 0, "a single rank has all keys"
 
@@ -43,7 +43,7 @@ def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monk
     for part in ("one", "shared", "alone"):
         torch.manual_seed(0)  # each part draws its own inputs when the case is made
         monkeypatch.setattr(context, "_inputs", drawn_once())
-        case = context.Case(stream, 96, 0, Setting(2, 1, 8, 1, "cpu"))
+        case = context.Case(stream, 96, 0, Setting(2, 1, 8, 1, 1, "cpu"))
         outputs.append(case.parts[part]())
     for gradients in outputs[1:]:
         torch.testing.assert_close(gradients, outputs[0])
