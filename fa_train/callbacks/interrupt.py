@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 from fa_train.parallel.agreement import Agreement
+from fa_train.parallel.failures import end_rank, kind_of
 from fa_train.private_names import private, replace_private
 
 TERMINATED, REQUEUED = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # exit statuses
@@ -56,6 +57,13 @@ class GracefulInterrupt(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         self._agree()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Ends this rank if another rank has ended. Lightning would wait for the GPU, which waits for that rank."""
+        if trainer.world_size > 1 and kind_of(exception) == "lost connection":
+            for logger in trainer.loggers:
+                logger.finalize("failed")
+            end_rank(exception)
 
     def _agree(self) -> None:
         if self._agreement and not self._trainer.received_sigterm:

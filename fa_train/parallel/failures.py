@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from fa_train.errors import SHOW_TRACEBACK, OutOfMemoryError, explain
 from fa_train.parallel.ranks import has_own_launcher
@@ -30,26 +30,31 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = kind_of(error, mistakes)
-        in_one_line = kind in ("mistake", "out of memory") and not SHOW_TRACEBACK
-        message = explain(error) if in_one_line else f"{type(error).__name__}: {' '.join(str(error).split())}"
-        file = os.environ.get(ERROR_FILE)
-        if file:
-            report = {"message": message, "timestamp": int(time.time()), "kind": kind}
-            Path(file).write_text(json.dumps(report), encoding="utf-8")
-        if kind == "lost connection":
-            print(f"rank {os.environ.get('RANK')} lost its connection to another rank: {message}", file=sys.stderr)
-        elif not in_one_line:
-            traceback.print_exception(error)
-        elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
-            # in all other cases, the launcher prints the error
-            print(f"error: {message}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        end_rank(error, mistakes)
 
 
-def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...]) -> Kind:
+def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> NoReturn:
+    """Writes the reason for the failure of this rank, and ends the rank at once. mistakes: as in failures_reported."""
+    kind = kind_of(error, mistakes)
+    has_message = kind in ("mistake", "out of memory")
+    message = explain(error) if has_message else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    file = os.environ.get(ERROR_FILE)
+    if file:
+        report = {"message": message, "timestamp": int(time.time()), "kind": kind}
+        Path(file).write_text(json.dumps(report), encoding="utf-8")
+    if kind == "lost connection":
+        print(f"rank {os.environ.get('RANK')} lost its connection to another rank: {message}", file=sys.stderr)
+    elif SHOW_TRACEBACK or not has_message:
+        traceback.print_exception(error)
+    elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
+        # in all other cases, the launcher prints the error
+        print(f"error: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> Kind:
     """Classifies an error. A lost connection counts as the consequence of another rank's failure."""
     if isinstance(error, OutOfMemoryError):
         return "out of memory"

@@ -19,8 +19,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fa_train import run_config
+from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.errors import DivergedError, OutOfMemoryError, RankFailedError
-from fa_train.parallel import communication, launch
+from fa_train.parallel import communication, failures, launch
 from fa_train.parallel.failures import failures_reported, kind_of
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.ranks import TOLD, ranks_to_start
@@ -125,6 +126,32 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
     assert report["message"] == "RuntimeError: two lines" and report["kind"] == "error" and exits == [1, 1]
     printed = capsys.readouterr().err
     assert printed.startswith("error: a must be b\nTraceback") and printed.count("Traceback") == 1
+
+
+def test_the_reason_is_one_line_even_if_tracebacks_are_shown(environment, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(failures, "SHOW_TRACEBACK", True)
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    environment.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    failures.end_rank(OutOfMemoryError("out of memory: seq_len=64"))
+    report = json.loads((tmp_path / "error.json").read_text())
+    assert report["message"] == "out of memory: seq_len=64" and report["kind"] == "out of memory"
+    assert "OutOfMemoryError: out of memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "world_size", "ends"),
+    [
+        (torch.distributed.DistNetworkError("closed"), 2, True),
+        (torch.distributed.DistNetworkError("closed"), 1, False),
+        (RuntimeError("shape"), 2, False),
+    ],
+)
+def test_a_lost_connection_ends_the_rank_before_lightning_waits_for_the_gpu(error, world_size, ends, monkeypatch):
+    done = []
+    monkeypatch.setattr(os, "_exit", done.append)
+    logger = SimpleNamespace(finalize=done.append)
+    GracefulInterrupt().on_exception(SimpleNamespace(world_size=world_size, loggers=[logger]), None, error)
+    assert done == (["failed", 1] if ends else [])
 
 
 def test_what_follows_from_another_rank_is_told_apart():

@@ -1,7 +1,5 @@
 """Tests the counter from which programs take work: concurrent launches must not share one counter."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -90,7 +88,7 @@ def test_a_graph_replayed_alongside_launches_on_its_capture_stream(pass_):
 def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
     one = problem(lengths, head_dim)
     for tiles in tiles_of(head_dim):
-        plain, persistent = (fwd.run_forward(*one, replace(tiles, dynamic=x)) for x in (False, True))
+        plain, persistent = (fwd.run_forward(*one, tiles._replace(dynamic=x)) for x in (False, True))
         assert_same([persistent], plain)
 
 
@@ -108,7 +106,7 @@ def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, t
     softcap = 30.0 if table is CAPPED_CONFIGS else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [gradients(*one) for _ in range(3)]
-    monkeypatch.setitem(table, key, replace(table[key], dynamic=False))
+    monkeypatch.setitem(table, key, table[key]._replace(dynamic=False))
     plain_dq, *plain = gradients(*one)
     for dq, *others in persistent:
         assert_same([others], plain)
