@@ -55,3 +55,13 @@ def test_a_launch_that_fails_puts_it_back_too():
         square_sums(torch.ones(2, 7))  # 7 columns, which is not a power of two
     assert tl.core.is_builtin(tl.load)
     assert square_sums(torch.ones(2, 8)).tolist() == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_overflow_of_integers_is_found(sign):
+    row = torch.zeros(1, 8, dtype=torch.int32)
+    row[0, 3] = sign * 46340  # the largest integer whose square is less than 2^31
+    assert square_sums(row).tolist() == pytest.approx([46340**2])  # tl.maximum with 0.0 rounds to fp32
+    row[0, 3] += sign
+    with pytest.raises(interpreter.InterpreterError, match="int32 overflow detected for operation mul"):
+        square_sums(row)

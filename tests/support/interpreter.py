@@ -1,6 +1,8 @@
-"""Makes Triton's interpreter twice as fast by patching Triton's language only once per launch.
+"""Makes Triton's interpreter three times as fast.
 
-The original interpreter patches the language again for every call of a device function.
+Triton's language is patched once per launch. The original interpreter patches the language again for every call of a
+device function. NumPy checks integers for overflow. The original interpreter checks them with tensors of int64, and
+takes nine operators to check one.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,11 +11,23 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for every device function
+EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+def check_overflow(a: tl.tensor, b: tl.tensor, operator: str) -> None:
+    """Raises an AssertionError if a sum, difference or product of integers of at most 32 bits is not in their range."""
+    scalar = a.type.scalar
+    exact = EXACT[operator](a.handle.data, b.handle.data, dtype=np.int64)
+    assert scalar.get_int_min_value() <= exact.min() and exact.max() <= scalar.get_int_max_value(), (
+        f"int{scalar.int_bitwidth} overflow detected for operation {operator}"
+    )
 
 
 @contextmanager
@@ -25,6 +39,7 @@ def patched_once_a_launch() -> Iterator[None]:
     """
     patch, end_of_launch = interpreter._patch_lang, interpreter._LangPatchScope
     numpy_dtype, of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
+    slow_check = TritonSemantic.binary_op_sanitize_overflow_impl
     launches: list[Any] = []
 
     def patch_once(function: Callable[..., Any]) -> Any:
@@ -45,7 +60,14 @@ def patched_once_a_launch() -> Iterator[None]:
         scalar = dtype.scalar
         return numpy_dtype(dtype) if scalar.is_ptr() else of_scalar(scalar)  # pointers cannot be hashed
 
+    def sanitize_overflow(self: TritonSemantic, a: tl.tensor, b: tl.tensor, operator: Callable[..., Any]) -> None:
+        if not isinstance(self.builder, interpreter.InterpreterBuilder):
+            return slow_check(self, a, b, operator)  # compiles a kernel
+        if a.type.scalar.int_bitwidth < 64:
+            check_overflow(a, b, operator.__name__)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", sanitize_overflow)
         monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
         monkeypatch.setattr(interpreter, "_get_np_dtype", cached_dtype)
         yield
