@@ -195,7 +195,7 @@ class LitGPT(L.LightningModule):
 
 
 def count_labels(labels: Tensor) -> Tensor:
-    """Returns the number of labels except -100, () fp64."""
+    """Returns the number of labels that are not -100, as an fp64 scalar."""
     return (labels != IGNORE_INDEX).sum().double()
 
 

@@ -56,8 +56,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of one of these keys sele
 def is_own(raw: Any, key: str) -> bool:
     """Returns whether the key holds a value that a user can override.
 
-    If the value of the key, or the value of a node around the key, is an interpolation, the key only copies another
-    key.
+    If the key or a node that contains the key is an interpolation, the key only copies another key.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:

@@ -110,8 +110,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Postpones the averaging of gradients until the last micro-batch of a step.
 
-        Without reduce_once, postpones only the averaging between replicas. Lightning runs the backward passes of all
-        earlier micro-batches in this context.
+        Without reduce_once, postpones only the averaging between replicas. Lightning runs the backward pass of
+        every micro-batch but the last in this context.
         """
         model = cast(FSDPModule, self._gpt)
         # without replicas, an all-reduce never happens

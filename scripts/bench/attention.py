@@ -2,7 +2,7 @@
 and -4.
 
     python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal.
-    python -m scripts.bench.attention --varlen --seqlens               # packed documents only.
+    python -m scripts.bench.attention --varlen --seqlens               # an empty list: packed documents only.
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384    # two backends.
 
 Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows OOM. FlashAttention-3

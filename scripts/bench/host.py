@@ -127,7 +127,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: microseconds per call, and the GPU's remaining work as a share of the sample's time."""
+    """One sample: microseconds per call, and the time that the GPU works after the last call has returned, as a share
+    of the sample's time.
+    """
 
     us: float
     left: float

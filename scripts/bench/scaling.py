@@ -61,7 +61,7 @@ CASES = (
 STRATEGIES = "ddp", "fsdp"
 ONE = ("auto",)  # the strategy of runs on one GPU
 LOGS = 12  # logs in a run, if it has enough steps
-FAILED_LINES = 15  # last lines of a failed run's log that are printed
+FAILED_LINES = 15  # how many lines are printed from the end of a failed run's log
 MISTAKES = ValueError, HydraException, OmegaConfBaseException
 # {field of Row: metric of train.py}
 MEDIANS = {

@@ -34,7 +34,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
 
 def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
-    """Checks the rotation of five heads (the last one is not rotated), and of q, k and v in one tensor."""
+    """Checks the rotation of four of five heads, and of q, k and v in one tensor."""
     angles = torch.randn(ROWS, head_dim // 2, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
 

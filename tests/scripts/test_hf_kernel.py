@@ -1,4 +1,6 @@
-"""Tests scripts/hf_kernel.py: Hugging Face's package `kernels` can load the written folder, alongside fa_kernels."""
+"""Tests that Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes, even in a process
+that has imported fa_kernels.
+"""
 
 import json
 import sys

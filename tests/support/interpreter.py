@@ -22,7 +22,7 @@ EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def check_overflow(a: tl.tensor, b: tl.tensor, operator: str) -> None:
-    """Raises an AssertionError if a sum, difference or product of integers of at most 32 bits is not in their range."""
+    """Raises an AssertionError if a sum, difference or product of integers of at most 32 bits overflows their type."""
     scalar = a.type.scalar
     exact = EXACT[operator](a.handle.data, b.handle.data, dtype=np.int64)
     assert scalar.get_int_min_value() <= exact.min() and exact.max() <= scalar.get_int_max_value(), (

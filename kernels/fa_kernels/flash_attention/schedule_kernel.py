@@ -3,8 +3,8 @@
 To compute a schedule, torch needs more than thirty operators, which take more host time than attention over short
 documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the other programs
 computes positions of tiles in one of the schedule's orders. A binary search in cu_seqlens finds the document of a
-token. A tile's position is the number of tiles that come before it, so nothing is sorted. Each program finds the
-documents of all tiles, so programs do not communicate.
+token. To find the position of a tile without sorting, a program counts the tiles that come before it. Each program
+finds the documents of all tiles, so programs do not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """

@@ -1,7 +1,7 @@
 """Files of tile sizes that a user measured on their GPU. scripts/bench/tune_tiles.py writes such files.
 
-The environment variable FLASH_ATTENTION_TILES names a file, which the first launch reads. On the GPU on which the file
-was measured, the file's tile sizes replace the table in tiles.py.
+The environment variable FLASH_ATTENTION_TILES names a file, which the first launch reads. On the GPU for which the
+tile sizes were measured, they replace the table in tiles.py.
 """
 
 import json

@@ -192,7 +192,7 @@ def resources(log):
 def idle_barriers(ttgir):
     """Returns the mbarriers of a Gluon kernel that no warp group gets as an argument.
 
-    If no warp group gets an mbarrier as an argument, ptxas can reuse its shared memory.
+    ptxas can reuse the shared memory of such an mbarrier.
     """
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds no barrier"

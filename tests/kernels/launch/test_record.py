@@ -77,7 +77,7 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """The recorder raises an error once for each of two keys, yet all six calls per key return results.
+    """The recorder fails once for each of two keys. All six calls with each key still return results.
 
     One line is logged.
     """
