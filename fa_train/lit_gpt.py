@@ -77,7 +77,7 @@ class LitGPT(L.LightningModule):
         )
 
     def loss_sum(self, batch: Batch) -> Tensor:
-        """Returns the cross entropy in nats, summed over the labels of a batch."""
+        """Returns the loss in nats, summed over the labels of a batch."""
         cu_seqlens: Tensor | None = batch["cu_seqlens"]
         if len(batch["cu_seqlens"]) == 2:  # a single document needs no document mask
             cu_seqlens = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_train.bounds import FractionBelowOne, NonNegativeFloat, PositiveInt
+from fa_train.bounds import Fraction, NonNegativeFloat, PositiveInt
 from fa_train.private_names import require_parameters
 
 IGNORE_INDEX = -100  # a token with this label has no loss, as in torch
@@ -30,7 +30,7 @@ class LinearCrossEntropy:
 
     chunk_size: PositiveInt
     z_loss: NonNegativeFloat = 0.0
-    label_smoothing: FractionBelowOne = 0.0
+    label_smoothing: Fraction = 0.0
 
     def __post_init__(self) -> None:
         if self.chunk_size < 1:

@@ -35,7 +35,6 @@ from fa_train.data.packing.collate import Batch
 from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.errors import explain
 from fa_train.optim.adamw import parameter_groups
-from fa_train.optim.schedule import warmup_cosine
 from scripts.trained_model import saved_config
 
 FACTS = {  # questions and answers about an island that does not exist; each fact has several questions
@@ -88,10 +87,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
         parameter_groups(model, cfg.optimizer.weight_decay), lr=cfg.optimizer.lr, betas=tuple(cfg.optimizer.betas),
         eps=cfg.optimizer.eps,
     )  # fmt: skip
-    schedule = warmup_cosine(
-        optimizer, warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps,
-        min_lr_ratio=cfg.scheduler.min_lr_ratio,
-    )  # fmt: skip
+    schedule = instantiate(cfg.scheduler)(optimizer)
     is_mixed = cfg.trainer.precision == "bf16-mixed"
     losses = []
     for micro_batches in islice(batches(cfg), cfg.max_steps if steps is None else steps):

@@ -60,7 +60,11 @@ class Epoch(Protocol):
 
 
 class Layout(Protocol):
-    """The interface of Concatenation and BestFit, the two classes that pack documents into rows."""
+    """The interface of classes that pack documents into rows, such as Concatenation and BestFit.
+
+    All epochs have n_rows rows of at most max_documents documents, in whatever order documents are packed. ShuffledRows
+    finds the epoch of a row by dividing by n_rows.
+    """
 
     n_rows: int
     max_documents: int
