@@ -72,7 +72,7 @@ def test_a_liger_kernel_with_other_parameters_is_refused(monkeypatch):
     kernel = SimpleNamespace(arg_names=[*cross_entropy.liger_cross_entropy_kernel.arg_names, "new_ptr"])
     monkeypatch.setattr(cross_entropy, "liger_cross_entropy_kernel", kernel)
     with pytest.raises(ImportError, match=r"liger-kernel .* other parameters of liger_cross_entropy_kernel: new_ptr"):
-        _liger_cross_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long), 0.0, 0.0)
+        _liger_cross_entropy(torch.zeros(2, 8), torch.zeros(2, dtype=torch.long), 0.0, 0.0, 0.0)
     with pytest.raises(ImportError, match=r"other parameters of f: a, c"):
         require_parameters("liger-kernel", "f", ["a", "b"], ["b", "c"])
 

@@ -40,10 +40,11 @@ class LinearCrossEntropy:
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"memory.loss.label_smoothing must be from 0 to 1; got {self.label_smoothing}")
 
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float = 0.0) -> Tensor:
         """Returns the summed loss in nats, an fp32 scalar.
 
         Shapes: hidden (total, dim), weight (vocab, dim), labels (total,) int64. Labels of -100 are ignored.
+        softcap: if it is not 0, logits are softcap * tanh(hidden @ weight.T / softcap), as in Gemma 2.
         Matrix products are computed in autocast's dtype, or in hidden's dtype without autocast. The softmax is computed
         in fp32. The weight's gradient is accumulated in fp32.
         Raises: ValueError if the shapes do not match.
@@ -58,8 +59,9 @@ class LinearCrossEntropy:
         of_weight = torch.is_grad_enabled() and weight.requires_grad
         of_hidden = torch.is_grad_enabled() and hidden.requires_grad
         return linear_cross_entropy(
-            hidden, weight, labels, self.chunk_size, self.z_loss, self.label_smoothing, dtype, of_hidden, of_weight
-        )[0]
+            hidden, weight, labels, self.chunk_size, self.z_loss, self.label_smoothing, softcap, dtype, of_hidden,
+            of_weight,
+        )[0]  # fmt: skip
 
 
 @torch.library.custom_op("fa_train::linear_cross_entropy", mutates_args=())
@@ -70,6 +72,7 @@ def linear_cross_entropy(
     chunk_size: int,
     z_loss: float,
     label_smoothing: float,
+    softcap: float,
     dtype: torch.dtype,
     of_hidden: bool,
     of_weight: bool,
@@ -88,7 +91,9 @@ def linear_cross_entropy(
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
             chunk = hidden[rows].to(dtype)
-            losses[rows], d_logits = cross_entropy(chunk @ rounded_weight.T, labels[rows], z_loss, label_smoothing)
+            logits = chunk @ rounded_weight.T
+            losses[rows], d_logits = cross_entropy(logits, labels[rows], z_loss, label_smoothing, softcap)
+            del logits
             if of_hidden:
                 d_hidden[rows] = d_logits @ rounded_weight
             if of_weight:
@@ -98,16 +103,19 @@ def linear_cross_entropy(
 
 
 def _torch_cross_entropy(
-    logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
+    logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Computes the losses of a chunk and the gradient of its logits. Losses and gradient are 0 where a label is -100.
 
     Shapes: logits (tokens, vocab), labels (tokens,) -> losses (tokens,) fp32, gradient (tokens, vocab).
-    The gradient is `p * (1 + 2 * z_loss * lse) - target`, where p is the softmax and target is the smoothed label.
+    The gradient is `p * (1 + 2 * z_loss * lse) - target`, where p is the softmax and target is the smoothed label. With
+    a soft cap, the gradient is multiplied by the slope of the cap.
     """
     ignored = labels == IGNORE_INDEX
     target = labels.masked_fill(ignored, 0)[:, None]
     logits_dtype, logits = logits.dtype, logits.float()
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
     lse = logits.logsumexp(dim=-1, keepdim=True) if z_loss else None
     log_probabilities = logits.log_softmax(dim=-1)
     losses = -log_probabilities.gather(1, target)[:, 0]
@@ -120,11 +128,13 @@ def _torch_cross_entropy(
     d_logits.scatter_add_(1, target, torch.full_like(target, label_smoothing - 1.0, dtype=d_logits.dtype))
     if label_smoothing:
         d_logits -= label_smoothing / logits.shape[-1]
+    if softcap:
+        d_logits *= 1 - (logits / softcap).square()
     return losses.masked_fill(ignored, 0.0), d_logits.masked_fill_(ignored[:, None], 0.0).to(logits_dtype)
 
 
 def _liger_cross_entropy(
-    logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
+    logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Computes `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
@@ -156,12 +166,12 @@ def _liger_cross_entropy(
         lse_square_scale=z_loss,
         label_smoothing=label_smoothing,
         reduction="sum",
-        softcap=None,
+        softcap=softcap or None,
         RETURN_Z_LOSS=False,
         RETURN_TOKEN_ACCURACY=False,
         RETURN_PREDICTED_TOKENS=False,
         HAS_WEIGHT=False,
-        HAS_SOFTCAPPING=False,
+        HAS_SOFTCAPPING=softcap != 0.0,
         HAS_GRADIENTS=True,
         BLOCK_SIZE=min(MAX_FUSED_SIZE, 1 << (vocab_size - 1).bit_length()),
     )
@@ -187,6 +197,7 @@ def _fake(
     chunk_size: int,
     z_loss: float,
     label_smoothing: float,
+    softcap: float,
     dtype: torch.dtype,
     of_hidden: bool,
     of_weight: bool,
@@ -207,7 +218,7 @@ def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, .
     # multiply in place, because the result is as large as the weight
     of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
     of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None
-    return of_hidden, of_weight, None, None, None, None, None, None, None
+    return of_hidden, of_weight, *[None] * 8
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_save)

@@ -3,20 +3,17 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_train.memory.checkpointing import block_runner
-from fa_train.memory.loss import IGNORE_INDEX, LinearCrossEntropy
+from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.memory.offload import Offload
 from fa_train.models.attention import Attention, require_softcap, soft_capped
@@ -75,7 +72,7 @@ class GPT(nn.Module):
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
 
-        self.loss = SoftCappedLoss(loss, self.logit_softcap) if self.logit_softcap else loss
+        self.loss = loss
         self.seed, device = torch.initial_seed(), torch.get_default_device()
         with torch.device("meta"):  # torch's own initial values are not needed
             self._add_modules(attention, memory)
@@ -310,10 +307,10 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """The last linear layer and the loss. The loss is part of the forward, for which FSDP gathers the weight.
 
-    softcap: the soft cap on the logits, or 0. `loss` includes it.
+    softcap: the soft cap on the logits, or 0.
     """
 
-    def __init__(self, dim: int, vocab_size: int, loss: "LinearCrossEntropy | SoftCappedLoss", softcap: float) -> None:
+    def __init__(self, dim: int, vocab_size: int, loss: LinearCrossEntropy, softcap: float) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.loss, self.softcap = loss, softcap
 
@@ -324,7 +321,7 @@ class Head(nn.Linear):
         """
         if labels is None:
             return soft_capped(super().forward(x), self.softcap)
-        return self.loss(x, self.weight, labels)
+        return self.loss(x, self.weight, labels, self.softcap)
 
 
 class SelfAttention(nn.Module):
@@ -403,35 +400,6 @@ def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
     assert norm is not None
     y: Tensor = norm(x.to(norm.weight.dtype))
     return y
-
-
-@dataclass(frozen=True)
-class SoftCappedLoss:
-    """Computes the cross entropy of logits with a soft cap. The backward recomputes each chunk of logits."""
-
-    loss: LinearCrossEntropy
-    softcap: float
-
-    @property
-    def chunk_size(self) -> int:
-        return self.loss.chunk_size
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Returns the summed loss. The shapes are those of fa_train.memory.loss.LinearCrossEntropy."""
-        chunks = zip(hidden.split(self.chunk_size), labels.split(self.chunk_size), strict=True)
-        loss = partial(self._of_chunk, weight)
-        return torch.stack(
-            [checkpoint(loss, x, y, use_reentrant=False, preserve_rng_state=False) for x, y in chunks]
-        ).sum()
-
-    def _of_chunk(self, weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Returns the loss of one chunk. Shapes: hidden (tokens, dim), labels (tokens,) -> () fp32."""
-        logits = soft_capped(F.linear(hidden, weight).float(), self.softcap)
-        smoothing, z_loss = self.loss.label_smoothing, self.loss.z_loss
-        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=smoothing)
-        if not z_loss:
-            return loss
-        return loss + z_loss * (logits.logsumexp(dim=-1).square() * (labels != IGNORE_INDEX)).sum()
 
 
 def _no_norm(config: ModelConfig, dim: int) -> nn.Module:

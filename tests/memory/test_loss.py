@@ -24,9 +24,12 @@ def draw(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return hidden, weight, labels
 
 
-def dense(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0) -> Tensor:
+def dense(
+    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0, label_smoothing: float = 0.0, cap: float = 0.0
+) -> Tensor:
     logits = hidden @ weight.T
     logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = cap * torch.tanh(logits / cap) if cap else logits
     squared_lse = logits.logsumexp(dim=-1).square()[labels != -100]
     cross_entropy = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
     return cross_entropy + z_loss * squared_lse.sum()
@@ -60,6 +63,17 @@ def test_equals_dense(chunk_size, upstream, z_loss, label_smoothing, device):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     loss = LinearCrossEntropy(chunk_size, z_loss, label_smoothing)(hidden, weight, labels)
     assert not torch.autograd.grad(loss, hidden)[0][7:10].any()
+
+
+@TERMS
+def test_a_soft_cap_is_that_of_dense_logits(z_loss, label_smoothing, device):
+    hidden, weight, labels = draw(device)
+    expected = dense(hidden, weight, labels, z_loss, label_smoothing, cap=2.0)
+    loss = LinearCrossEntropy(7, z_loss, label_smoothing)(hidden, weight, labels, 2.0)
+    torch.testing.assert_close(loss, expected)
+    ours, theirs = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (loss - dense(hidden, weight, labels, z_loss, label_smoothing)).abs() > 1
 
 
 @TERMS
@@ -116,7 +130,8 @@ def test_logits_never_exist_at_once(device):
     labels = torch.randint(256, (512,), device=device)
     with LargestTensor() as largest:
         # call the Python body of the operator, because a dispatch mode does not see inside an operator
-        linear_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, torch.float32, True, True)
+        arguments = (hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, 0.0, torch.float32, True, True)
+        linear_cross_entropy._init_fn(*arguments)
         LinearCrossEntropy(16)(hidden, weight, labels).backward()
     assert largest.elements == 16 * 256  # without chunks, the logits would have 512 x 256 elements
 
@@ -149,14 +164,14 @@ def test_two_chunks_of_logits_never_coexist(device, monkeypatch):
     for name in ("_torch_cross_entropy", "_liger_cross_entropy"):
         monkeypatch.setattr(loss_module, name, cross_entropy)
     with Alive(10, VOCAB) as logits:
-        linear_cross_entropy._init_fn(hidden, weight, labels, 10, 0.0, 0.0, torch.float32, True, True)
+        linear_cross_entropy._init_fn(hidden, weight, labels, 10, 0.0, 0.0, 0.0, torch.float32, True, True)
     assert logits.most == 1
 
 
 def test_a_frozen_head_costs_no_gradient(device):
     hidden, weight, labels = draw(device)
     expected = torch.autograd.grad(LinearCrossEntropy(16)(hidden, weight, labels), hidden)[0]
-    arguments = (hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, torch.float32)
+    arguments = (hidden.detach(), weight.detach(), labels, 16, 0.0, 0.0, 0.0, torch.float32)
     with Alive(VOCAB, DIM) as frozen:
         _, d_hidden, d_weight = linear_cross_entropy._init_fn(*arguments, True, False)
     with Alive(VOCAB, DIM) as trained:
@@ -166,12 +181,13 @@ def test_a_frozen_head_costs_no_gradient(device):
 
 
 @TERMS
+@pytest.mark.parametrize("softcap", [0.0, pytest.param(2.0, marks=pytest.mark.gpu)])  # the interpreter has no tanh
 @pytest.mark.parametrize("vocab", [1, 37, 259, 40_000], ids=str)
-def test_ligers_kernel_equals_torch(vocab, z_loss, label_smoothing, device):
+def test_ligers_kernel_equals_torch(vocab, z_loss, label_smoothing, softcap, device):
     logits, labels = 3 * torch.randn(6, vocab, device=device), torch.randint(vocab, (6,), device=device)
     labels[2] = -100
-    losses, d_logits = _torch_cross_entropy(logits, labels, z_loss, label_smoothing)
-    liger_losses, liger_d_logits = _liger_cross_entropy(logits.clone(), labels, z_loss, label_smoothing)
+    losses, d_logits = _torch_cross_entropy(logits, labels, z_loss, label_smoothing, softcap)
+    liger_losses, liger_d_logits = _liger_cross_entropy(logits.clone(), labels, z_loss, label_smoothing, softcap)
     torch.testing.assert_close(liger_losses, losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(liger_d_logits, d_logits, rtol=1e-5, atol=1e-6)
 
@@ -179,7 +195,7 @@ def test_ligers_kernel_equals_torch(vocab, z_loss, label_smoothing, device):
 def test_operator_keeps_torchs_rules(device):
     hidden, weight, labels = draw(device)
     for wanted in ((True, True), (True, False), (False, True), (False, False)):
-        arguments = (hidden, weight, labels, 16, 0.0, 0.0, torch.float32, *wanted)
+        arguments = (hidden, weight, labels, 16, 0.0, 0.0, 0.0, torch.float32, *wanted)
         torch.library.opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -24,6 +24,7 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, kept_per_layer, predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
 from fa_train.models.attention import Attention, flash_attention, sdpa_attention
+from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA, adapters_of
 from tests.memory.support.plans import GPT2, LLAMA_1B, SMALL, changed, recorded
@@ -170,6 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
+    "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
     # With fewer tokens or a larger vocabulary, the gradient of the tied embedding would determine the peak. Autograd
     # adds the gradient of the tied embedding to the head's gradient in place, but not for simulated tensors.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},

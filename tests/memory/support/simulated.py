@@ -153,7 +153,7 @@ def as_on_a_gpu() -> Iterator[None]:
     memory.
     """
 
-    def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    def cross_entropy(logits: Tensor, labels: Tensor, *terms: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(labels, dtype=torch.float32), logits
 
     def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
