@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -98,23 +99,39 @@ def assert_ranks_are_compared(folder, printed) -> None:
     assert len(lines) == 4 and all("slowest rank " in line and "communication " in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("rank", "how", "reason"),
-    [
-        pytest.param(0, "killed", "error: rank 0 was killed by SIGKILL; the machine may have", id="rank-0-killed"),
-        pytest.param(1, "killed", "error: rank 1 was killed by SIGKILL; the machine may have", id="rank-1-killed"),
-        pytest.param(1, "oom", "error: rank 1 ran out of memory: seq_len=64 with attention=sdpa", id="out-of-memory"),
-    ],
-)
-def test_all_ranks_end_with_one_and_the_reason_is_the_last_line(rank, how, reason, tmp_path):
-    fails = ["+callbacks.fails._target_=tests.parallel.test_launch.Fails"]
-    fails += [f"+callbacks.fails.rank={rank}", f"+callbacks.fails.how={how}"]
+FAILURES = {  # {name: (rank, how, reason)}
+    "rank-0-killed": (0, "killed", "error: rank 0 was killed by SIGKILL; the machine may have"),
+    "rank-1-killed": (1, "killed", "error: rank 1 was killed by SIGKILL; the machine may have"),
+    "out-of-memory": (1, "oom", "error: rank 1 ran out of memory: seq_len=64 with attention=sdpa"),
+}
+
+
+@pytest.fixture(scope="module")
+def failed_runs(tmp_path_factory):
+    """Maps the name of each failure to the finished run and its folder. The runs take place at the same time, because
+    their processes mostly wait.
+    """
+    folders = {name: tmp_path_factory.mktemp(name) for name in FAILURES}
+
+    def run(name):
+        rank, how, _ = FAILURES[name]
+        fails = ["+callbacks.fails._target_=tests.parallel.test_launch.Fails"]
+        fails += [f"+callbacks.fails.rank={rank}", f"+callbacks.fails.how={how}"]
+        return forked(folders[name], "train.py", *tiny(folders[name], *TWO, "data.num_workers=1"), *fails)
+
     started = time.monotonic()
-    done = forked(tmp_path, "train.py", *tiny(tmp_path, *TWO, "data.num_workers=1"), *fails)
-    assert time.monotonic() - started < 60
+    with ThreadPoolExecutor(len(FAILURES)) as pool:
+        finished = dict(zip(FAILURES, pool.map(run, FAILURES), strict=True))
+    assert time.monotonic() - started < 90
+    return {name: (done, folders[name]) for name, done in finished.items()}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_all_ranks_end_with_one_and_the_reason_is_the_last_line(name, failed_runs):
+    done, folder = failed_runs[name]
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(reason), done.stderr
-    assert not processes_in(tmp_path)
+    assert done.stderr.splitlines()[-1].startswith(FAILURES[name][2]), done.stderr
+    assert not processes_in(folder)
 
 
 def processes_in(folder) -> list[str]:
