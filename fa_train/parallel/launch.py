@@ -33,6 +33,9 @@ REPEATED = 1.0  # seconds; within this time, a second signal counts as the first
 class _StoppedError(BaseException):
     """Raised by a second signal, which must end the run at once."""
 
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+
 
 def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> None:
     """Runs this program with `arguments` in n_ranks processes and waits until all of them end.
@@ -60,8 +63,8 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
         forwarding = _Forwarding(ranks)
         try:
             result = ranks.wait(period=0.1)
-        except _StoppedError:
-            sys.exit(128 + forwarding.signum)
+        except _StoppedError as stopped:
+            sys.exit(128 + stopped.signum)
         finally:
             ranks.close(signal.SIGKILL)
             forwarding.end()
@@ -84,7 +87,7 @@ class _Forwarding:
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:
         if self.signum and time.monotonic() - self._first > REPEATED:
-            raise _StoppedError
+            raise _StoppedError(signum)
         if not self.signum:
             self.signum, self._first = signum, time.monotonic()
         for pid in self._ranks.pids().values():

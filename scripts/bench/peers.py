@@ -1,7 +1,7 @@
 """A training step of Hugging Face transformers' LlamaForCausalLM, the peer of scripts/bench/step.py.
 
-The peer has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are three
-kinds:
+The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are two
+kinds of peers, and a third kind with our attention:
 
 - hf: Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy, and the SDPA kernel that torch chooses.
 - hf-compiled: each decoder layer is compiled with torch.compile into one graph, and SDPA is restricted to cuDNN. Of
@@ -9,7 +9,7 @@ kinds:
   cuDNN cannot run, torch chooses the SDPA kernel, and the row's note gives the reason.
 - hf-fa_train: like hf, with our attention instead of SDPA.
 
-With adapter=lora, the peer is a plain form of peft's LoRA. The weights are frozen. Each linear layer that
+With adapter=lora, the peer has adapters like peft's LoRA. The weights are frozen. Each linear layer that
 adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B have the dtype of the
 layer's input, or autocast's. With optimizer=adamw_8bit, both sides use torchao's AdamW8bit.
 """
@@ -46,7 +46,7 @@ class Peer:
 
     loss: computes the mean loss over random tokens, in nats per label.
     sdpa: makes the context manager that selects SDPA's kernel. Forward and backward must run inside it.
-    note: how the model differs from what the variant's name promises, or an empty string.
+    note: SDPA's kernel of a compiled model, and how the model differs from what the variant's name promises.
     """
 
     model: nn.Module

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.scaling                                         # llama_1b and llama_8b on all GPUs.
     python -m scripts.bench.scaling --cases llama_1b:8192:ddp llama_1b:32768:fsdp --parallel
-    python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # in all runs.
+    python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # on several GPUs.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
 Cases that differ only in the strategy and in strategy.* share the run on one GPU, which ignores strategy.*. Every GPU
@@ -95,7 +95,8 @@ class Case:
 class Run:
     """One run of train.py.
 
-    rows: rows per step on each GPU. common: overrides of all runs. cpu: whether the ranks are processes on the CPU.
+    rows: rows per step on each GPU. common: overrides of all runs, without strategy.* on one GPU. cpu: whether the
+    ranks are processes on the CPU.
     """
 
     workload: Workload
@@ -226,7 +227,7 @@ class Process:
         return replace(row, outcome=f"failed: {reason}")
 
     def kill(self) -> None:
-        """Ends the run with all its processes. The ranks of a launcher that was killed end by themselves."""
+        """Ends the run with all its processes. If a launcher is killed, its ranks end by themselves."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

@@ -19,7 +19,8 @@ HEAD = (
 class Row:
     """The result of one run. Numbers are None if the run failed or has no such metric.
 
-    *_max: the value of the rank with the largest value. Peaks are in GiB, one for each rank.
+    *_max: the largest value of a rank, except for tokens_per_s_max, the value of the fastest log. Peaks are in GiB, one
+    for each rank.
     """
 
     model: str

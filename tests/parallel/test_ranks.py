@@ -154,6 +154,21 @@ def test_a_lost_connection_ends_the_rank_before_lightning_waits_for_the_gpu(erro
     assert done == (["failed", 1] if ends else [])
 
 
+def test_the_second_signal_gives_the_exit_status(monkeypatch):
+    """A run that is stopped at once has saved nothing, so its status must not be that of a saved run."""
+    forwarding = launch._Forwarding(SimpleNamespace(pids=dict))
+    try:
+        forwarding._forward(signal.SIGUSR1, None)
+        forwarding._forward(signal.SIGUSR1, None)  # the first signal, sent again by another process
+        later = time.monotonic() + 2
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        with pytest.raises(launch._StoppedError) as stopped:
+            forwarding._forward(signal.SIGTERM, None)
+    finally:
+        forwarding.end()
+    assert stopped.value.signum == signal.SIGTERM
+
+
 def test_what_follows_from_another_rank_is_told_apart():
     mistakes = (ValueError, DivergedError)
     assert kind_of(torch.distributed.DistNetworkError("closed"), mistakes) == "lost connection"

@@ -24,7 +24,7 @@ def register_group(name: str, group: ProcessGroup) -> None:
 
 
 class Moves(NamedTuple):
-    """The tensors of Traffic that say which rows to move. See Traffic for their meaning.
+    """The fields of Traffic that say which rows to move, as tensors. See Traffic for their meaning.
 
     `sizes` (2, ranks) and `counts` (2,) are int64 tensors on the CPU. If they were lists of integers, a compiled model
     would be compiled again for each new value.
@@ -42,7 +42,7 @@ class Moves(NamedTuple):
 
 @torch.library.custom_op("fa_train::gather_keys", mutates_args=())
 def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
-    """Returns a buffer with the rows of x that this rank's queries see, from all ranks and in stream order, then zeros.
+    """Returns a buffer with those rows of all ranks' x that this rank's queries see, in stream order, and then zeros.
 
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
     """
@@ -85,7 +85,7 @@ gather_keys.register_autograd(_return_gradients, setup_context=_save_moves)
 def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> list[Tensor]:
     """Returns for each tensor a buffer of n_rows rows. The host does not wait for the device.
 
-    Only rows of other ranks pass through the communication library, which copies a rank's own rows slowly.
+    The own rows do not pass through the communication library, because it would copy them slowly.
     Shapes: (local, heads, head_dim) -> (n_rows, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()

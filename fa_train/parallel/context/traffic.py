@@ -2,7 +2,8 @@
 
 A rank receives only the keys that its queries see. A buffer holds these keys together with the rank's own keys, in
 stream order, so the keys that a query sees form one contiguous range of the buffer. Zeros follow the last key. The
-number of rows of the buffer is rounded up, because the host needs more time for the first call with each number.
+number of rows is rounded up, so that only few different numbers occur. The first call with a new number costs more host
+time.
 """
 
 from typing import NamedTuple
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
-STEPS = 32  # buffers have one of this many numbers of rows
+STEPS = 32  # about how many different numbers of rows the buffers of a stream can have
 STEP = 128  # the smallest difference between two of these numbers
 
 
 class Traffic(NamedTuple):
     """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
 
-    `total` is the number of tokens in the padded stream, and `capacity` is buffer_rows(total, total). Zeros pad tensors
-    to these sizes. The shapes therefore depend only on `total` and the number of ranks, and a compiled model is not
-    compiled again if documents have other lengths.
+    `total` is the number of tokens in the padded stream, and `capacity` is buffer_rows(total, total). Tensors are
+    padded to these sizes: `source` with the index of the row of zeros, the others with 0. The shapes therefore depend
+    only on `total` and the number of ranks, and a compiled model is not compiled again if documents have other lengths.
     """
 
     key_start: Tensor  # (local,) int32, the buffer row of the first key that each own query sees
