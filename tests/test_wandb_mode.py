@@ -18,47 +18,24 @@ NOBODY = "http://127.0.0.1:9"  # the discard port, on which no machine listens
 PROGRAM = "from fa_train.wandb_mode import wandb_mode; print(wandb_mode())"
 
 
-def start(home: Path, **environment: str) -> subprocess.Popen[str]:
-    """Calls wandb_mode() in a new process with an empty home."""
-    own = quiet_environment() | {"HOME": str(home), "WANDB_CONFIG_DIR": str(home), "WANDB_SILENT": "true"}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        env=own | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def mode_of(home: Path, **environment: str) -> tuple[str, list[str]]:
-    """Returns the result of wandb_mode() in a new process with an empty home, and the lines that it printed."""
-    return result_of(start(home, **environment), time.monotonic())
-
-
-def result_of(process: subprocess.Popen[str], started: float) -> tuple[str, list[str]]:
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    """Calls wandb_mode() in a new process with an empty home, and returns its result and the lines that it printed."""
+    own = quiet_environment() | {"HOME": str(home), "WANDB_CONFIG_DIR": str(home), "WANDB_SILENT": "true"}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=own | environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
     assert time.monotonic() - started < 30, "most of it is the import of wandb on a busy machine"
-    *lines, mode = out.splitlines()
+    *lines, mode = done.stdout.splitlines()
     return mode, lines
 
 
-@pytest.fixture(scope="module")
-def unreachable(tmp_path_factory):
-    """Maps three ways of not reaching a server to the result of wandb_mode(). They wait at the same time."""
-    homes = {name: tmp_path_factory.mktemp(name) for name in ("environment", "netrc", "silent")}
-    netrc = homes["netrc"] / "netrc"
-    netrc.write_text(f"machine 127.0.0.1:9\n  login user\n  password {KEY}\n")
-    netrc.chmod(0o600)
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts connections but never answers
-        silent_host = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        started = time.monotonic()
-        waiting = {
-            "environment": start(homes["environment"], WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY),
-            "netrc": start(homes["netrc"], NETRC=str(netrc), WANDB_BASE_URL=NOBODY),
-            "silent": start(homes["silent"], WANDB_API_KEY=KEY, WANDB_BASE_URL=silent_host),
-        }
-        return {name: result_of(process, started) for name, process in waiting.items()}
+@pytest.fixture
+def silent_host():
+    """Yields the address of a server that accepts connections but never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -90,16 +67,23 @@ def server():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("environment", id="a-key-in-the-environment"),
-        pytest.param("netrc", id="a-key-in-a-netrc-file"),  # without a key, there would be no line
-        pytest.param("silent", id="a-host-that-never-answers"),
-    ],
-)
-def test_a_key_without_a_network(way, unreachable):
-    mode, lines = unreachable[way]
+def test_a_key_in_the_environment_without_a_network(tmp_path):
+    mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY)
+    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_key_in_a_netrc_file_without_a_network(tmp_path):
+    netrc = tmp_path / "netrc"
+    netrc.write_text(f"machine 127.0.0.1:9\n  login user\n  password {KEY}\n")
+    netrc.chmod(0o600)
+    mode, lines = mode_of(tmp_path, NETRC=str(netrc), WANDB_BASE_URL=NOBODY)
+    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0], "the file was not read"
+
+
+@pytest.mark.slow
+def test_a_host_that_never_answers(tmp_path, silent_host):
+    mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=silent_host)
     assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
 
 
