@@ -5,6 +5,7 @@ A run never asks for an API key, and waits at most `TIMEOUT` seconds for the net
 
 import os
 
+import requests
 import wandb
 
 from fa_train.parallel.decisions import decided_by_rank_zero
@@ -25,8 +26,25 @@ def _mode() -> str:
         if not wandb.login(prompt=False, verify=False):
             print("wandb: no API key, so this run is logged offline (`wandb login` changes that)", flush=True)
             return "offline"
-        wandb.Api(timeout=TIMEOUT)  # asks the server whether it accepts the API key
+        _require_login()
     except Exception as error:  # a run must not end because its login failed
         print(f"wandb: no login within {TIMEOUT} seconds ({error}), so this run is logged offline", flush=True)
         return "offline"
     return "online"
+
+
+def _require_login() -> None:
+    """Raises an error if the server does not answer or does not accept the API key.
+
+    wandb.Api would ask the server through wandb's service process. If the server does not answer, that process can
+    still wait for it when the program ends, and the program then waits too.
+    """
+    settings = wandb.setup().settings
+    if settings.api_key is None:  # a login by identity token
+        wandb.Api(timeout=TIMEOUT)
+        return
+    query = {"query": "query Viewer { viewer { id } }"}
+    auth = ("api", settings.api_key)
+    answer = requests.post(f"{settings.base_url}/graphql", json=query, auth=auth, timeout=TIMEOUT)
+    if not answer.ok or "errors" in answer.json():
+        raise ConnectionError(f"HTTP status {answer.status_code}: {answer.text[:200]}")
