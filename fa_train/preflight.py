@@ -2,7 +2,7 @@
 
 import torch
 
-from fa_train.memory.planner.plan import RunSize
+from fa_train.memory.planner.plan import Buckets, RunSize
 from fa_train.models.gpt import GPT
 from fa_train.models.rope import DynamicNTKScaling
 
@@ -52,6 +52,18 @@ def ranks_per_copy(devices: int, replicas: int) -> int:
             "strategy=ddp keeps a whole copy on each device"
         )
     return devices // replicas
+
+
+def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
+    """Returns how DDP stores gradients in a run, or "none" if the run does not use DDP.
+
+    strategy: the chosen option of conf/strategy. With `auto`, Lightning uses DDP if there are several devices.
+    devices: the number of devices on all machines. views: the setting strategy.gradient_as_bucket_view, which is false
+    unless strategy=ddp.
+    """
+    if strategy == "fsdp" or (strategy == "auto" and devices == 1):
+        return "none"
+    return "views" if views else "copies"
 
 
 def require_shardable(run: RunSize, *, samples: bool) -> None:

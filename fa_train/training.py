@@ -93,6 +93,9 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         ranks=1 if sharding is None else preflight.ranks_per_copy(trainer.world_size, sharding.replicas),
         reshard_after_forward=sharding is None or sharding.reshard_after_forward,
         reduce_once=sharding is not None and sharding.reduce_once,
+        buckets=preflight.gradient_buckets(
+            cfg.choices.strategy, trainer.world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
+        ),
     )
     if sharding is not None:
         preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)

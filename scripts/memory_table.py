@@ -19,7 +19,7 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.run import device_bytes, plan_of
 from fa_train.memory.planner.weights import parameter_sizes
-from fa_train.preflight import ranks_per_copy, require_groups, require_shardable
+from fa_train.preflight import gradient_buckets, ranks_per_copy, require_groups, require_shardable
 from scripts.composed import composed
 
 H200_GIB = 139.8
@@ -71,6 +71,9 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         ranks=ranks_per_copy(world_size, cfg.strategy.replicas) if sharded else 1,
         reshard_after_forward=not sharded or cfg.strategy.reshard_after_forward,
         reduce_once=sharded and cfg.strategy.reduce_once,
+        buckets=gradient_buckets(
+            cfg.choices.strategy, world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
+        ),
     )
     if sharded:
         require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)

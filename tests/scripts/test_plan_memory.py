@@ -1,11 +1,14 @@
 """Tests the memory planner: scripts/plan_memory.py, what train.py prints and refuses, and memory=auto."""
 
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.strategies import DDPStrategy
 
 from fa_train import training
 from fa_train.memory.memory import Levers
@@ -88,6 +91,31 @@ def test_sharded_weights_are_planned_as_train_does():
     with pytest.raises(ValueError, match="strategy=fsdp must have at least 2 devices; got 1"):
         plan_of_run(composed_for_plan(overrides))
     assert plan_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).run.ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "buckets"),
+    [
+        pytest.param(["strategy=auto", "trainer.devices=1"], "none", id="auto-1"),
+        pytest.param(["strategy=auto", "trainer.devices=2"], "copies", id="auto-2"),
+        pytest.param(["strategy=auto", "trainer.num_nodes=2"], "copies", id="auto-2-machines"),
+        pytest.param(["strategy=ddp", "trainer.devices=1"], "views", id="ddp-1"),
+        pytest.param(["strategy=ddp", "trainer.devices=2"], "views", id="ddp-2"),
+        pytest.param(["strategy=ddp", "strategy.gradient_as_bucket_view=false"], "copies", id="ddp-copies"),
+        pytest.param(["strategy=fsdp", "trainer.devices=2"], "none", id="fsdp"),
+    ],
+)
+def test_buckets_are_planned_as_lightning_makes_them(overrides, buckets, tmp_path, monkeypatch):
+    planned: list[Plan] = []
+    monkeypatch.setattr(training, "plan_memory", lambda plan, *args, **options: planned.append(plan) or plan.levers)
+    with composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg:
+        trainer = instantiate(cfg.trainer)
+        training.fill_in_levers(cfg, trainer, vocab_size=257)
+        planned.append(plan_of_run(cfg))
+    assert [plan.run.buckets for plan in planned] == [buckets, buckets]
+    assert isinstance(trainer.strategy, DDPStrategy) == (buckets != "none")
+    if buckets != "none":
+        assert trainer.strategy._ddp_kwargs.get("gradient_as_bucket_view", False) == (buckets == "views")
 
 
 @pytest.mark.parametrize(("devices", "gib"), [("1", 120.0), ("4", 30.0), ("[0,1]", 60.0)])
@@ -251,23 +279,38 @@ def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
         assert not instantiate(cfg.memory).auto
 
 
-@pytest.mark.usefixtures("an_h200")
-def test_train_prints_how_far_auto_reaches(tmp_path):
+def printed_plan(folder: Path, devices: int, *overrides: str) -> str:
+    """Returns what train.py prints of the memory plan of a run on GPUs with one micro-batch per step."""
     printed: list[str] = []
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=CUDA),
-        num_devices=1,
-        world_size=1,
+        num_devices=devices,
+        world_size=devices,
         precision="bf16-mixed",
         accumulate_grad_batches=1,
         print=printed.append,
     )
-    lengths = []
-    for memory in ("auto", "none"):
-        with composed(tmp_path, *tiny(tmp_path, f"memory={memory}", "attention=flash")) as cfg:
-            training.fill_in_levers(cfg, trainer, vocab_size=257)
-        lengths.append(int(printed[-1].rpartition(" ")[2].replace(",", "")))
+    with composed(folder, *tiny(folder, "attention=flash", *overrides)) as cfg:
+        training.fill_in_levers(cfg, trainer, vocab_size=257)
+    return printed[-1]
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_train_prints_how_far_auto_reaches(tmp_path):
+    printed = [printed_plan(tmp_path, 1, f"memory={memory}") for memory in ("auto", "none")]
+    lengths = [int(text.rpartition(" ")[2].replace(",", "")) for text in printed]
     assert lengths[0] > lengths[1] > 0
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_train_prints_ddps_buckets(tmp_path):
+    model = ["model.n_layers=8", "model.dim=2048", "model.ffn_dim=8192", "seq_len=32768", "batch_size=2"]
+    alone, ddp = (
+        printed_plan(tmp_path, devices, *model, f"strategy={strategy}")
+        for devices, strategy in ((1, "auto"), (2, "ddp"))
+    )
+    assert "weights 1.9, " in alone and "gradients" not in alone
+    assert "weights 1.9, " in ddp and "gradients 1.9, " in ddp
 
 
 @pytest.mark.usefixtures("an_h200")

@@ -173,7 +173,7 @@ class Block:
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
             # the gradient of the last weight: compiled code holds it until the end of the block
-            its_own = 0 if self.eager and self.run.accumulates else self.down_weight * self.run.weight_bytes
+            its_own = 0 if self.eager and self.run.gradients_in_place else self.down_weight * self.run.weight_bytes
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4

@@ -11,7 +11,10 @@ from fa_train.memory.planner.weights import block_sizes, gathered_outside, train
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes that exist at one point in time of a step, in addition to weights and optimizer states."""
+    """The bytes that exist at one point in time of a step, in addition to weights and optimizer states.
+
+    gradients: includes DDP's buckets.
+    """
 
     name: str
     gradients: int = 0
@@ -41,9 +44,12 @@ class _Step:
         self.fetches_early = self.recomputes or levers.offloads_all
         self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: no gradient
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
-        self.before = self.gradients if run.accumulates else 0  # gradients from earlier micro-batches of the step
+        self.buckets = 0 if run.buckets == "none" else self.gradients
+        # what exists before the backward pass: DDP's buckets, and gradients from earlier micro-batches of the step
+        self.before = self.buckets + (self.gradients if run.accumulates else 0)
+        self.all_gradients = self.gradients * run.gradient_copies  # at the end of the backward pass
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to this one
-        self.of_head = self.embeddings if model.tied or not run.accumulates or run.ranks > 1 else 0
+        self.of_head = self.embeddings if model.tied or not run.gradients_in_place or run.ranks > 1 else 0
         self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 int64 tensors of the batch, 4 int32 tensors of ranges
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
@@ -103,19 +109,24 @@ class _Step:
         return [
             Moment(
                 "the embedding's backward",
-                gradients=self.gradients - (0 if run.accumulates else embeddings // run.ranks),
+                gradients=self.all_gradients - (0 if run.gradients_in_place else embeddings // run.ranks),
                 outside=self.data,
                 # if the weight is tied, the embedding's gradient is added to the head's gradient in place
                 working=(self.block.x + 2 * embeddings if model.tied else self.block.x + embeddings) + outer,
             ),
-            Moment("the optimizer", gradients=self.gradients, outside=self.data, working=optimizer_working(self.plan)),
+            Moment(
+                "the optimizer",
+                gradients=self.gradients * (2 if run.buckets == "copies" else 1),
+                outside=self.data,
+                working=optimizer_working(self.plan),
+            ),
         ]
 
     def backward_of_blocks(self) -> list[Moment]:
         """Returns the bytes during the backward of three blocks: the last block, the second block and the first block.
 
         The backward of a block frees the block's activations. The backward of a block allocates the gradients of the
-        block's weights, unless these already exist.
+        block's weights, unless memory for them already exists.
         """
         block, n_layers, run = self.block, self.model.n_layers, self.run
         rounded = block.rounded_weights()
@@ -126,7 +137,7 @@ class _Step:
         return [
             Moment(
                 f"{backward} of the {which} block",
-                gradients=self.before or (n_layers - left) * of_block,
+                gradients=self.all_gradients if run.gradients_in_place else self.buckets + (n_layers - left) * of_block,
                 rounded_weights=rounded if self.recomputes else left * rounded,
                 activations=left * block.saved() - (left - 1) * block.offloaded(),
                 outside=self.data,

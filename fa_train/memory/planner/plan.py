@@ -11,6 +11,7 @@ from fa_train.memory.memory import Levers
 from fa_train.models.config import ModelConfig
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
+Buckets = Literal["none", "views", "copies"]
 
 
 def require_precision(precision: str) -> None:
@@ -49,6 +50,9 @@ class RunSize:
     ranks: the number of GPUs over which weights, gradients and optimizer states are sharded (fa_train.parallel.fsdp),
     or 1 without sharding. reshard_after_forward, reduce_once: the settings of strategy=fsdp.
     context: the number of GPUs that share each micro-batch (fa_train.parallel.context).
+    buckets: whether the run has DDP's communication buckets, which are as large as all gradients and exist during the
+    whole training. "none": the run does not use DDP. "views": after the last micro-batch of a step, the gradients are
+    views of the buckets (gradient_as_bucket_view=true). "copies": gradients are always separate tensors.
     arch: the GPU's architecture, which determines the attention kernels.
     """
 
@@ -64,6 +68,7 @@ class RunSize:
     context: int = 1
     reshard_after_forward: bool = True
     reduce_once: bool = False
+    buckets: Buckets = "none"
     arch: Arch = "sm90"
 
     def __post_init__(self) -> None:
@@ -83,6 +88,22 @@ class RunSize:
     def gradient_bytes(self) -> int:
         """The number of bytes per element of trained parameters and of their gradients."""
         return self.weight_bytes if self.adapters is None else 4
+
+    @property
+    def gradient_copies(self) -> int:
+        """How many times the memory of all gradients exists, at most: 2 if gradients and DDP's buckets are separate.
+
+        DDP moves gradients to its buckets only in the last micro-batch of a step. If a step has several micro-batches,
+        gradients are separate tensors until then.
+        """
+        return 2 if self.buckets == "copies" or (self.buckets == "views" and self.accumulates) else 1
+
+    @property
+    def gradients_in_place(self) -> bool:
+        """Whether memory for every gradient exists before the backward pass, which then holds new gradients only until
+        they are added to, or copied into, that memory.
+        """
+        return self.accumulates or self.buckets == "views"
 
     @property
     def compute_dtype(self) -> torch.dtype:

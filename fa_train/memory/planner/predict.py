@@ -26,9 +26,10 @@ FRAGMENTATION = 0.03  # memory that the allocator reserves but cannot use, as a 
 class Prediction:
     """The bytes that one process uses on its GPU and on the host when memory use peaks in a step.
 
-    moment: the name of the moment at which memory use peaks. rounded_weights: autocast's copies of weights.
-    activations: tensors that blocks save for the backward pass. outside: the data, and the tensors of the last norm.
-    loss: logits and gradients of the head. working: temporary tensors at the moment of the peak.
+    moment: the name of the moment at which memory use peaks. gradients: includes DDP's buckets.
+    rounded_weights: autocast's copies of weights. activations: tensors that blocks save for the backward pass.
+    outside: the data, and the tensors of the last norm. loss: logits and gradients of the head.
+    working: temporary tensors at the moment of the peak.
     libraries: cuBLAS's workspaces.
     overhead: the CUDA context, the code of kernels, and memory that the caching allocator cannot use.
     host: pinned host memory. allocated: predicts torch.cuda.max_memory_allocated.

@@ -21,7 +21,7 @@ from fa_train.memory.planner.levers import (
     next_lever,
     with_levers,
 )
-from fa_train.memory.planner.plan import OptimizerKind, Plan, RunSize
+from fa_train.memory.planner.plan import Buckets, OptimizerKind, Plan, RunSize
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
 from fa_train.models.gpt import GPT
@@ -55,6 +55,7 @@ def plan_of(
     context: int = 1,
     reshard_after_forward: bool = True,
     reduce_once: bool = False,
+    buckets: Buckets = "none",
 ) -> Plan:
     """Returns the plan of a run. The model may be on the meta device.
 
@@ -74,6 +75,7 @@ def plan_of(
         context=context,
         reshard_after_forward=reshard_after_forward,
         reduce_once=reduce_once,
+        buckets=buckets,
         arch=planned_arch(),
     )
     return Plan(model.config, model.memory.levers, run)
@@ -150,7 +152,7 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
     memory.
     """
     prediction, available = predict(plan), device_bytes(device)
-    trained = sum(trained_sizes(plan)) * plan.run.gradient_bytes // plan.run.ranks
+    trained = sum(trained_sizes(plan)) * plan.run.gradient_bytes // plan.run.ranks * plan.run.gradient_copies
     needed = prediction.weights + prediction.optimizer + trained
     if needed > available:
         raise ValueError(

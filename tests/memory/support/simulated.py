@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +32,7 @@ from fa_train.memory import loss as loss_module
 from fa_train.memory import offload as offload_module
 from fa_train.memory import tiled_ffn as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
+from fa_train.memory.planner.plan import Buckets
 from fa_train.memory.tiled_ffn import mlp_backward, mlp_forward
 from fa_train.models import lora as lora_module
 from fa_train.models.gpt import GPT
@@ -137,7 +140,10 @@ class Live(TorchDispatchMode):
 
 @dataclass
 class Step:
-    """Bytes of a training step, without weights, optimizer states and gradients of earlier micro-batches."""
+    """Bytes of a training step, without weights, optimizer states and gradients of earlier micro-batches.
+
+    DDP's buckets count.
+    """
 
     kept: int  # kept between forward and backward
     forward: int  # peak
@@ -180,11 +186,42 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool) -> Step:
+@contextmanager
+def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.Module]:
+    """Yields the model, wrapped in DDP unless buckets="none".
+
+    The only process never waits for others. DDP's first step does not depend on the values of tensors, so this step
+    also runs on fake tensors.
+    communicates: whether a backward pass in the context moves the gradients to the buckets.
+    """
+
+    def reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        reduced: torch.futures.Future[Tensor] = torch.futures.Future()
+        reduced.set_result(bucket.buffer())
+        return reduced
+
+    if buckets == "none":
+        yield model
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = DistributedDataParallel(model, gradient_as_bucket_view=buckets == "views", init_sync=False)
+        module.register_comm_hook(None, reduce)
+        with nullcontext() if communicates else module.no_sync():
+            yield module
+    finally:
+        dist.destroy_process_group()
+
+
+def simulate(
+    build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool, buckets: Buckets = "none"
+) -> Step:
     """Runs a micro-batch of one document, and returns the memory that the micro-batch needs. tokens: the length of the
     document.
 
-    accumulates: whether gradients of earlier micro-batches exist.
+    accumulates: whether gradients of earlier micro-batches exist. The micro-batch is then not the last of its step, so
+    DDP does not communicate.
+    buckets: as in RunSize.
     """
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     with FakeTensorMode(), as_on_a_gpu(), Live() as live:
@@ -193,17 +230,20 @@ def simulate(build: Callable[[], GPT], tokens: int, precision: str, accumulates:
             model = build()
         finally:
             torch.set_default_dtype(torch.float32)
-        if accumulates:
-            for p in model.parameters():
-                p.grad = torch.empty_like(p)
         static = live.now
-        ids, positions, labels = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
-        live.most, start = 0, len(live.timeline)
-        with autocast:
-            loss = model(ids, torch.empty(2, dtype=torch.int32), positions, labels)
-        kept, forward, forward_where = live.now, live.most, live.where
-        live.most = 0
-        loss.backward()
+        with in_buckets(model, buckets, communicates=not accumulates) as module:
+            of_buckets = live.now - static
+            if accumulates:
+                for p in model.parameters():
+                    p.grad = torch.empty_like(p)
+            static = live.now - of_buckets
+            ids, positions, labels = (torch.empty(tokens, dtype=torch.int64) for _ in range(3))
+            live.most, start = 0, len(live.timeline)
+            with autocast:
+                loss = module(ids, torch.empty(2, dtype=torch.int32), positions, labels)
+            kept, forward, forward_where = live.now, live.most, live.where
+            live.most = 0
+            loss.backward()
     return Step(
         kept=kept - static,
         forward=forward - static,
