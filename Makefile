@@ -57,8 +57,10 @@ format: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
+# The pip that Python 3.11 brings needs three times as much time to resolve and install the dependencies.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install "pip>=26"
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -e .
