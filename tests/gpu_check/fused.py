@@ -6,6 +6,7 @@ from torch import Tensor
 
 from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads, rotate_qkv
+from fa_kernels.rows import add_rows, copy_rows
 from fa_kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
@@ -76,6 +77,28 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
         ("d_projected", gradient, d_projected),
     ):
         _require_close(name, ours, truth, dtype)
+
+
+def check_rows(dtype: torch.dtype, n_heads: int, head_dim: int) -> None:
+    """Checks copies of rows with each combination of indices, and sums of rows, of two tensors with different heads."""
+    sources = [_draw(ROWS, n, head_dim, dtype=dtype).detach() for n in (n_heads, 2)]
+    order, half = torch.randperm(ROWS, device=DEVICE), ROWS // 2
+    for from_rows, to_rows in ((None, None), (order[:half], None), (None, order), (order[:half], order[-half:])):
+        ours = [torch.zeros_like(source) for source in sources]
+        copy_rows(sources, ours, *(None if rows is None else rows.int() for rows in (from_rows, to_rows)))
+        n_rows = ROWS if from_rows is None else half
+        for source, found in zip(sources, ours, strict=True):
+            wanted, rows = torch.zeros_like(source), source[slice(n_rows) if from_rows is None else from_rows]
+            wanted[slice(n_rows) if to_rows is None else to_rows] = rows
+            _require_close("copies", found, wanted, dtype)
+    counts = torch.arange(half, device=DEVICE) % 4 + 1
+    offsets, entries = F.pad(counts.cumsum(0), (1, 0)), torch.randint(ROWS, (int(counts.sum()),), device=DEVICE)
+    totals = [source.clone() for source in sources]
+    add_rows(totals, [source.roll(1, 0) for source in sources], order[:half].int(), entries.int(), offsets.int())
+    index = order[:half].repeat_interleave(counts)
+    for source, found in zip(sources, totals, strict=True):
+        wanted = source.double().index_add(0, index, source.roll(1, 0)[entries].double())
+        _require_close("sums", found, wanted, dtype)
 
 
 def _compare(names, ours, exact, inputs, gradients, dtype) -> None:

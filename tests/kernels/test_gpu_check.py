@@ -67,7 +67,7 @@ def test_tiles_for_less_shared_memory_are_run(h100):
 def test_names_are_unique_and_parts_share_the_list(h100, monkeypatch):
     monkeypatch.setattr("tests.gpu_check.cases.is_hopper", lambda device: True)
     names = [case.name for case in all_cases(DEVICE)]
-    kinds = {"hopper", "portable", "decode", "rmsnorm", "rotary", "swiglu", "schedule"}
+    kinds = {"hopper", "portable", "decode", "rmsnorm", "rotary", "rows", "swiglu", "schedule"}
     assert {name.partition(" ")[0] for name in names} == kinds
     parts = [part_of(names, f"{i}/3") for i in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(names)
@@ -135,6 +135,20 @@ def test_fused_operations_pass_and_wrong_ones_fail(check, size, function, short,
     monkeypatch.setattr(fused, function, wrong)
     with pytest.raises(AssertionError, match="max error"):
         check(torch.float32, size)
+
+
+@pytest.mark.parametrize("function", ["copy_rows", "add_rows"])
+def test_moves_of_rows_pass_and_wrong_ones_fail(function, short, monkeypatch):
+    fused.check_rows(torch.float32, 3, 8)
+    right = getattr(fused, function)
+
+    def wrong(sources, targets, *arguments):
+        right(sources, targets, *arguments)
+        (targets if function == "copy_rows" else sources)[1][:, -1] *= 1.01
+
+    monkeypatch.setattr(fused, function, wrong)
+    with pytest.raises(AssertionError, match="max error"):
+        fused.check_rows(torch.float32, 3, 8)
 
 
 def test_schedules_pass_and_wrong_ones_fail(monkeypatch):

@@ -22,9 +22,9 @@ class SharedSchedule(NamedTuple):
 def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedule:
     """Builds the schedule of a rank's own queries, on the device of traffic's tensors."""
     t = traffic
-    own = schedule_of_ranges(t.key_start, t.key_end, t.source.shape[0], length_class)
+    own = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
     sizes, counts = torch.tensor(t.sizes), torch.tensor(t.counts)
-    return SharedSchedule(own, Moves(t.sent, t.source, t.own, t.taken, t.shared, t.target, sizes, counts))
+    return SharedSchedule(own, Moves(t.sent, t.own, t.taken, t.shared, t.entries, t.offsets, sizes, counts))
 
 
 def unshared(attention: Any) -> Attention:

@@ -42,14 +42,6 @@ class Deal:
         """Returns the rank that holds each stream position. Shapes: (n,) -> (n,) int64."""
         return self.owner[positions // self.chunk_size]
 
-    def local_index(self) -> np.ndarray:
-        """Returns for each stream position its index among the tokens of the rank that holds it, (total,) int64."""
-        of_chunk = np.empty(len(self.owner), np.int64)
-        for rank in range(self.ranks):
-            mine = self.owner == rank
-            of_chunk[mine] = np.arange(mine.sum())
-        return (of_chunk[:, None] * self.chunk_size + np.arange(self.chunk_size)).reshape(-1)
-
 
 def chunk_size_for(total: int, ranks: int) -> int:
     """Returns the largest chunk size that pads a stream of `total` tokens by at most the fraction `MAX_PADDING`."""

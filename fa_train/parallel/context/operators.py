@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
 from fa_kernels.flash_attention.schedule import WORK_TILE
+from fa_kernels.rows import add_rows, copy_rows
 
 _GROUPS: dict[str, ProcessGroup] = {}
 
@@ -26,16 +27,16 @@ def register_group(name: str, group: ProcessGroup) -> None:
 class Moves(NamedTuple):
     """The fields of Traffic that say which rows to move, as tensors. See Traffic for their meaning.
 
-    `sizes` (2, ranks) and `counts` (2,) are int64 tensors on the CPU. If they were lists of integers, a compiled model
+    `sizes` (2, ranks) and `counts` (3,) are int64 tensors on the CPU. If they were lists of integers, a compiled model
     would be compiled again for each new value.
     """
 
     sent: Tensor
-    source: Tensor
     own: Tensor
     taken: Tensor
     shared: Tensor
-    target: Tensor
+    entries: Tensor
+    offsets: Tensor
     sizes: Tensor
     counts: Tensor
 
@@ -47,12 +48,12 @@ def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
     """
     moved = Moves(*moves)
-    return gathered([x], moved, moved.source.shape[0], group)[0]
+    return gathered([x], moved, moved.taken.shape[0], group)[0]
 
 
 @gather_keys.register_fake
 def _(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
-    return x.new_empty(Moves(*moves).source.shape[0], *x.shape[1:])
+    return x.new_empty(Moves(*moves).taken.shape[0], *x.shape[1:])
 
 
 @torch.library.custom_op("fa_train::return_gradients", mutates_args=())
@@ -85,20 +86,22 @@ gather_keys.register_autograd(_return_gradients, setup_context=_save_moves)
 def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> list[Tensor]:
     """Returns for each tensor a buffer of n_rows rows. The host does not wait for the device.
 
-    The own rows do not pass through the communication library, because it would copy them slowly.
+    The own rows are copied while the rows of other ranks travel.
     Shapes: (local, heads, head_dim) -> (n_rows, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()
-    sent, source = moves.sent[: sum(sends)], moves.source[:n_rows]
-    leaving = torch.cat([x.index_select(0, sent) for x in xs], dim=1)
-    arriving = leaving.new_empty(sum(receives), *leaving.shape[1:])
-    dist.all_to_all_single(arriving, leaving, receives, sends, group=_GROUPS[group])
+    leaving, parts = _joined(xs, sum(sends))
+    copy_rows(xs, parts, from_rows=moves.sent[: sum(sends)])
+    arriving, parts = _joined(xs, sum(receives))
+    exchange = dist.all_to_all_single(arriving, leaving, receives, sends, group=_GROUPS[group], async_op=True)
+    buffers = [x.new_empty(n_rows, *x.shape[1:]) for x in xs]
+    copy_rows(xs, buffers, to_rows=moves.own)
+    for buffer in buffers:
+        buffer[moves.counts[2].item() :].zero_()  # also the last row, to which padding was copied
+    exchange.wait()
     del leaving
-    parts = arriving.split([x.shape[1] for x in xs], dim=1)
-    return [
-        torch.cat([x, part, x.new_zeros(1, *x.shape[1:])]).index_select(0, source)
-        for x, part in zip(xs, parts, strict=True)
-    ]
+    copy_rows(parts, buffers, to_rows=moves.taken[: sum(receives)])
+    return buffers
 
 
 def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Tensor]:
@@ -107,20 +110,24 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
     ds: the gradients of buffers, (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()
-    taken = moves.taken[: sum(receives)]
-    leaving = torch.cat([d.index_select(0, taken) for d in ds], dim=1)
-    arriving = leaving.new_empty(sum(sends), *leaving.shape[1:])
+    leaving, parts = _joined(ds, sum(receives))
+    copy_rows(ds, parts, from_rows=moves.taken[: sum(receives)])
+    arriving, parts = _joined(ds, sum(sends))
     exchange = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
-    results = [d.index_select(0, moves.own) for d in ds]  # while rows travel
+    results = [d.new_empty(moves.own.shape[0], *d.shape[1:]) for d in ds]
+    copy_rows(ds, results, from_rows=moves.own)  # while rows travel
     exchange.wait()
     del leaving
-    shared = moves.shared[: moves.counts[1].item()]
-    totals = torch.cat([result.index_select(0, shared) for result in results], dim=1).float()
-    for rows, part in zip(moves.target[: sum(sends)].split(sends), arriving.split(sends), strict=True):
-        totals.index_add_(0, rows, part.float())  # no row occurs twice in `rows`, so each run adds in the same order
-    for result, total in zip(results, totals.split([d.shape[1] for d in ds], dim=1), strict=True):
-        result[shared] = total.to(result.dtype)
+    n_shared = moves.counts[1].item()
+    add_rows(results, parts, moves.shared[:n_shared], moves.entries, moves.offsets[: n_shared + 1])
     return results
+
+
+def _joined(xs: Sequence[Tensor], n_rows: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """Returns a new tensor with n_rows rows and the heads of all tensors, and a view of the heads of each tensor."""
+    heads = [x.shape[1] for x in xs]
+    whole = xs[0].new_empty(n_rows, sum(heads), xs[0].shape[2])
+    return whole, whole.split(heads, dim=1)
 
 
 @torch.library.custom_op("fa_train::context_forward", mutates_args=())

@@ -22,20 +22,20 @@ class Traffic(NamedTuple):
     """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
 
     `total` is the number of tokens in the padded stream, and `capacity` is buffer_rows(total, total). Tensors are
-    padded to these sizes: `source` with the index of the row of zeros, the others with 0. The shapes therefore depend
-    only on `total` and the number of ranks, and a compiled model is not compiled again if documents have other lengths.
+    padded with 0 to these sizes. The shapes therefore depend only on `total` and the number of ranks, and a compiled
+    model is not compiled again if documents have other lengths.
     """
 
     key_start: Tensor  # (local,) int32, the buffer row of the first key that each own query sees
     key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each own query sees
     sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
-    source: Tensor  # (capacity,) int32, for each buffer row, its index among own rows, received rows and a row of zeros
     own: Tensor  # (local,) int32, the buffer row of each own token; for padding, a row that no query sees
     taken: Tensor  # (capacity,) int32, the buffer row of each received row
     shared: Tensor  # (local,) int32, the indices of own tokens that other ranks receive, ascending
-    target: Tensor  # (total,) int32, for each entry of `sent`, its index in `shared`
+    entries: Tensor  # (total,) int32, the indices of `sent`, grouped by the token that they send
+    offsets: Tensor  # (local + 1,) int32, the first of the `entries` of each token in `shared`, then their number
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
-    counts: list[int]  # the number of rows of the buffer, and the number of tokens in `shared`
+    counts: list[int]  # the numbers of rows of the buffer, of tokens in `shared`, and of keys in the buffer
 
 
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -> Traffic:
@@ -44,31 +44,28 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -
     boundaries, window: as for causal_ranges.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
-    mine, local = deal.positions(rank), deal.local_index()
+    mine = deal.positions(rank)
     needed = keys_needed(mine, start, end, deal.total)
     buffered = np.flatnonzero(needed)  # the stream position of each buffer row
     owner = deal.owner_of(buffered)
     arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
     arriving = arriving[owner[arriving] != rank]
     rows, capacity = buffer_rows(len(buffered), deal.total), buffer_rows(deal.total, deal.total)
-    source = np.full(capacity, len(mine) + len(arriving))  # the row of zeros
-    source[: len(buffered)] = local[buffered]
-    source[arriving] = len(mine) + np.arange(len(arriving))
     before = np.append(0, needed.cumsum())  # the number of needed keys before each position
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
-    shared, target = np.unique(np.concatenate(sent), return_inverse=True)
+    shared, numbers = np.unique(np.concatenate(sent), return_counts=True)
     received = np.bincount(owner[owner != rank], minlength=deal.ranks)
     return Traffic(
         torch.from_numpy(before[start[mine]].astype(np.int32)),
         torch.from_numpy(before[end[mine]].astype(np.int32)),
         _filled(np.concatenate(sent), deal.total),
-        torch.from_numpy(source.astype(np.int32)),
         torch.from_numpy(np.where(needed[mine], before[mine], rows - 1).astype(np.int32)),
         _filled(arriving, capacity),
         _filled(shared, len(mine)),
-        _filled(target, deal.total),
+        _filled(np.argsort(np.concatenate(sent), kind="stable"), deal.total),
+        _filled(np.append(0, numbers.cumsum()), len(mine) + 1),
         [[len(tokens) for tokens in sent], received.tolist()],
-        [rows, len(shared)],
+        [rows, len(shared), len(buffered)],
     )
 
 

@@ -115,8 +115,11 @@ def test_every_file_that_a_compile_imports_is_a_source():
     ours = {path for path in map(Path, run.stdout.split()) if path.is_relative_to(root) and ".venv" not in path.parts}
     assert root / "kernels" / "fa_kernels" / "__init__.py" in ours
     assert ours <= {*reports.sources(root)}
-    hashed = {path for path in ours if path.is_relative_to(root / "kernels") or path.parent.name == "aot"}
+    hashed = {*reports.recorded_sources()}
     assert all(not path.read_text().strip() or path in hashed for path in ours), "recorded_key hashes all code"
+    assert {path.name for path in {*reports.sources(root)} - hashed if "fa_kernels" in path.parts} == {
+        *reports.NOT_COMPILED
+    }
 
 
 def test_half_a_report_is_never_read(tmp_path):

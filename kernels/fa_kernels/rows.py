@@ -1,0 +1,186 @@
+"""Moves rows of one or two tensors by index, for keys and values that travel between GPUs.
+
+A row of a tensor (rows, heads, head_dim) is contiguous. torch's functions would need several passes over the data:
+index_select and index_copy_ move one tensor at a time, and sums in fp32 need fp32 copies. On a CPU, torch's functions
+are used.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 4096  # elements per program; in 16-bit dtypes, a thread moves four times 16 bytes
+MAX_COLS = 1024
+
+
+@triton.jit
+def _copy_kernel(
+    source_a, source_b, target_a, target_b, from_ptr, to_ptr, n_rows, source_stride_a, source_stride_b, target_stride_a,
+    target_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One program moves `ROWS` rows of one of two tensors. FROM, TO: whether rows are read, or written, by index."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < n_rows
+    source_row, target_row = row.to(tl.int64), row.to(tl.int64)
+    if FROM:
+        source_row = tl.load(from_ptr + row, mask=inside, other=0).to(tl.int64)
+    if TO:
+        target_row = tl.load(to_ptr + row, mask=inside, other=0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        sources, targets = source_a + source_row * source_stride_a, target_a + target_row * target_stride_a
+        _copy_tile(sources, targets, inside, WIDTH_A, COLS)
+    else:
+        sources, targets = source_b + source_row * source_stride_b, target_b + target_row * target_stride_b
+        _copy_tile(sources, targets, inside, WIDTH_B, COLS)
+
+
+@triton.jit
+def _copy_tile(sources, targets, inside, WIDTH: tl.constexpr, COLS: tl.constexpr):
+    """Copies rows of `WIDTH` elements. sources, targets: [ROWS] pointers to first elements. inside: [ROWS] bool."""
+    for first in tl.static_range(0, WIDTH, COLS):
+        cols = first + tl.arange(0, COLS)
+        mask = inside[:, None] & (cols < WIDTH)
+        tl.store(targets[:, None] + cols, tl.load(sources[:, None] + cols, mask=mask), mask=mask)
+
+
+@triton.jit
+def _add_kernel(
+    total_a, total_b, added_a, added_b, rows_ptr, entries_ptr, offsets_ptr, n_rows, total_stride_a, total_stride_b,
+    added_stride_a, added_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """One program adds to `ROWS` rows of one of two tensors. See add_rows."""
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = index < n_rows
+    row = tl.load(rows_ptr + index, mask=inside, other=0).to(tl.int64)
+    start = tl.load(offsets_ptr + index, mask=inside, other=0)
+    count = tl.load(offsets_ptr + index + 1, mask=inside, other=0) - start
+    entries = entries_ptr + start
+    if tl.program_id(1) == 0:
+        _add_tile(total_a + row * total_stride_a, added_a, added_stride_a, entries, count, inside, WIDTH_A, COLS)
+    else:
+        _add_tile(total_b + row * total_stride_b, added_b, added_stride_b, entries, count, inside, WIDTH_B, COLS)
+
+
+@triton.jit
+def _add_tile(
+    totals, added_ptr, added_stride, entry_ptrs, count, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Adds `count` [ROWS] rows to each row. totals: [ROWS] pointers to first elements. Sums are fp32."""
+    for first in tl.static_range(0, WIDTH, COLS):
+        cols = first + tl.arange(0, COLS)
+        mask = inside[:, None] & (cols < WIDTH)
+        total = tl.load(totals[:, None] + cols, mask=mask, other=0.0).to(tl.float32)
+        for i in range(tl.max(count, axis=0)):
+            there = inside & (i < count)
+            entry = tl.load(entry_ptrs + i, mask=there, other=0).to(tl.int64)
+            row_mask = there[:, None] & (cols < WIDTH)
+            total += tl.load(added_ptr + entry[:, None] * added_stride + cols, mask=row_mask, other=0.0).to(tl.float32)
+        tl.store(totals[:, None] + cols, total, mask=mask)
+
+
+def copy_rows(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], from_rows: Tensor | None = None, to_rows: Tensor | None = None
+) -> None:
+    """Copies rows: for each i and each pair of a source and a target, target[to_rows[i]] = source[from_rows[i]].
+
+    sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a row must be contiguous.
+    from_rows, to_rows: (n,) int32; None stands for 0, 1, 2 and so on. If both are None, n is the rows of the source.
+    Raises: ValueError if the heads of a target's row are not contiguous.
+    """
+    sources = [_with_contiguous_rows(source) for source in sources]
+    _require_contiguous_rows(targets)
+    n_rows = next((len(rows) for rows in (from_rows, to_rows) if rows is not None), len(sources[0]))
+    if not n_rows:
+        return
+    copy = _copy_in_kernel if sources[0].is_cuda else _copy_plainly
+    copy(sources, targets, from_rows, to_rows, n_rows)
+
+
+def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor) -> None:
+    """Adds to the row rows[i] of a total, for each i, the rows entries[offsets[i]], ..., entries[offsets[i + 1] - 1].
+
+    A sum is computed in fp32, in the order of the entries, and rounded once.
+    totals, added: one or two tensors each, (rows, heads, head_dim). The heads of a row must be contiguous.
+    rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.
+    Raises: ValueError if the heads of a total's row are not contiguous.
+    """
+    added = [_with_contiguous_rows(x) for x in added]
+    _require_contiguous_rows(totals)
+    if not len(rows):
+        return
+    add = _add_in_kernel if totals[0].is_cuda else _add_plainly
+    add(totals, added, rows, entries, offsets)
+
+
+def _copy_in_kernel(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], from_rows: Tensor | None, to_rows: Tensor | None, n_rows: int
+) -> None:
+    widths, cols, grid = _launch_sizes(targets, n_rows)
+    unread = targets[0]  # a pointer in place of indices
+    _copy_kernel[grid](
+        *_pair(sources), *_pair(targets), unread if from_rows is None else from_rows,
+        unread if to_rows is None else to_rows, n_rows, *_strides(sources), *_strides(targets), *widths,
+        FROM=from_rows is not None, TO=to_rows is not None, ROWS=ELEMENTS // cols, COLS=cols,
+    )  # fmt: skip
+
+
+def _add_in_kernel(
+    totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor
+) -> None:
+    widths, cols, grid = _launch_sizes(totals, len(rows))
+    _add_kernel[grid](
+        *_pair(totals), *_pair(added), rows, entries, offsets, len(rows), *_strides(totals), *_strides(added), *widths,
+        ROWS=ELEMENTS // cols, COLS=cols,
+    )  # fmt: skip
+
+
+def _copy_plainly(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], from_rows: Tensor | None, to_rows: Tensor | None, n_rows: int
+) -> None:
+    """Computes copy_rows with torch, for the CPU."""
+    for source, target in zip(sources, targets, strict=True):
+        values = source[:n_rows] if from_rows is None else source.index_select(0, from_rows)
+        target[slice(n_rows) if to_rows is None else to_rows.long()] = values
+
+
+def _add_plainly(
+    totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor
+) -> None:
+    """Computes add_rows with torch, for the CPU."""
+    counts = offsets.diff().long()
+    index = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    for total, x in zip(totals, added, strict=True):
+        sums = total.index_select(0, rows).float()
+        sums.index_add_(0, index, x.index_select(0, entries[: len(index)]).float())
+        total[rows.long()] = sums.to(total.dtype)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    return x if x[:1].is_contiguous() else x.contiguous()
+
+
+def _require_contiguous_rows(targets: Sequence[Tensor]) -> None:
+    for target in targets:
+        if not target[:1].is_contiguous():
+            raise ValueError(f"the heads of a row must be contiguous; got strides {target.stride()}")
+
+
+def _launch_sizes(targets: Sequence[Tensor], n_rows: int) -> tuple[list[int], int, tuple[int, int]]:
+    """Returns the elements of a row of each tensor, the columns of a tile, and the grid of a launch."""
+    widths = [x[0].numel() for x in _pair(targets)]
+    cols = min(triton.next_power_of_2(max(widths)), MAX_COLS)
+    return widths, cols, (triton.cdiv(n_rows, ELEMENTS // cols), len(targets))
+
+
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    return tensors[0], tensors[-1]
+
+
+def _strides(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    first, last = _pair(tensors)
+    return first.stride(0), last.stride(0)
