@@ -11,7 +11,6 @@ from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.memory.checkpointing import ATTENTION_OPERATORS
 from tests.memory.support.small import (
-    ATTENTIONS,
     assert_equal,
     compile_blocks,
     levers,
@@ -22,16 +21,19 @@ from tests.memory.support.small import (
 )
 
 N_LAYERS = 3
+OTHER_ATTENTIONS = ("naive", "sdpa", "chunked")  # flash has a test of its own
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+
+
+CASES = [(*case, False) for case in product(OTHER_ATTENTIONS, ("selective", "full"))]
+# Naive attention has no operator that selective checkpointing could keep, and chunked attention is not compiled.
+CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "full", True), ("chunked", "full", True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "compiled"),
-    [
-        pytest.param(*case, id="-".join((*case[:2], "compiled" if case[2] else "eager")))
-        for case in product(ATTENTIONS, ("selective", "full"), (False, True))
-    ],
+    [pytest.param(*case, id="-".join((*case[:2], "compiled" if case[2] else "eager"))) for case in CASES],
 )
 def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
     model = small_gpt(levers(checkpointing), device, attention)
@@ -40,6 +42,7 @@ def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
     assert_equal(step(model, stream(device)), step_without_levers(attention, device))
 
 
+@pytest.mark.slow
 @COMPILED
 @pytest.mark.parametrize(
     ("checkpointing", "times"),
@@ -49,7 +52,9 @@ def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
         pytest.param("full", 2, id="full"),
     ],
 )
-def test_how_often_flash_forward_runs(checkpointing, times, compiled, device, monkeypatch):
+def test_flash_has_the_same_loss_and_gradients(checkpointing, times, compiled, device, monkeypatch):
+    """Also counts how often the forward of flash attention runs: a second time only with full checkpointing."""
+    expected = step_without_levers("flash", device)
     calls = []
     forward = backend.forward
     monkeypatch.setattr(backend, "forward", lambda *args: calls.append(None) or forward(*args))
@@ -60,6 +65,7 @@ def test_how_often_flash_forward_runs(checkpointing, times, compiled, device, mo
     assert len(calls) == N_LAYERS
     loss.backward()
     assert len(calls) == times * N_LAYERS
+    assert_equal([loss.detach(), *(p.grad for p in model.parameters())], expected)
 
 
 class Operators(TorchDispatchMode):

@@ -10,7 +10,7 @@ from fa_train import training
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_of, merge, quantized
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
-from tests.models.test_lora import ALL, MEMORIES, SELECTIVE, lora, small
+from tests.models.test_lora import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, small
 from tests.support.training import column, composed, tiny
 
 pytest.importorskip("torchao")
@@ -72,7 +72,7 @@ def test_memory_levers_change_nothing(memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [SELECTIVE, ALL])
+@pytest.mark.parametrize("memory", [SELECTIVE, COMPILED_CHUNKS[-1]])
 def test_memory_levers_change_nothing_compiled(memory):
     """The backward recomputes the dense weights, either for the whole FFN or for its chunks.
 
