@@ -5,6 +5,7 @@ import importlib
 import re
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,12 @@ def test_every_fragment_runs(page):
         exec(compile(fragment, str(page), "exec"), namespace)
 
 
+@cache
+def composes(*overrides: str) -> None:
+    """Composes and checks the config. Pages repeat commands, so a config that was composed is not composed again."""
+    composed([*overrides])
+
+
 class Parsed(Exception):
     """Raised after the arguments of a script have been accepted."""
 
@@ -67,7 +74,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     if script.endswith(("train.py", "plan_memory", "prepare_data", "profile_step")):
         one = [word.split(",")[0] if "-m" in arguments else word for word in arguments]
-        composed([word for word in one if word != "-m" and not OWN_KEYS.match(word)])
+        composes(*(word for word in one if word != "-m" and not OWN_KEYS.match(word)))
         return
 
     original = argparse.ArgumentParser.parse_args

@@ -84,6 +84,21 @@ def finish(
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())
 
 
+class ForkedModule:
+    """Stands in for the subprocess.Popen of `python -m module arguments`, and runs the module by `finish`."""
+
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, **options: object
+    ) -> None:
+        python, option, module, *arguments = command
+        assert (python, option) == (sys.executable, "-m")
+        self.done = finish(module, arguments, cwd, {**os.environ} if env is None else env)
+        self.returncode = self.done.returncode
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        return self.done.stdout, self.done.stderr
+
+
 def _main(
     program: Path | str,
     arguments: Sequence[str],

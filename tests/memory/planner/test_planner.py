@@ -193,7 +193,7 @@ CASES: dict[str, dict[str, Any]] = {
     "learned-positions": {"positions": "learned", "max_seq_len": 32768},
     "one-layer": {"n_layers": 1},
     "last-chunk-shorter": {"mlp_chunk": 20000},
-    "attention-most": {"mlp_chunk": 1024, "ffn_dim": 1024, "qk_norm": True},
+    "attention-most": {"mlp_chunk": 8192, "ffn_dim": 1024, "qk_norm": True},
     "fp32": {"precision": "32-true"},
     "bf16": {"precision": "bf16-true"},
     "bf16-untied": {"precision": "bf16-true", "tied": False, "vocab_size": 128256},

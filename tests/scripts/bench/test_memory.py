@@ -24,8 +24,7 @@ from scripts.bench.memory import (
 from scripts.bench.memory_cases import COMBINATIONS, OFF, Case, Levers, Row, levers_of
 from scripts.bench.memory_report import markdown, pooled, slowdown
 from scripts.bench.overlap import Overlap, common, merged, overlap, overlap_of
-from tests.support import processes
-from tests.support.training import quiet_environment
+from tests.support.processes import ForkedModule
 
 TINY = ("model.n_layers=3", "model.dim=32", "model.ffn_dim=64", "model.vocab_size=259")
 CASE = Case("nano", 64, "selective", "cpu", "sdpa", compiled=False, steps=2, slow_step=60, overrides=TINY)
@@ -116,21 +115,8 @@ def test_running_out_of_memory_is_a_row(monkeypatch):
     assert row.outcome == "out of memory" and row.step_ms == [] and row.peak_gib is not None
 
 
-class Forked:
-    """Stands in for subprocess.Popen. The process is forked from the server of tests.support.processes."""
-
-    def __init__(self, command, cwd, **_):
-        python, option, module, *arguments = command
-        assert (python, option) == (sys.executable, "-m")
-        self.done = processes.finish(module, arguments, cwd, quiet_environment())
-        self.returncode = self.done.returncode
-
-    def communicate(self, timeout):
-        return self.done.stdout, self.done.stderr
-
-
 def test_a_case_that_fails_says_why(monkeypatch):
-    monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(subprocess, "Popen", ForkedModule)
     row = run_apart(replace(CASE, overrides=(*TINY, "model.norm=batchnorm")), timeout=120)
     assert row.outcome.startswith("failed: model.norm must be one of") and row.outcome.endswith("got batchnorm")
 

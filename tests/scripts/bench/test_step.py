@@ -4,6 +4,7 @@ import csv
 import math
 import re
 import shlex
+import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -30,6 +31,7 @@ from scripts.bench.step import (
 from scripts.bench.training_case import FEWEST_STEPS, REPOSITORY, StepTimes, document_lens
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import Variant, variant_of
+from tests.support.processes import ForkedModule
 from tests.support.training import column, composed
 
 TINY = (
@@ -107,7 +109,8 @@ def test_a_case_that_takes_too_long():
     assert run_apart(CASE, timeout=0.05).outcome == "failed: not done after 0.05 s"
 
 
-def test_a_case_that_fails_says_why():
+def test_a_case_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", ForkedModule)
     row = run_apart(replace(CASE, overrides=(*TINY, "model.norm=batchnorm")), timeout=120)
     assert row.outcome.startswith("failed: model.norm must be one of") and row.outcome.endswith("got batchnorm")
 
