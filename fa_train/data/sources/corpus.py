@@ -4,6 +4,7 @@ The hash of a document's key decides whether the document is held out for valida
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -46,7 +47,11 @@ class StdlibCorpus:
     def __init__(self) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
         skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-        self.paths = sorted(p for p in self.root.rglob("*.py") if skipped.isdisjoint(p.relative_to(self.root).parts))
+        paths: list[Path] = []
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk does not enter the others
+            paths += (Path(folder, name) for name in files if name.endswith(".py"))
+        self.paths = sorted(paths)
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.paths:
