@@ -3,6 +3,8 @@
 A user's mistake gives an error of one line before anything is computed.
 """
 
+from itertools import zip_longest
+
 import pytest
 import torch
 from hydra.errors import HydraException
@@ -21,20 +23,28 @@ NEEDED = {
 }
 
 
+TOGETHER = ("attention", "callbacks", "data", "logger", "memory", "scheduler", "trainer")
+ALONE = ("adapter", "optimizer", "strategy")  # some of these options exclude each other
+
+
 def options():
-    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
-        for file in sorted(group.glob("[!_]*.yaml")):
-            if group.name not in ("model", "experiment", "preset"):  # tests/models builds the models
-                yield pytest.param(group.name, file.stem, id=f"{group.name}={file.stem}")
+    """Yields lists of options, in which each option occurs once. Options of `TOGETHER` share a run."""
+    groups = {path.name: sorted(file.stem for file in path.glob("[!_]*.yaml")) for path in CONF.iterdir()}
+    groups = {name: [f"{name}={option}" for option in found] for name, found in groups.items()}
+    assert groups.keys() - {"train.yaml", "model", "experiment", "preset"} == {*TOGETHER, *ALONE}
+    shared = zip_longest(*(groups[name] for name in TOGETHER))
+    for row in [*shared, *((option,) for name in ALONE for option in groups[name])]:
+        chosen = [option for option in row if option]
+        yield pytest.param(chosen, id=",".join(chosen))
 
 
-@pytest.mark.parametrize(("group", "option"), options())
-def test_every_option_builds_a_run(group, option, tmp_path, device):
-    needed = list(NEEDED.get(option, []))
-    if option == "sft":
+@pytest.mark.parametrize("chosen", list(options()))  # tests/models builds the models
+def test_every_option_builds_a_run(chosen, tmp_path, device):
+    needed = [override for option in chosen for override in NEEDED.get(option.partition("=")[2], [])]
+    if "data=sft" in chosen:
         chats = write_jsonl(tmp_path / "chats.jsonl", many_chats(4))
-        needed = [f"data.path={chats}", f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer')}"]
-    overrides = tiny(tmp_path, f"{group}={option}", f"trainer.accelerator={device.type}", *needed)
+        needed += [f"data.path={chats}", f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer')}"]
+    overrides = tiny(tmp_path, *chosen, f"trainer.accelerator={device.type}", *needed)
     with composed(tmp_path, *overrides) as cfg:
         trainer, lit_gpt, data = training.build(cfg)
     assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4

@@ -55,7 +55,7 @@ def run_main(monkeypatch, folder, *arguments):
 @pytest.mark.slow
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "run_apart", in_this_process)
-    names = ["selective", "selective+offload+mlp_chunk=16", "selective+loss_chunk=all"]
+    names = ["selective", "selective+offload+mlp_chunk=16+loss_chunk=all"]
     found, text = run_main(
         monkeypatch, tmp_path, "--seq-lens", "64", "96", "--combinations", *names, "--rounds", "2", "--profile"
     )
