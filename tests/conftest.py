@@ -8,6 +8,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
+import tests.support.fast_yaml  # noqa: F401
+
 # Set TRITON_INTERPRET before any test module imports a kernel, because Triton reads it when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

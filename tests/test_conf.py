@@ -7,12 +7,14 @@ from itertools import zip_longest
 
 import pytest
 import torch
+import yaml
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fa_train import run_config, training
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+from tests.support.fast_yaml import PYTHON_LOADER
 from tests.support.training import CONF, command_line, composed, tiny
 from tests.test_finetune import write_base
 
@@ -50,6 +52,13 @@ def test_every_option_builds_a_run(chosen, tmp_path, device):
     assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4
     assert lit_gpt.model.config.vocab_size == data.vocab_size
     assert data.seq_len == 64
+
+
+def test_libyaml_reads_the_configs_as_python_does():
+    files = sorted(CONF.rglob("*.yaml"))
+    assert len(files) > 40 and yaml.SafeLoader.__name__ == "CSafeLoader"
+    for file in files:
+        assert yaml.safe_load(file.read_text()) == yaml.load(file.read_text(), PYTHON_LOADER), file
 
 
 @pytest.mark.parametrize("base", ["data/_base", "model/_decoder", "optimizer/_adamw"])

@@ -10,6 +10,7 @@ import pandas  # noqa: F401
 import torch._inductor.compile_fx  # noqa: F401
 
 import fa_train.data.datamodule  # noqa: F401
+import tests.support.fast_yaml  # noqa: F401
 
 gc.collect()
 gc.freeze()
