@@ -8,7 +8,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
+from yaml import YAMLError
 
 from fa_train import compat
 from fa_train.checkpoints.saved_config import require_own_targets
