@@ -3,10 +3,11 @@
 Only attention connects tokens, so a rank may hold any tokens of the stream. The stream is cut into equal chunks, and
 every rank gets the same number of chunks. The assignment starts with contiguous shares of the stream. Most documents
 then lie within one rank, and few keys need to be sent. But contiguous shares can need different amounts of attention
-work. The chunks of two ranks are therefore swapped, one for one, until the work of all ranks is almost equal.
+work. Runs of chunks of two ranks are therefore swapped until the work of all ranks is almost equal.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,9 @@ import numpy as np
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 64
 TOLERANCE = 0.01  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
+RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # chunks that an exchange swaps
+TRIED = 32  # exchanges of each run length whose traffic is compared
+FIXED_COST = 4  # chunks of keys; makes one large exchange better than several small ones
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
     owner = np.arange(padded // size) * ranks // (padded // size)
     if balanced:
         start, end = causal_ranges(boundaries, padded)
-        exchange(owner, (end - start).reshape(-1, size).sum(axis=1), ranks)
+        first = np.minimum(start[::size] // size, np.arange(len(owner)))  # padding sees no keys
+        exchange(owner, (end - start).reshape(-1, size).sum(axis=1), first, ranks)
     return Deal(owner, size, ranks)
 
 
@@ -87,28 +92,91 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
     return np.where(inside, first, boundaries[-1]), np.where(inside, token + 1, boundaries[-1])
 
 
-def exchange(owner: np.ndarray, work: np.ndarray, ranks: int) -> None:
-    """Exchanges pairs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
+def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
+    """Exchanges runs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
-    A rank is allowed `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and the rank
-    with the least work swap one chunk each. The exchange moves as much work as possible, but at most half of the work
-    by which the two ranks differ. Few exchanges are then enough, so a rank's tokens stay nearly contiguous.
+    A rank is allowed `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and another
+    rank, if possible the one with the least work, swap two runs of equal length. The exchange moves at most half of the
+    work by which the two ranks differ. Of many such exchanges, the one that moves the most work per additional chunk of
+    keys to send is chosen. Runs of several chunks can move whole documents, whose keys then need not be sent.
+
+    owner: (n_chunks,), as in Deal. work: (n_chunks,), the pairs of a query and a key of each chunk. first: (n_chunks,),
+    the chunk of the first key that each chunk's queries see.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
-    limit = (1 + TOLERANCE) * load.mean()
-    while load.max() > limit:
-        most, least = int(load.argmax()), int(load.argmin())
-        gives, takes = np.flatnonzero(owner == most), np.flatnonzero(owner == least)
-        takes = takes[np.argsort(work[takes], kind="stable")]
-        half = (load[most] - load[least]) // 2
-        # for each chunk of the busiest rank, find the chunk of least work such that the exchange moves at most `half`
-        index = np.searchsorted(work[takes], work[gives] - half)
-        moved = work[gives] - work[takes[index.clip(max=len(takes) - 1)]]
-        moved[index == len(takes)] = 0
-        best = int(moved.argmax())
-        if moved[best] <= 0:
+    mean = load.mean()
+    while load.max() > (1 + TOLERANCE) * mean:
+        most = int(load.argmax())
+        for least in map(int, load.argsort(kind="stable")):
+            swaps = possible_swaps(owner, work, most, least, (load[most] - load[least]) // 2)
+            if len(swaps.moved):
+                break
+        else:
             return
-        given, taken = gives[best], takes[index[best]]
-        owner[given], owner[taken] = least, most
-        load[most] -= moved[best]
-        load[least] += moved[best]
+        held = np.stack([owner == most, owner == least])
+        after = np.repeat(held[:, None], len(swaps.moved), axis=1)
+        for i, (length, gives, takes) in enumerate(zip(swaps.length, swaps.gives, swaps.takes, strict=True)):
+            after[:, i, gives : gives + length] = [[False], [True]]
+            after[:, i, takes : takes + length] = [[True], [False]]
+        # the slower of both ranks determines the time
+        before, received = (received_chunks(x, first).max(axis=0) for x in (held, after))
+        useful = np.minimum(swaps.moved, load[most] - mean)
+        best = int((useful / np.maximum(received - before + FIXED_COST, 1)).argmax())
+        owner[after[0, best]], owner[after[1, best]] = most, least
+        load[most] -= swaps.moved[best]
+        load[least] += swaps.moved[best]
+
+
+class Swaps(NamedTuple):
+    """Possible exchanges between two ranks. Each exchange swaps two runs of consecutive chunks.
+
+    All fields are (n,) int64. length: the chunks of a run. gives, takes: the first chunk of the run that the busier
+    rank gives, and of the run that it takes. moved: by how much its work falls.
+    """
+
+    length: np.ndarray
+    gives: np.ndarray
+    takes: np.ndarray
+    moved: np.ndarray
+
+
+def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
+    """Returns swaps of rank `most` with rank `least` that move some work, but at most `limit`.
+
+    For each length, the result has the `TRIED` swaps that move the most work, each with another run to give.
+    """
+    before = np.append(0, work.cumsum())
+    found = []
+    for length in RUN_LENGTHS:
+        gives, takes = (_runs(owner == rank, length) for rank in (most, least))
+        given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
+        order = np.argsort(taken, kind="stable")
+        # for each run to give, the run of least work to take such that the exchange moves at most `limit`
+        index = np.searchsorted(taken[order], given - limit)
+        exists = index < len(takes)
+        gives, partner = gives[exists], order[index[exists]]
+        moved = given[exists] - taken[partner]
+        largest = np.argsort(-moved, kind="stable")[:TRIED]
+        largest = largest[moved[largest] > 0]
+        found.append((np.full(len(largest), length), gives[largest], takes[partner[largest]], moved[largest]))
+    return Swaps(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def received_chunks(held: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Returns how many chunks of keys a rank receives from others, (...,), if it holds the chunks `held` (..., n) bool.
+
+    first: as for exchange.
+    """
+    n_chunks = held.shape[-1]
+    rows, chunks = np.nonzero(held.reshape(-1, n_chunks))
+    size = len(held.reshape(-1, n_chunks)) * (n_chunks + 1)
+    opened = np.bincount(rows * (n_chunks + 1) + first[chunks], minlength=size)
+    closed = np.bincount(rows * (n_chunks + 1) + chunks + 1, minlength=size)
+    needed = (opened - closed).reshape(*held.shape[:-1], n_chunks + 1).cumsum(axis=-1)[..., :-1] > 0
+    return (needed & ~held).sum(axis=-1)
+
+
+def _runs(held: np.ndarray, length: int) -> np.ndarray:
+    """Returns the first chunks of all runs of `length` consecutive chunks that are held. Shapes: (n,) bool -> (m,)."""
+    before = np.append(0, held.cumsum())
+    return np.flatnonzero(before[length:] - before[:-length] == length)
