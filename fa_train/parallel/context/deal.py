@@ -14,7 +14,7 @@ import numpy as np
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk, because it reads all keys between its
 # queries. If chunks of 384 pad a stream by more than `MAX_PADDING`, smaller chunks are used.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
-MAX_PADDING = 1 / 64
+MAX_PADDING = 1 / 512
 TOLERANCE = 0.01  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # chunks that an exchange swaps
 TRIED = 32  # exchanges of each run length whose traffic is compared
