@@ -42,13 +42,13 @@ class Attention(Protocol):
 
 def require_backend(attention: Attention, device: torch.device) -> None:
     """Raises: ValueError if `attention` cannot run on `device`. Is called before training."""
-    if _function(attention) is flash_attention:
+    if function_of(attention) is flash_attention:
         require_flash_backend(device)
 
 
 def require_softcap(attention: Attention, softcap: float) -> None:
     """Raises: ValueError if softcap is not 0 and `attention` does not support soft caps."""
-    if softcap and _function(attention) is sdpa_attention:
+    if softcap and function_of(attention) is sdpa_attention:
         raise ValueError(
             f"attention=sdpa cannot cap scores, and this model caps them at {softcap}. "
             "Use attention=flash, or attention=chunked or naive without a CUDA GPU"
@@ -232,8 +232,8 @@ def soft_capped(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def _function(attention: Attention) -> object:
-    """Returns the function in a functools.partial, or `attention` itself if it is not a partial."""
+def function_of(attention: Attention) -> object:
+    """Returns the function in a functools.partial, as configs make it, or `attention` itself if it is not a partial."""
     return attention.func if isinstance(attention, partial) else attention
 
 

@@ -43,7 +43,7 @@ CASES = {
     "sdpa-2": (sdpa_attention, "norms", "selective", True, 2),
     "sdpa-4": (sdpa_attention, "windows", "none", False, 4),
     "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, 2),
-    "flash-2": (flash_attention, "windows", "selective", True, 2),
+    "flash-2": (partial(flash_attention), "windows", "selective", True, 2),
     "flash-4": (flash_attention, "only windows", "none", False, 4),
     "flash-norms": (flash_attention, "norms", "full", False, 4),
     "flash-cap": (flash_attention, "cap", "selective", False, 4),

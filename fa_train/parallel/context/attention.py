@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_of_ranges
-from fa_train.models.attention import Attention, flash_attention
+from fa_train.models.attention import Attention, flash_attention, function_of
 from fa_train.parallel.context.operators import Moves, context_forward, gather_keys
 from fa_train.parallel.context.traffic import Traffic
 
@@ -56,7 +56,7 @@ class ContextAttention:
     ) -> Tensor:
         """Shapes: q (local, n_heads, head_dim); k, v (local, n_kv_heads, head_dim); returns the shape of q."""
         own, moves = schedule
-        if self.inner is flash_attention:
+        if function_of(self.inner) is flash_attention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
             o, _ = context_forward(q, k, v, own.tensors(), moves, self.group, scale, softcap, own.length_class)
             return o

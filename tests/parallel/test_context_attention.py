@@ -1,0 +1,48 @@
+"""Attention in a context group of one rank, which gathers its own keys."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fa_train.models.attention import flash_attention
+from fa_train.parallel.context.attention import ContextAttention, shared_schedule
+from fa_train.parallel.context.deal import deal
+from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.traffic import traffic
+
+TOTAL, BOUNDARIES = 40, np.array([0, 13, 40])
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    register_group("alone", dist.new_group([0]))
+    yield "alone"
+    dist.destroy_process_group()
+
+
+def saved_rows(attention, group):
+    """Returns the numbers of rows of the fp32 tensors that are kept for the backward pass."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
+    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    rows = []
+
+    def keep(x):
+        rows.append(x.shape[0] if x.dtype == torch.float32 and x.dim() == 3 else 0)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        o = ContextAttention(attention, group)(q, k, v, schedule)
+    gradients = torch.autograd.grad(o.sum(), (q, k, v))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    return rows
+
+
+# conf/attention/flash.yaml makes a functools.partial of the function
+@pytest.mark.parametrize("attention", [flash_attention, partial(flash_attention)], ids=["function", "partial"])
+def test_flash_attention_keeps_no_gathered_keys(attention, group):
+    assert max(saved_rows(attention, group)) == TOTAL
