@@ -18,6 +18,7 @@ from fa_train.checkpoints.base import drop_base, restore_base
 from fa_train.data.packing.collate import Batch
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.memory.planner.plan import require_precision
+from fa_train.models.float8 import Float8, use_float8
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
@@ -33,7 +34,8 @@ class LitGPT(L.LightningModule):
     Each optimizer step sets three tensors on the device, over all micro-batches and ranks of the step. `step_loss` is
     the loss in nats per label. `step_grad_norm` is the gradient norm before clipping. `step_squared_lengths` is the sum
     of squared document lengths.
-    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported.
+    float8: how the blocks' linear layers compute in float8 (fa_train.models.float8), or None for no float8.
+    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported, or as use_float8.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class LitGPT(L.LightningModule):
         scheduler: Callable[[Optimizer], LRScheduler],
         compile_model: bool,
         seed: Seed,
+        float8: Float8 | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -51,6 +54,8 @@ class LitGPT(L.LightningModule):
         self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
         self._sums: Tensor  # sums over the step: loss, labels, squared document lengths; counts are exact in fp64
         self._val_sums: Tensor  # sums over the validation: loss, labels
+        if float8 is not None:
+            use_float8(model, float8)
         if compile_model:
             model.compile_blocks()
 

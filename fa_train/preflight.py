@@ -3,6 +3,7 @@
 import torch
 
 from fa_train.memory.planner.plan import Buckets, RunSize
+from fa_train.models.float8 import MULTIPLE, require_float8_model
 from fa_train.models.gpt import GPT
 from fa_train.models.rope import DynamicNTKScaling
 
@@ -81,6 +82,25 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
         )
     if samples and run.context > 1:
         raise ValueError(f"strategy.context={run.context} must have callbacks.sample=null; got a callback")
+
+
+def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:
+    """Checks that a run supports lit_gpt.float8. Does not check the GPU.
+
+    sharded: whether the run has strategy=fsdp.
+    Raises: ValueError if the model or a setting of the run does not support float8.
+    """
+    require_float8_model(model)
+    if sharded:
+        raise ValueError("lit_gpt.float8 must have strategy=auto or ddp; got fsdp")
+    if not run.compiled:
+        raise ValueError("lit_gpt.float8 must have lit_gpt.compile_model=true; got false")
+    if run.precision == "32-true":
+        raise ValueError("lit_gpt.float8 must have trainer.precision=bf16-mixed or bf16-true; got 32-true")
+    if run.tokens % MULTIPLE:
+        raise ValueError(
+            f"lit_gpt.float8 needs seq_len * data.micro_batch_size to be a multiple of {MULTIPLE}; got {run.tokens}"
+        )
 
 
 def machine() -> str:

@@ -18,6 +18,7 @@ from fa_train.checkpoints import resume
 from fa_train.fit import fit
 from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
+from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
@@ -96,7 +97,11 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         buckets=preflight.gradient_buckets(
             cfg.choices.strategy, trainer.world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
         ),
+        float8=cfg.lit_gpt.float8 is not None,
     )
+    if plan.run.float8:
+        preflight.require_float8(model, plan.run, sharded=sharding is not None)
+        require_float8_gpu(trainer.strategy.root_device)
     if sharding is not None:
         preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
     levers = plan_memory(

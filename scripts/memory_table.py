@@ -17,9 +17,9 @@ from fa_train.memory.planner.levers import (
 )
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
-from fa_train.memory.planner.run import device_bytes, plan_of
+from fa_train.memory.planner.run import WITHOUT_FLOAT8, device_bytes, plan_of
 from fa_train.memory.planner.weights import parameter_sizes
-from fa_train.preflight import gradient_buckets, ranks_per_copy, require_groups, require_shardable
+from fa_train.preflight import gradient_buckets, ranks_per_copy, require_float8, require_groups, require_shardable
 from scripts.composed import composed
 
 H200_GIB = 139.8
@@ -41,6 +41,8 @@ def memory_table(arguments: list[str]) -> str:
     lines = [table(plan, gpu_bytes, host_bytes, auto=auto)]
     if cfg.choices.attention != "flash":
         lines += ["the plan is for attention=flash; other attentions may need more memory"]
+    if plan.run.float8:
+        lines += [WITHOUT_FLOAT8]
     if not torch.cuda.is_available() and (gpu is None or host is None):
         assumed = ["an H200's GPU"] * (gpu is None) + ["this machine's host memory"] * (host is None)
         lines += [f"assumed: {' and '.join(assumed)}; set gpu_gib= and host_gib= to change this"]
@@ -50,7 +52,8 @@ def memory_table(arguments: list[str]) -> str:
 def plan_of_run(cfg: DictConfig) -> Plan:
     """Returns the memory plan of a run. The model has no weights (device "meta").
 
-    Raises: ValueError if strategy=fsdp cannot shard the model, or strategy.context does not divide the devices.
+    Raises: ValueError if strategy=fsdp cannot shard the model, strategy.context does not divide the devices, or the run
+    does not support lit_gpt.float8.
     """
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
@@ -74,7 +77,10 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         buckets=gradient_buckets(
             cfg.choices.strategy, world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
         ),
+        float8=cfg.lit_gpt.float8 is not None,
     )
+    if plan.run.float8:
+        require_float8(model, plan.run, sharded=sharded)
     if sharded:
         require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
     return plan

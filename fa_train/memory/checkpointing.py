@@ -36,6 +36,8 @@ ATTENTION_OPERATORS = frozenset(
         *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )
+# The scale of a float8 tensor needs the largest magnitude of the tensor. It is one number, and saving it saves a read.
+_KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 
 def require_checkpointing(checkpointing: str) -> None:
@@ -73,7 +75,7 @@ def _keep_attention(
     context: SelectiveCheckpointContext, operator: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """Returns whether to keep an operator's result. torch calls this function for each operator of the forward pass."""
-    return CheckpointPolicy.MUST_SAVE if operator in ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _KEEP_ATTENTION = partial(create_selective_checkpoint_contexts, _keep_attention)

@@ -3,7 +3,7 @@
 | class | chosen if | saved for the backward |
 |:--|:--|:--|
 | RecomputedFFN | by default | up(x) |
-| DenseFFN | an adapter changes a layer | up(x) and the activations |
+| DenseFFN | a layer has an adapter or computes in float8 | up(x) and the activations |
 | TiledFFN | memory.mlp_chunk is set | nothing, or up(x) with memory.offload=all |
 | TorchChunkedFFN | mlp_chunk is set, and there is GeGLU or an adapter | nothing |
 """
@@ -40,7 +40,10 @@ class FFN(nn.Module):
 
 
 class DenseFFN(FFN):
-    """Saves up(x) and the activations for the backward pass. An adapter on `down` needs the activations."""
+    """Saves up(x) and the activations for the backward pass. An adapter on `down` needs the activations.
+
+    With float8, torch.compile decides whether to save or to recompute the activations.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
@@ -102,7 +105,10 @@ def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
 
 
 def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
-    """Builds an FFN from two linear layers, which may be LoRA layers. This file's docstring lists the FFN classes."""
+    """Builds an FFN from two linear layers, which may have adapters or compute in float8.
+
+    This file's docstring lists the FFN classes.
+    """
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:
         if plain:

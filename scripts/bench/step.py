@@ -15,11 +15,12 @@ optimizer. Each case runs in a new process. Times are host times, with a device 
 reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of the process. MFU counts
 FLOPs as fa_train/flops.py does, without recomputation.
 
-Our variants are named ours-MEMORY[-compiled][-portable]. MEMORY is an option of conf/memory, `compiled` sets
-lit_gpt.compile_model=true, and `portable` disables the Hopper kernels (FLASH_ATTENTION_BACKEND). Variants that start
-with hf are transformers with Liger's kernels: scripts/bench/peers.py describes hf, hf-compiled and hf-fa_train. Each of
-them also exists with `-checkpointing`. The script writes OUT.csv and OUT.md after every case. OUT.md compares ours with
-the fastest peer of each length, and a peer is a variant without our attention.
+Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
+lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
+(FLASH_ATTENTION_BACKEND). Variants that start with hf are transformers with Liger's kernels: scripts/bench/peers.py
+describes hf, hf-compiled and hf-fa_train. Each of them also exists with `-checkpointing`. The script writes OUT.csv and
+OUT.md after every case. OUT.md compares the fastest of our variants without float8 with the fastest peer of each
+length. A peer is a variant without our attention.
 """
 
 import argparse
@@ -122,6 +123,7 @@ def configuration(case: Case) -> DictConfig:
         "batch_size=1",
         f"trainer.accelerator={'gpu' if case.device == 'cuda' else 'cpu'}",
         f"lit_gpt.compile_model={str(variant.compiled).lower()}",
+        f"lit_gpt.float8={'tensorwise' if variant.float8 else 'null'}",
     ]
     config = composed([*chosen, *case.overrides])
     if config.model.vocab_size is None:
@@ -285,8 +287,12 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
-    """Returns the fastest of our variants at this length, or None if none has been measured."""
-    return _fastest([row for row in rows if row.seq_len == seq_len and variant_of(row.variant).ours])
+    """Returns the fastest of our variants at this length, or None if none has been measured.
+
+    Variants with float8 do not count, because no peer computes in float8.
+    """
+    ours = [row for row in rows if variant_of(row.variant).ours and not variant_of(row.variant).float8]
+    return _fastest([row for row in ours if row.seq_len == seq_len])
 
 
 def best_peer(rows: list[Row], seq_len: int) -> Row | None:

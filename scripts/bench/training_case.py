@@ -17,6 +17,7 @@ from fa_train.data.datamodule import PackedDataModule
 from fa_train.data.packing.collate import Batch
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
+from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,6 +89,8 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
     The planner does not check the memory, so a run that is too large runs out of memory. Nothing is logged or saved.
     """
     require_backend(instantiate(config.attention), device)
+    if config.lit_gpt.float8 is not None:
+        require_float8_gpu(device)
     data: PackedDataModule = instantiate(config.data)
     timer = StepTimer(times)  # must be the first callback, so that the times do not include other callbacks
     trainer: L.Trainer = instantiate(

@@ -23,7 +23,7 @@ VARIANTS = (
 class Variant:
     """One implementation of a training step, and its settings.
 
-    `memory` and `portable` apply to our model only, `checkpointing` and `fa_train` to transformers only.
+    `memory`, `portable` and `float8` apply to our model only, `checkpointing` and `fa_train` to transformers only.
     """
 
     ours: bool
@@ -32,6 +32,7 @@ class Variant:
     portable: bool = False
     checkpointing: bool = False
     fa_train: bool = False  # whether transformers runs with our attention
+    float8: bool = False  # whether the blocks' linear layers compute in float8
 
     @property
     def is_peer(self) -> bool:
@@ -50,12 +51,16 @@ def variant_of(name: str) -> Variant:
             checkpointing="checkpointing" in settings,
             fa_train="fa_train" in settings,
         )
-    if kind == "ours" and settings and settings[0] in memories and set(settings[1:]) <= {"compiled", "portable"}:
-        return Variant(True, settings[0], "compiled" in settings, "portable" in settings)
+    if kind == "ours" and settings and settings[0] in memories and _is_known(set(settings[1:])):
+        return Variant(True, settings[0], "compiled" in settings, "portable" in settings, float8="float8" in settings)
     raise ValueError(
-        "a variant must be hf[-compiled|-fa_train][-checkpointing] or ours-MEMORY[-compiled][-portable] with MEMORY "
-        f"one of {', '.join(memories)}; got {name}"
+        "a variant must be hf[-compiled|-fa_train][-checkpointing] or ours-MEMORY[-compiled[-float8]][-portable] with "
+        f"MEMORY one of {', '.join(memories)}; got {name}"
     )
+
+
+def _is_known(settings: set[str]) -> bool:
+    return settings <= {"compiled", "portable", "float8"} and ("compiled" in settings or "float8" not in settings)
 
 
 _KINDS: tuple[list[str], ...] = ([], ["compiled"], ["fa_train"])

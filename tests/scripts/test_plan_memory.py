@@ -319,6 +319,26 @@ def test_the_plan_of_another_attention_has_a_warning():
     assert "attention=naive needs more memory than planned" in printed and "that fits is" not in printed
 
 
+@pytest.mark.usefixtures("an_h200")
+def test_the_plan_of_float8_has_a_warning():
+    printed = planner.summary(predict(changed(GPT2, float8=True)), CUDA, processes=1, attention="flash")
+    assert printed.splitlines()[3:] == [f"  {planner.WITHOUT_FLOAT8}"]
+    settings = ["model=gpt2", "trainer.precision=bf16-true", "gpu_gib=80", "host_gib=100"]
+    assert planner.WITHOUT_FLOAT8 not in memory_table(settings)
+    assert memory_table([*settings, "lit_gpt.float8=tensorwise"]).splitlines()[-1] == planner.WITHOUT_FLOAT8
+    with pytest.raises(ValueError, match=r"lit_gpt\.float8 must have memory\.mlp_chunk=null; got 16384"):
+        memory_table([*settings, "lit_gpt.float8=tensorwise", "memory=offload"])
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_auto_chooses_only_levers_that_float8_supports():
+    plan = changed(LLAMA_1B, seq_len=400_000, precision="bf16-true", compiled=True)
+    assert planner.fastest_levers(plan, CUDA, 1) != planner.fastest_levers(changed(plan, float8=True), CUDA, 1)
+    for seq_len in (2**16, 2**17, 2**18, 400_000):
+        chosen = planner.fastest_levers(changed(plan, seq_len=seq_len, float8=True), CUDA, 1)
+        assert chosen.mlp_chunk is None and not chosen.offloads_all
+
+
 @pytest.mark.parametrize("in_sweep", [False, True], ids=["run", "sweep"])
 def test_a_sweep_lets_a_run_find_out_that_it_does_not_fit(in_sweep, tmp_path, monkeypatch):
     def refuse(*args: object) -> None:

@@ -38,6 +38,13 @@ def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
     return prediction.gpu_bytes <= gpu_bytes and prediction.host <= host_bytes
 
 
+def combinations(plan: Plan) -> list[Levers]:
+    """Returns the combinations of levers that the run supports (fa_train.models.float8.require_float8_model)."""
+    if not plan.run.float8:
+        return COMBINATIONS
+    return [levers for levers in COMBINATIONS if levers.mlp_chunk is None and not levers.offloads_all]
+
+
 def with_levers(plan: Plan, levers: Levers) -> Plan:
     """Returns a copy of the plan with other levers."""
     return replace(plan, levers=levers)
@@ -67,7 +74,7 @@ def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 
 def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
     """Returns the longest seq_len that fits with the best combination of levers."""
-    return max(longest_seq_len(with_levers(plan, levers), gpu_bytes, host_bytes) for levers in COMBINATIONS)
+    return max(longest_seq_len(with_levers(plan, levers), gpu_bytes, host_bytes) for levers in combinations(plan))
 
 
 def extra_seconds(plan: Plan) -> float:
@@ -95,12 +102,13 @@ def extra_seconds(plan: Plan) -> float:
 
 def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | None:
     """Returns the fastest levers that fit, or None if no levers fit. `memory=auto` uses the result."""
+    candidates = combinations(plan)
     fitting = [
         (extra_seconds(candidate), index)
-        for index, candidate in enumerate(with_levers(plan, levers) for levers in COMBINATIONS)
+        for index, candidate in enumerate(with_levers(plan, levers) for levers in candidates)
         if fits(predict(candidate), gpu_bytes, host_bytes)
     ]
-    return COMBINATIONS[min(fitting)[1]] if fitting else None
+    return candidates[min(fitting)[1]] if fitting else None
 
 
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
@@ -123,7 +131,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     longest = {
         longest_seq_len(with_levers(resized(plan, **change), levers), gpu_bytes, host_bytes): (overrides, levers)
         for overrides, change in reversed(changes)
-        for levers in reversed(COMBINATIONS)
+        for levers in reversed(combinations(plan))
     }
     seq_len = max(longest)
     if not seq_len:

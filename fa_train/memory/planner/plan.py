@@ -54,6 +54,7 @@ class RunSize:
     whole training. "none": the run does not use DDP. "views": after the last micro-batch of a step, the gradients are
     views of the buckets (gradient_as_bucket_view=true). "copies": gradients are always separate tensors.
     arch: the GPU's architecture, which determines the attention kernels.
+    float8: whether the blocks' linear layers compute in float8. Float8 excludes some levers; the formulas ignore it.
     """
 
     seq_len: int
@@ -70,6 +71,7 @@ class RunSize:
     reduce_once: bool = False
     buckets: Buckets = "none"
     arch: Arch = "sm90"
+    float8: bool = False
 
     def __post_init__(self) -> None:
         require_precision(self.precision)

@@ -36,6 +36,7 @@ OPTIMIZERS: dict[object, OptimizerKind] = {
     adamw.adamw_bf16: "adamw_bf16",
     adamw.adamw_offload: "adamw_offload",
 }
+WITHOUT_FLOAT8 = "the plan is for bf16 products; lit_gpt.float8 keeps other copies of weights and activations"
 
 
 class DoesNotFitError(ValueError):
@@ -56,6 +57,7 @@ def plan_of(
     reshard_after_forward: bool = True,
     reduce_once: bool = False,
     buckets: Buckets = "none",
+    float8: bool = False,
 ) -> Plan:
     """Returns the plan of a run. The model may be on the meta device.
 
@@ -76,6 +78,7 @@ def plan_of(
         reshard_after_forward=reshard_after_forward,
         reduce_once=reduce_once,
         buckets=buckets,
+        float8=float8,
         arch=planned_arch(),
     )
     return Plan(model.config, model.memory.levers, run)
@@ -178,9 +181,10 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
 
 
 def summary(prediction: Prediction, device: torch.device, processes: int, attention: str, auto: bool = False) -> str:
-    """Returns three lines of text that a run on a GPU prints before it starts.
+    """Returns three lines of text that a run on a GPU prints before it starts, and a fourth line with float8.
 
-    The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
+    The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention. The fourth
+    line says that the prediction does not include the effects of float8.
     auto: whether the reported longest seq_len is the longest of all combinations of levers, and not only that of the
     run's levers.
     """
@@ -201,5 +205,5 @@ def summary(prediction: Prediction, device: torch.device, processes: int, attent
     return (
         f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, peak at {prediction.moment}\n"
         f"  GiB: {listed}; on the host {prediction.host / GIB:.1f} of {host / GIB:.1f}\n"
-        f"  {length}"
+        f"  {length}" + (f"\n  {WITHOUT_FLOAT8}" if prediction.plan.run.float8 else "")
     )

@@ -18,6 +18,7 @@ from scripts.bench.peers import time_steps
 from scripts.bench.step import (
     Case,
     Row,
+    best_of_ours,
     best_peer,
     case_of,
     cells,
@@ -148,6 +149,7 @@ def test_ours_takes_the_steps_of_a_run(tmp_path):
         ("ours-none", Variant(ours=True)),
         ("ours-full-compiled", Variant(True, "full", compiled=True)),
         ("ours-offload-compiled-portable", Variant(True, "offload", compiled=True, portable=True)),
+        ("ours-none-compiled-float8", Variant(True, "none", compiled=True, float8=True)),
         ("hf", Variant(ours=False)),
         ("hf-checkpointing", Variant(ours=False, checkpointing=True)),
         ("hf-compiled", Variant(ours=False, compiled=True)),
@@ -162,7 +164,17 @@ def test_variants(name, variant):
 
 
 @pytest.mark.parametrize(
-    "name", ["ours", "ours-some", "ours-none-fast", "hf-compiled-fa_train", "hf-fast-fa_train", "peer"]
+    "name",
+    [
+        "ours",
+        "ours-some",
+        "ours-none-fast",
+        "ours-none-float8",
+        "hf-compiled-fa_train",
+        "hf-compiled-float8",
+        "hf-fast-fa_train",
+        "peer",
+    ],
 )
 def test_unknown_variants(name):
     with pytest.raises(ValueError, match=f"got {name}$"):
@@ -172,8 +184,19 @@ def test_unknown_variants(name):
 def test_a_variant_is_in_the_configuration():
     config = configuration(replace(CASE, variant="ours-full-compiled"))
     assert config.model.memory.checkpointing == "full" and config.lit_gpt.compile_model and config.seq_len == 64
-    assert not configuration(CASE).lit_gpt.compile_model
+    assert not configuration(CASE).lit_gpt.compile_model and configuration(CASE).lit_gpt.float8 is None
+    assert configuration(replace(CASE, variant="ours-none-compiled-float8")).lit_gpt.float8 == "tensorwise"
     assert instantiate(config.memory).checkpointing == "full"
+
+
+def test_float8_needs_a_gpu():
+    with pytest.raises(ValueError, match=r"lit_gpt\.float8 needs a CUDA GPU; got trainer\.accelerator=cpu"):
+        measure(replace(CASE, variant="ours-none-compiled-float8"))
+
+
+def test_float8_is_not_compared_with_a_peer_in_bf16():
+    faster = replace(ROWS[0], variant="ours-none-compiled-float8", tokens_per_s=900.0)
+    assert best_of_ours([*ROWS, faster], 64).variant == "ours-none"
 
 
 def test_a_case_survives_its_way_to_another_process():
@@ -198,7 +221,7 @@ def test_the_commands_in_the_docs_are_parsed():
     commands = [line for line in step.__doc__.splitlines() if "python -m" in line]
     commands += re.findall(r"`(python -m scripts\.bench\.step .*?)`", (REPOSITORY / "docs/benchmarks.md").read_text())
     overrides = [parse_arguments(shlex.split(command, comments=True)[3:]).overrides for command in commands]
-    assert len(commands) == 11 and sum(map(len, overrides)) == 9
+    assert len(commands) == 13 and sum(map(len, overrides)) == 11
     assert parse_arguments(["--cases", "8:hf", "a=1", "--steps", "3", "+b=2"]).cases == [(8, "hf")]
 
 

@@ -1,0 +1,71 @@
+"""Float8 training: torchao computes the matrix products of the blocks' linear layers in float8 (arXiv:2209.05433).
+
+Weights, gradients and optimizer states keep their dtypes, and so do embeddings, norms, attention and the head. In every
+product, both operands are multiplied by a scale and rounded to 8 bits: inputs and weights to e4m3, gradients of outputs
+to e5m2. A tensor has one scale, which is computed from the tensor's largest magnitude at each use. Float8 therefore has
+no state, and checkpoints are equal to those of a run without float8.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fa_train.models.gpt import GPT
+from fa_train.models.lora import adapted
+from fa_train.private_names import TESTED
+
+Float8 = Literal["tensorwise"]  # one scale per tensor
+
+MULTIPLE = 16  # torch._scaled_mm needs matrices whose inner dimension and number of columns are multiples of 16
+LOWEST_CAPABILITY = (8, 9)  # the compute capability of the first GPUs with float8 products
+
+
+def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
+    """Makes the linear layers of all blocks compute in float8. Call `use_float8` before the blocks are compiled.
+
+    The parameters and their names stay the same.
+    emulate: whether to round operands to float8 but multiply them in fp32, which works on every device.
+    Raises: ValueError as `require_float8_model`, or if torchao is not installed.
+    """
+    require_float8_model(model)
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # seconds to import
+    except ImportError as error:
+        wanted = f"torchao=={TESTED['torchao']}"
+        raise ValueError(f"lit_gpt.float8 must have {wanted} (pip install {wanted}); got {error}") from error
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    convert_to_float8_training(model.blocks, config=config, module_filter_fn=_is_plain)
+    model.choose_ffns()  # the previous FFNs use the weights of their layers directly
+
+
+def require_float8_model(model: GPT) -> None:
+    """Raises: ValueError if the model has adapters, sizes that are no multiples of 16, or unsupported memory levers."""
+    if next(adapted(model), None) is not None:
+        raise ValueError("lit_gpt.float8 must have adapter=none; got LoRA adapters")
+    if model.memory.mlp_chunk is not None:
+        raise ValueError(f"lit_gpt.float8 must have memory.mlp_chunk=null; got {model.memory.mlp_chunk}")
+    if model.memory.offload == "all":
+        raise ValueError("lit_gpt.float8 must have memory.offload=false or true; got all")
+    for path, layer in model.blocks.named_modules():
+        if isinstance(layer, nn.Linear) and (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE):
+            raise ValueError(
+                f"lit_gpt.float8 needs linear layers whose sizes are multiples of {MULTIPLE}; "
+                f"block {path.replace('.', ': ', 1)} has {layer.in_features} inputs and {layer.out_features} outputs"
+            )
+
+
+def require_float8_gpu(device: torch.device) -> None:
+    """Raises: ValueError if the device is not a GPU that can multiply float8 matrices."""
+    if device.type != "cuda":
+        raise ValueError(f"lit_gpt.float8 needs a CUDA GPU; got trainer.accelerator={device.type}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LOWEST_CAPABILITY:
+        wanted, found = (".".join(map(str, version)) for version in (LOWEST_CAPABILITY, capability))
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(f"lit_gpt.float8 needs a GPU of compute capability {wanted} or higher; {name} has {found}")
+
+
+def _is_plain(module: nn.Module, name: str) -> bool:
+    return type(module) is nn.Linear
