@@ -13,6 +13,7 @@ from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import keeps_up
 from fa_train.memory.planner.plan import OptimizerKind, Plan
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
+from fa_train.models.float8 import MULTIPLE
 
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
@@ -56,7 +57,10 @@ def resized(plan: Plan, **changes: Any) -> Plan:
 
 
 def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
-    """Returns the longest seq_len that fits with the plan's number of rows, or 0 if a single token does not fit."""
+    """Returns the longest seq_len that fits with the plan's number of rows, or 0 if no seq_len fits.
+
+    With float8, the result is a multiple of 16.
+    """
 
     def holds(seq_len: int) -> bool:
         return fits(predict(resized(plan, seq_len=seq_len)), gpu_bytes, host_bytes)
@@ -69,7 +73,7 @@ def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
     while beyond - fitting > 1:
         middle = (fitting + beyond) // 2
         fitting, beyond = (middle, beyond) if holds(middle) else (fitting, middle)
-    return fitting
+    return fitting - fitting % MULTIPLE if plan.run.float8 else fitting
 
 
 def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
