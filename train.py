@@ -38,7 +38,7 @@ def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[No
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
-    """Returns the metric that a sweeper optimizes, or NaN if the run was out of memory.
+    """Returns the metric that a sweeper optimizes, or NaN if the run ran out of memory.
 
     Raises: ValueError if the run has no such metric.
     """

@@ -25,7 +25,8 @@ def fit(
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
     except SIGTERMException:  # Lightning alone would exit with status 0
-        trainer.strategy.barrier()  # rank 0 first closes its logs, because the launcher ends all ranks if one exits
+        # all ranks wait until rank 0 has closed its logs, because the launcher ends all ranks as soon as one exits
+        trainer.strategy.barrier()
         sys.exit(exit_status(trainer))
     except DivergedError:
         trainer.strategy.barrier()

@@ -31,11 +31,12 @@ class LitGPT(L.LightningModule):
     """Trains a GPT on next-token loss.
 
     A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32.
-    Each optimizer step sets three tensors on the device, over all micro-batches and ranks of the step. `step_loss` is
-    the loss in nats per label. `step_grad_norm` is the gradient norm before clipping. `step_squared_lengths` is the sum
-    of squared document lengths.
+    Each optimizer step sets three tensors on the device. Each tensor covers all micro-batches and ranks of the step.
+    `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping.
+    `step_squared_lengths` is the sum of squared document lengths.
     float8: how the blocks' linear layers compute in float8 (fa_train.models.float8), or None for no float8.
-    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported, or as use_float8.
+    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. Also raises the errors
+    of use_float8.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LitGPT(L.LightningModule):
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        # each of the ranks that share a stream has all lengths of the stream, so the sum is divided among these ranks
+        # all ranks that share a stream add the same lengths, so the sum is divided by the number of these ranks
         squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
@@ -105,7 +106,9 @@ class LitGPT(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Rescales gradients to a mean over the step's labels, and clips them. Skips a step with NaN or infinity.
+        """Rescales gradients to a mean over the step's labels, and clips them.
+
+        If the gradients contain NaN or infinity, the step is skipped.
 
         Lightning calls this hook between the backward pass and the optimizer's update.
         """

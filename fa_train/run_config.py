@@ -27,8 +27,8 @@ def sweep_group() -> str | None:
 def launch_ranks(n_ranks: int) -> dict[str, float]:
     """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
 
-    Raises: fa_train.errors.RankFailedError if a rank fails. In a multirun, running out of memory is not an error, but
-    the result oom=1.
+    Raises: fa_train.errors.RankFailedError if a rank fails. If memory runs out in a multirun, the function raises no
+    error and returns {"oom": 1.0}.
     """
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 

@@ -82,7 +82,7 @@ class Root(TypedDict):
     lit_gpt: Node
 
 
-# for each of these config groups, one option must be chosen, because Hydra would merge several into one node
+# exactly one option of each of these config groups must be chosen; Hydra would merge several options into one node
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
@@ -193,7 +193,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Yields each scalar in nested dicts and lists with its key."""
+    """Yields (key, value) for each scalar in nested dicts and lists. `prefix` is the key of `value`."""
     if not isinstance(value, dict | list):
         yield prefix, value
         return

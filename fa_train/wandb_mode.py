@@ -36,8 +36,9 @@ def _mode() -> str:
 def _require_login() -> None:
     """Raises an error if the server does not answer or does not accept the API key.
 
-    wandb.Api would ask the server through wandb's service process. If the server does not answer, that process can
-    still wait for it when the program ends, and the program then waits too.
+    wandb.Api is used only without an API key, because it asks the server through wandb's service process. If the server
+    does not answer, the service process can still be waiting when the program ends. The program then waits for the
+    service process.
     """
     settings = wandb.setup().settings
     if settings.api_key is None:  # a login by identity token

@@ -27,7 +27,7 @@ from fa_train.models.hf.export import Build, export_run
 from fa_train.parallel.background_save import BackgroundSave
 from fa_train.parallel.fsdp import FullyShardedStrategy, local
 
-GRACE = 30.0  # seconds that a failing run gives a checkpoint that is being written
+GRACE = 30.0  # seconds that a failing run waits for a checkpoint that is still being written
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Checkpoint(CheckpointCallback):
     save.
     """
 
-    current_score = None  # without current_score, Lightning's loggers ignore last_model_path
+    current_score = None  # Lightning's loggers ignore last_model_path if this attribute is missing
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Checkpoint(CheckpointCallback):
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Saves the current step, possibly in the background, unless the step is already saved.
 
-        Returns on all ranks whether the step is saved.
+        Returns whether the step is saved. The result is equal on all ranks.
         """
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
@@ -251,9 +251,9 @@ def require_checkpoint(trainer: L.Trainer) -> None:
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
-    """Exports a finished run on rank 0. The weights are read from the last checkpoint.
+    """Exports a finished run on rank 0.
 
-    In a sharded run, no rank has all weights in memory.
+    The weights are read from the last checkpoint, because no rank of a sharded run has all weights in memory.
     Raises: ValueError if the last step was not saved. Also raises the errors of fa_train.models.hf.export.export_run.
     """
     checkpoint = trainer.checkpoint_callback

@@ -75,7 +75,7 @@ class CommunicationTimer:
 
 
 class RankComparison:
-    """Gathers a few numbers of all ranks with one small collective of gloo, which does not use the GPU."""
+    """Gathers a few numbers from all ranks. Uses one small collective of gloo, which does not use the GPU."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)

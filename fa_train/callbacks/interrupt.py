@@ -84,7 +84,7 @@ class GracefulInterrupt(Callback):
                 os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 self._stop(self._asked_for)
-        elif time.monotonic() - self._asked_at > 1:  # torchrun sends a second signal for one Ctrl-C
+        elif time.monotonic() - self._asked_at > 1:  # an earlier second signal is torchrun's, for the same Ctrl-C
             os._exit(128 + signum)
 
 

@@ -33,7 +33,7 @@ class Reading:
     """The measurements of one step for a log. The device may still be computing `values`."""
 
     step: int
-    steps: int  # since the last reading
+    steps: int  # the number of steps since the last reading
     lr: float
     memory: dict[str, float]
     values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory; read them only after `end`
@@ -41,7 +41,7 @@ class Reading:
     end: Timestamp
     validations: list[Span]  # between start and end
     waited: float  # seconds that the host waited for data, between start and end
-    step_start: Timestamp | None  # of the step itself; None without other ranks
+    step_start: Timestamp | None  # the start of the logged step alone; None in a run of one rank
     communication: list[Span]  # periods in which the device waited for other ranks, between step_start and end
 
 
@@ -68,7 +68,7 @@ class Monitor(Callback):
         self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
-        self.has_diverged = False  # True if the run had diverged before another exception ended it
+        self.has_diverged = False  # True if on_exception finds that the run has diverged
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet

@@ -28,7 +28,7 @@ class Timestamp:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Timestamp") -> float:
-        """Returns the seconds from `earlier`, a point of the same device, to this point. Both must be reached."""
+        """Returns the seconds from `earlier` to this point. The same device must have reached both points."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return earlier._event.elapsed_time(self._event) / 1e3

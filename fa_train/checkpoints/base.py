@@ -53,7 +53,9 @@ def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
 
 
 def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None, checkpoint: str) -> None:
-    """Checks that a checkpoint holds all weights of the model, or its adapters and a reference to its base model.
+    """Checks that a checkpoint fits the model.
+
+    A checkpoint holds all weights, or only the adapters and a reference to the base model.
 
     stored: the shapes of the stored weights, by their names in LitGPT.
     reference: the name and hash of the base model that the checkpoint holds, or None if the checkpoint holds all

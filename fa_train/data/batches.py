@@ -52,7 +52,7 @@ class PackedRows:
             [layout] = self.layouts.values()
             self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
         self.per_epoch = self.rows.per_epoch
-        self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None: all rows
+        self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None means that all rows have labels
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
         self.deal = lru_cache(maxsize=2)(self._deal)  # cached, because all micro-batches of a step need the same result
@@ -106,8 +106,8 @@ class MicroBatches(Dataset[Batch]):
 
     size: rows per micro-batch.
     step_rows: the number of rows in a step on all ranks together; by default one micro-batch per rank.
-    context, windows: the number of consecutive ranks that share each micro-batch, and the model's attention windows
-    (fa_train.parallel.context.shard.ContextShard).
+    context: the number of consecutive ranks that share each micro-batch.
+    windows: the attention windows of the model's layers, as in fa_train.parallel.context.shard.ContextShard.
     """
 
     def __init__(

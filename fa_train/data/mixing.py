@@ -2,8 +2,8 @@
 
 The share of a source is its weight divided by the sum of all weights. In every range of consecutive rows, the fraction
 of rows from a source is nearly the source's share. Shares apply to rows, including their padding.
-The report also gives each source's share of the tokens that are not padding. An epoch of a source contains all its rows
-once, in shuffled order.
+`MixReport` also gives each source's share of the tokens that are not padding. An epoch of a source contains each row of
+this source once, in shuffled order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,9 @@ def sft_part(path: str, weight: PositiveFloat) -> WeightedCorpus:
 
 
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
-    """Returns the number of rows of each source among `CYCLE` rows, (n_sources,) int64. Rounds by largest remainders.
+    """Returns the number of rows of each source among `CYCLE` rows, (n_sources,) int64.
 
+    Shares are rounded to whole rows with the largest-remainder method.
     Raises: ValueError if there is no source, a weight is not positive, or a source would get no row among `CYCLE` rows.
     """
     if not weights:
@@ -67,7 +68,7 @@ def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
 def interleave(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Returns the source of each row, (sum(counts),) int64. Source i occurs counts[i] times.
 
-    Until a source has no rows left, each source's share of the rows is proportional to its weight.
+    As long as every source has rows left, each source's share of the rows is proportional to its weight.
     """
     source = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -100,14 +101,14 @@ class MixedRows:
         return source.row(own_index)
 
     def cost(self, index: int) -> int:
-        """Returns the cost of attention in a row, which `Epoch.cost` defines."""
+        """Returns the attention cost of a row, as `Epoch.cost` does."""
         source, own_index = self._locate(index)
         return source.cost(own_index)
 
 
 @dataclass(frozen=True)
 class MixReport:
-    """The packing report of each source, and the share of the rows that the source provides.
+    """The packing report of each source, and each source's share of the rows.
 
     total_rows: the number of rows of the whole run.
     """

@@ -102,13 +102,13 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
 class Keys(NamedTuple):
     """The unmasked keys of a padded batch. The method `ordered` makes the unmasked keys of each row contiguous."""
 
-    first: Tensor  # (batch,) int32, the first unmasked key
-    end: Tensor  # (batch,) int32, 1 + the last unmasked key
+    first: Tensor  # (batch,) int32, the index of the first unmasked key, after `ordered`
+    end: Tensor  # (batch,) int32, 1 + the index of the last unmasked key, after `ordered`
     order: Tensor | None  # (batch, seqlen_k), indices that put unmasked keys first, or None to keep the order
 
     @classmethod
     def of(cls, mask: Tensor, seqlen_k: int) -> "Keys":
-        """Keys that have no column in the mask are masked.
+        """Returns the unmasked keys of a mask. Keys that have no column in the mask are masked.
 
         Raises: ValueError if the mask has more columns than there are keys.
         """
@@ -126,7 +126,7 @@ class Keys(NamedTuple):
         return cls(first.int(), (first + n_keys).int(), order)
 
     def ordered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns k and v, (batch, seqlen_k, heads, head_dim) each, with the unmasked keys from `first` to `end`."""
+        """Returns k and v, (batch, seqlen_k, heads, head_dim) each. The unmasked keys are at `first` to `end - 1`."""
         return (k, v) if self.order is None else (_reordered(k, self.order), _reordered(v, self.order))
 
 
@@ -143,7 +143,7 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> "Padding":
-        """Raises: ValueError as Keys.of."""
+        """Returns the Padding of a mask. Raises: the errors of Keys.of."""
         keys, options = Keys.of(mask, seqlen_k), (seqlen_q, seqlen_k, causal, window)
         return kept(mask, (cls, *options), lambda: cls._build(keys, mask, *options))
 

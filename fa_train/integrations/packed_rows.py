@@ -66,8 +66,8 @@ def document_schedule(
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
     total_q, total_k = q.shape[:2].numel(), k.shape[:2].numel()
-    # The host would wait for a length that is on the GPU. In compiled code, each new length would cause a
-    # recompilation.
+    # A length on the GPU is not used, because the host would wait for it. Compiled code uses no length, because each
+    # new length would cause a recompilation.
     seqlen = max_length if isinstance(max_length, int) and not torch.compiler.is_compiling() else None
 
     def build() -> Schedule:

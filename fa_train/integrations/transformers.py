@@ -210,7 +210,7 @@ def _decode(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Computes attention of one query per row over the row's KV cache, by the split-KV kernel, without gradient."""
+    """Computes attention of one query per row over the row's KV cache, with the split-KV kernel. Has no gradient."""
     lengths: dict[str, Any] = {}
     if attention_mask is not None:
         keys = Keys.of(attention_mask, k.shape[1])

@@ -36,7 +36,8 @@ ATTENTION_OPERATORS = frozenset(
         *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )
-# The scale of a float8 tensor needs the largest magnitude of the tensor. It is one number, and saving it saves a read.
+# The largest magnitude of a tensor determines its float8 scale. The magnitude is a single number. Keeping this number
+# avoids reading the tensor again in the backward pass.
 _KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 

@@ -75,8 +75,8 @@ def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
 class Offload:
     """Offloads the activations of one model in all steps. Owns the host buffers and the copy stream.
 
-    everything: whether to offload all large tensors that a block saves, and not only the block's input. The first step
-    allocates the buffers. All later steps use the same buffers.
+    The first step allocates the buffers. All later steps use the same buffers.
+    everything: whether to offload all large tensors that a block saves, and not only the block's input.
     """
 
     def __init__(self, n_layers: int, everything: bool = False) -> None:
@@ -363,7 +363,7 @@ def _pinned(nbytes: int) -> Tensor:
     """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    buffer.zero_()  # all threads create the pages; cudaHostRegister would use one thread
+    buffer.zero_()  # creates the pages with all threads; cudaHostRegister would use only one thread
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
 

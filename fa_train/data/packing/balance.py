@@ -8,11 +8,12 @@ import numpy as np
 def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
     """Returns the row indices of each micro-batch, (accumulation, world_size, size). Each index occurs once.
 
-    costs: the cost of each row. size: rows per micro-batch. Rows are assigned by descending cost. Among the
-    micro-batches with free places, each row goes to the one with the lowest cost so far. Ranks with sharded parameters
-    wait for each other in every micro-batch. Micro-batches of similar cost therefore run at the same time on different
-    ranks. Among micro-batches that run at the same time, the most expensive one goes to the rank with the lowest cost
-    so far. Ties are resolved by index, so the result is deterministic.
+    costs: the cost of each row. size: rows per micro-batch.
+
+    Rows are assigned by descending cost. Each row goes to the micro-batch with the lowest cost so far, among those with
+    free places. Ranks with sharded parameters wait for each other in every micro-batch. Micro-batches of similar cost
+    therefore run at the same time on different ranks. Of these, the most expensive one goes to the rank with the lowest
+    cost so far. Ties are resolved by index, so the result is deterministic.
     Source: longest processing time first, Graham 1969, doi:10.1137/0117039, with the restriction to `size` rows per
     micro-batch.
     """

@@ -177,8 +177,9 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
 class BestFit:
     """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles them.
 
-    max_doc_len: the length in tokens up to which documents are not cut, or None for seq_len. Attributes: n_rows is 0 if
-    every document is empty or dropped. row_costs, (n_rows,), holds the cost of each row, which `Epoch.cost` defines.
+    max_doc_len: the length in tokens up to which documents are not cut, or None for seq_len.
+    Attributes: n_rows is 0 if every document is empty or dropped. row_costs, (n_rows,), holds the attention cost of
+    each row (`Epoch.cost`).
     Raises: ValueError if max_doc_len is not between 1 and seq_len, or long_documents is unknown.
     """
 

@@ -20,7 +20,7 @@ def n_rows(total_tokens: int, seq_len: int) -> int:
 
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
-    """Returns an upper bound on the number of documents in a row, whatever their order. Padding is one document."""
+    """Returns an upper bound on the number of documents in a row, for any order. Padding is one document."""
     if not (lengths % seq_len).any():
         return 1  # each row is a part of one document
     # A row has the most whole documents if it is filled with the shortest documents. Each end of the row can cut one
@@ -92,7 +92,7 @@ class ConcatenatedEpoch:
         return pack_row(self.documents, self.order, self.ends, index, self.seq_len, self.pad_id)
 
     def cost(self, index: int) -> int:
-        """Returns the cost of attention in a row, which `Epoch.cost` defines. Does not read tokens."""
+        """Returns the attention cost of a row, as `Epoch.cost` does. Does not read tokens."""
         begin = index * self.seq_len
         end = min(begin + self.seq_len, int(self.ends[-1]))
         _, starts = documents_of_row(self.ends, begin, end)
@@ -101,7 +101,7 @@ class ConcatenatedEpoch:
 
 
 class Concatenation:
-    """Rows of concatenated documents, which each epoch shuffles anew. Row ends cut documents."""
+    """Rows of concatenated documents. Each epoch shuffles the documents again. The end of a row can cut a document."""
 
     def __init__(self, documents: PackableDocuments, seq_len: int, pad_id: int) -> None:
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id

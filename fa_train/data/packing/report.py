@@ -5,12 +5,12 @@ from typing import Protocol
 
 import numpy as np
 
-Histogram = tuple[tuple[int, int], ...]  # (longest, documents)
+Histogram = tuple[tuple[int, int], ...]  # pairs (longest, documents), see length_histogram
 
 
 @dataclass(frozen=True)
 class LabelCounts:
-    """Counts of labels in a corpus with a loss mask, which makes only some of the tokens labels.
+    """Counts of labels in a corpus with a loss mask. The mask selects the tokens that are labels.
 
     labels_in, labels_packed: the number of labels before and after documents are truncated or dropped.
     pieces_unlearned: the number of packed documents or pieces without labels. The model learns nothing from pieces

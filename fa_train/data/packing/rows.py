@@ -62,8 +62,8 @@ class Epoch(Protocol):
 class Layout(Protocol):
     """The interface of classes that pack documents into rows, such as Concatenation and BestFit.
 
-    All epochs have n_rows rows of at most max_documents documents, in whatever order documents are packed. ShuffledRows
-    finds the epoch of a row by dividing by n_rows.
+    Each epoch has n_rows rows. A row has at most max_documents documents. Both numbers are the same for every order of
+    the documents. ShuffledRows finds the epoch of a row by dividing by n_rows.
     """
 
     n_rows: int
@@ -99,7 +99,7 @@ class ShuffledRows:
         return rows.row(int(order[place]))
 
     def cost(self, index: int) -> int:
-        """Returns the cost of attention in a row, which `Epoch.cost` defines."""
+        """Returns the attention cost of a row, as `Epoch.cost` does."""
         epoch, place = divmod(index, self.per_epoch)
         rows, order = self._epoch(epoch)
         return rows.cost(int(order[place]))

@@ -153,7 +153,7 @@ def _messages(value: Any, where: str) -> list[Message]:
 def _message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f"a message must be an object; {where} is a {type(value).__name__}")
-    message = {name: field for name, field in value.items() if field is not None}  # Parquet: missing is null
+    message = {name: field for name, field in value.items() if field is not None}  # in Parquet, missing fields are null
     if "role" not in message:
         raise ValueError(f"a message must have a role; {where} has {', '.join(message) or 'nothing'}")
     role, content = message["role"], message.get("content")

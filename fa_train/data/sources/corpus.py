@@ -49,7 +49,7 @@ class StdlibCorpus:
         skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         paths: list[Path] = []
         for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if name not in skipped]  # os.walk does not enter the others
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters only these folders
             paths += (Path(folder, name) for name in files if name.endswith(".py"))
         self.paths = sorted(paths)
 

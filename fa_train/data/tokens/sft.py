@@ -84,7 +84,7 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # the template's marks do not say which message an answer is
+        elif trained_on != answers:  # the template's marks do not say to which message they belong
             begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans

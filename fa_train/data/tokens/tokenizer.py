@@ -55,7 +55,7 @@ class HFTokenizer:
     def __init__(self, name: str) -> None:
         from transformers import AutoTokenizer  # the import takes seconds
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # avoids warnings at forks
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # prevents a warning when this process forks
         self.name = name
         try:
             self.hf = AutoTokenizer.from_pretrained(name)

@@ -209,9 +209,9 @@ class Block:
     def _held_by_compiled_code(self) -> int:
         """Returns the bytes that eager code has freed before attention's backward, but compiled code still holds.
 
-        The order of operations is the one that inductor in torch 2.11 chooses on an H200.
+        The formula assumes the order of operations that inductor in torch 2.11 chooses on an H200.
         """
-        held = self.x  # a compiled block, as one autograd node, holds the gradient of its output
+        held = self.x  # a compiled block is one autograd node, which holds the gradient of the block's output
         if self.run.adapters:
             return held
         # The last kernel computes both norms' weight gradients from attention's projected output and the FFN's input

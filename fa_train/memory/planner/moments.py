@@ -42,7 +42,7 @@ class _Step:
         self.plan, self.model, self.run = plan, model, run
         self.block, self.recomputes = Block(plan), levers.checkpointing != "none"
         self.fetches_early = self.recomputes or levers.offloads_all
-        self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: no gradient
+        self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: frozen
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
         self.buckets = 0 if run.buckets == "none" else self.gradients
         # what exists before the backward pass: DDP's buckets, and gradients from earlier micro-batches of the step

@@ -54,7 +54,8 @@ class RunSize:
     whole training. "none": the run does not use DDP. "views": after the last micro-batch of a step, the gradients are
     views of the buckets (gradient_as_bucket_view=true). "copies": gradients are always separate tensors.
     arch: the GPU's architecture, which determines the attention kernels.
-    float8: whether the blocks' linear layers compute in float8. Float8 excludes some levers; the formulas ignore it.
+    float8: whether the blocks' linear layers compute in float8. Float8 excludes some levers. The formulas ignore
+    float8.
     """
 
     seq_len: int
@@ -78,7 +79,7 @@ class RunSize:
 
     @property
     def tokens(self) -> int:
-        """Returns how many tokens of one micro-batch this GPU holds."""
+        """The number of tokens of one micro-batch that this GPU holds."""
         return -(-self.seq_len * self.rows // self.context)
 
     @property
@@ -93,7 +94,7 @@ class RunSize:
 
     @property
     def gradient_copies(self) -> int:
-        """How many times the memory of all gradients exists, at most: 2 if gradients and DDP's buckets are separate.
+        """The maximum number of copies of all gradients: 2 if gradients and DDP's buckets are separate, otherwise 1.
 
         DDP moves gradients to its buckets only in the last micro-batch of a step. If a step has several micro-batches,
         gradients are separate tensors until then.
@@ -102,8 +103,9 @@ class RunSize:
 
     @property
     def gradients_in_place(self) -> bool:
-        """Whether memory for every gradient exists before the backward pass, which then holds new gradients only until
-        they are added to, or copied into, that memory.
+        """Whether memory for every gradient exists before the backward pass.
+
+        The backward pass then adds or copies each new gradient to this memory, and frees the new gradient.
         """
         return self.accumulates or self.buckets == "views"
 

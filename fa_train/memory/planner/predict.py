@@ -6,7 +6,7 @@ tests/memory/planner/test_planner.py compares the prediction with the model on f
 measured on GPUs.
 
 The prediction assumes attention=flash. Other kinds of attention need at least as much memory as flash attention.
-The prediction also assumes products in bf16 or fp32, even if the run has lit_gpt.float8.
+The prediction also assumes matrix products in bf16 or fp32, even if the run has lit_gpt.float8.
 """
 
 from dataclasses import dataclass

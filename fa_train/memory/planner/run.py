@@ -185,8 +185,8 @@ def summary(prediction: Prediction, device: torch.device, processes: int, attent
 
     The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention. The fourth
     line says that the prediction does not include the effects of float8.
-    auto: whether the reported longest seq_len is the longest of all combinations of levers, and not only that of the
-    run's levers.
+    auto: if true, the reported seq_len is the longest that fits with any combination of levers. If false, it is the
+    longest that fits with the run's levers.
     """
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
