@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
 
-# The interpreter is single-threaded NumPy: one thread a worker, one worker a core.
+# Triton's interpreter uses one thread, so each pytest worker gets one thread. JOBS should be the number of cores.
 test: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
@@ -22,14 +22,14 @@ test: $(VENV)/.installed-dev
 test-fast: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
 
-# The oldest Triton that pyproject.toml admits compiles and launches kernels otherwise than the newest, which `test` has.
-# Its interpreter does not work with NumPy 2.4. Compiles a case of each kernel and head_dim; CASES= compiles all.
+# Compiles a case of each kernel and head_dim with the oldest supported Triton (CASES= compiles all), and replays
+# launches. Most other tests need Triton's interpreter, which in this old version does not work with NumPy 2.4.
 CASES ?= not rest
 test-oldest-triton: $(VENV)/triton-3.6
 	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -k "$(CASES)" tests/kernels/aot \
 		tests/kernels/launch/test_record.py::test_replayed_launches_are_those_of_triton
 
-# Records the results of the ahead-of-time compiles of both Tritons. `test` then compiles again only if kernels change.
+# Records the results of ahead-of-time compiles with both Triton versions. `test` compiles again after a kernel changes.
 aot-reports: $(VENV)/triton-3.6
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/aot
 	$(BIN)/python -m tests.kernels.aot.reports
@@ -39,7 +39,7 @@ aot-reports: $(VENV)/triton-3.6
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# Every compiled form of every kernel, once, against dense attention; PART=i/n runs a part of the list.
+# Runs every compiled form of every kernel once, and compares it with a dense reference. PART=1/4 runs a quarter.
 gpu-check: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.gpu_check --part $(PART) $(ARGS)
 
@@ -53,11 +53,11 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A site to read offline, in site/; search needs a server: python3 -m http.server -d site
+# Builds the pages in docs/ as a website in site/. Its search needs a server: python3 -m http.server -d site
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
-# The pip that Python 3.11 brings needs three times as much time to resolve and install the dependencies.
+# The version of pip that comes with Python 3.11 takes three times as long to resolve and install the dependencies.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "pip>=26"

@@ -1,8 +1,8 @@
 """Measures the cost of attention in two ways: in a whole training step (peak memory, tokens/s, MFU), and on its own.
 
     python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU.
-    python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama    # 1B.
-    python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb # step.
+    python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
+    python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --head-dims 64 128 --dtypes bf16 fp32    # no training step.
 
 The script makes two sweeps over the attention implementation and seq_len. The first sweep measures a training step of

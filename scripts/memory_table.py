@@ -50,10 +50,10 @@ def memory_table(arguments: list[str]) -> str:
 
 
 def plan_of_run(cfg: DictConfig) -> Plan:
-    """Returns the memory plan of a run. The model has no weights (device "meta").
+    """Returns the memory plan of a run. The model is built without weights, on the device "meta".
 
-    Raises: ValueError if strategy=fsdp cannot shard the model, strategy.context does not divide the devices, or the run
-    does not support lit_gpt.float8.
+    Raises: ValueError if strategy=fsdp cannot shard the model, if the number of devices is not a multiple of
+    strategy.context, or if the run does not support lit_gpt.float8.
     """
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
@@ -100,8 +100,8 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: if true, the longest seq_len is that of the best combination of memory levers, and otherwise that of the
-    plan's levers.
+    auto: if true, the longest seq_len is that of the combination of memory levers that allows the longest. If false,
+    the longest seq_len is that of the plan's levers.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)

@@ -1,7 +1,7 @@
 """Predicts the GPU and host memory of a run by component, without running it and without a GPU.
 
-    python -m scripts.plan_memory model=llama_8b seq_len=262144 trainer.precision=bf16-true memory=auto gpu_gib=80 # 8B.
-    python -m scripts.plan_memory model=llama_1b seq_len=131072 memory=selective    # 1B model.
+    python -m scripts.plan_memory model=llama_8b seq_len=262144 trainer.precision=bf16-true memory=auto gpu_gib=80
+    python -m scripts.plan_memory model=llama_1b seq_len=131072 memory=selective
 
 The script takes the overrides of train.py. The default is preset=gpu. gpu_gib and host_gib set the GPU memory and the
 host memory of one process, in GiB. By default, gpu_gib and host_gib are the memory of this machine, where host memory

@@ -7,7 +7,7 @@ Every 50 steps, the run validates and writes a checkpoint. Each step trains on n
 is warm-up and is not compared. Three values of the second third must agree with those of the last third. The allowed
 differences are 3% for the median step time and 2% for the lowest host memory. On a GPU, the reserved memory must be
 equal. The lowest host memory is compared, because each checkpoint needs more memory for a short time. The script writes
-OUT.md. The script ends with status 1 if a difference is larger.
+OUT.md. The script ends with status 1 if a difference is larger than allowed.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
 share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The operating system

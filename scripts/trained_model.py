@@ -21,7 +21,7 @@ PARTS = ("model", "adapter")  # the keys of a run's config that are needed to bu
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
-    """Writes the folder. dtype and adapter: as in fa_train.models.hf.export.write.
+    """Exports the checkpoint to `folder`. dtype and adapter: as in fa_train.models.hf.export.write.
 
     Raises: ValueError if no folder above the checkpoint is the folder of a run. Errors of `load` and `write` are not
     caught.

@@ -107,10 +107,10 @@ KINDS: dict[str, type[StepCase] | type[AttentionCase]] = {kind.KIND: kind for ki
 class Result:
     """The measured values of one case.
 
-    If outcome is not "ok", all values except the memory values are None. mfu is also None if the peak FLOP/s of the
-    device is unknown. step_ms: the median time of a whole training step, or of attention's forward and backward
-    together. timed_steps: the number of times that this median is taken over. forward_*: values of attention's forward
-    pass alone, which are known even if the backward pass ran out of memory.
+    If outcome is not "ok", all values are None except memory and forward_*, which can be known. mfu is also None if the
+    peak FLOP/s of the device is unknown. step_ms: the median time of a whole training step, or of attention's forward
+    and backward together. timed_steps: the number of times that this median is taken over. forward_*: values of
+    attention's forward pass alone, which are known even if the backward pass ran out of memory.
     """
 
     outcome: str  # "ok", "oom", "failed: REASON", "skipped: REASON" or "not run: REASON"

@@ -2,7 +2,7 @@
 
 run_job runs each job in a new process, so that its memory starts from zero and a crash affects only that job. At the
 end of the multirun, Report writes the files that scripts/ablate_memory.py would write. train.py logs each job as a
-Weights & Biases run, and Report adds a summary run to their group.
+Weights & Biases run. All runs of a multirun form one group, and Report adds a summary run to this group.
 """
 
 import math

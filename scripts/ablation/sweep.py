@@ -110,7 +110,7 @@ def run_apart(case: Case, timeout: float, log: Path) -> Result:
 
 
 def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
-    """Runs function(*arguments) by call_apart. If the process fails, the returned result gives the reason."""
+    """Runs function(*arguments) with call_apart. If the process fails, the returned result gives the reason."""
     try:
         return call_apart(function, arguments, timeout, log)
     except ProcessError as error:
@@ -157,8 +157,8 @@ def sweep(
     Cases that have the outcome ok or oom in the file `path` are not run again.
 
     A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would
-    probably take longer than max_step_seconds, or if `budget` seconds are over. `report` is called for every case that
-    ran. Cases that differ only in length must be sorted by length.
+    probably take longer than max_step_seconds, or if the sweep has taken `budget` seconds. `report` is called for every
+    case that ran. Cases that differ only in length must be sorted by length.
     """
     finished, ends = load(path), time.monotonic() + budget
     measured: dict[Case, list[tuple[int, float]]] = {}  # lengths and seconds per step of the cases measured so far

@@ -66,7 +66,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem: One problem: `batch` rows of `seqlen` tokens each.
+    """One problem: `batch` rows of `seqlen` tokens each.
 
     `documents`: if not empty, the lengths of the documents that share a single row.
     """

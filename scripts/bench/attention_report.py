@@ -28,7 +28,7 @@ STYLES = {  # the palette of Okabe and Ito, and a grey; each line also has its o
 
 @dataclass(frozen=True)
 class Row:
-    """One result. One result. ms, tflops and peak_gib (peak memory) are None unless the outcome is "ok"."""
+    """One result. ms, tflops and peak_gib (peak memory) are None unless the outcome is "ok"."""
 
     section: str
     workload: str

@@ -3,11 +3,11 @@
     python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
 
-A stream is one document (`one`), documents of log-normal lengths, documents of 64 to 512 tokens (`short`), or one
-document with an attention window of 4096 tokens (`window`). A time is that of a forward and a backward pass, in bf16,
-on the slowest rank. Every repetition draws new documents, and times four parts in random order. A part runs --layers
-times with the same documents, because the layers of a model share a schedule. The mean includes the first of these
-calls, which needs more host time than the others.
+A stream is one document (`one`), documents of log-normal lengths (`log-normal`), documents of 64 to 512 tokens
+(`short`), or one document with an attention window of 4096 tokens (`window`). A time is that of a forward and a
+backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and times four parts in random order.
+A part runs --layers times with the same documents, because the layers of a model share a schedule. The time of a part
+is the mean of these runs. The first run needs more host time than the others, and is included in the mean.
 
 In the part `one`, rank 0 computes the attention of the whole stream, while the other ranks wait. In the part `shared`,
 all ranks compute this attention together (fa_train.parallel.context). In the part `alone`, each rank computes its share

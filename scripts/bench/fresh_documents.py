@@ -7,8 +7,8 @@ Every call gets new cu_seqlens with a different number of documents. No attentio
 are not replayed as a CUDA graph, so the longer of host time and GPU time determines the time per call. The pass
 `forward` is a call without gradients. The pass `forward + backward` also computes the gradients of q, k and v. The
 backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4 (`flash-attn-4`) run if
-they are installed. A sample is a number of calls without a GPU sync between them: its host time ends when the last call
-returns.
+they are installed. A sample consists of several calls without a GPU sync between them. The host time of a sample ends
+when its last call returns.
 """
 
 import argparse
@@ -64,8 +64,9 @@ SHAPES = Shape(128, 16, 16), Shape(128, 32, 8), Shape(64, 32, 32)
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples of one pass of one backend: microseconds per call until the calls returned, and until the GPU was
-    done.
+    """The samples of one pass of one backend, in microseconds per call.
+
+    host_us: the time until all calls have returned. total_us: the time until the GPU has finished.
     """
 
     host_us: list[float] = field(default_factory=list)

@@ -46,13 +46,13 @@ from scripts.bench.timing import require_gpu
 DOCUMENTS = 4  # number of documents of equal length, for cases with several documents
 WARM_UP = 5  # untimed calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
 GPU_BOUND = 0.1  # a row is GPU-bound if the GPU still runs for more than this share of a sample after the last call
-MOST_CALLS = 500  # per sample
+MOST_CALLS = 500  # maximum number of calls in a sample
 NOTHING = "a Function that does nothing"
 
 Call = Callable[[], object]
 Pass = Literal["forward", "forward, autograd", "backward", "backward, of 16", "backward's node"]
 NODE: Pass = "backward's node"
-CALLS: dict[Pass, int] = {  # per run
+CALLS: dict[Pass, int] = {  # number of attention calls in one run of a pass
     "forward": 1, "forward, autograd": 1, "backward": 1, "backward, of 16": 16, NODE: 1,
 }  # fmt: skip
 

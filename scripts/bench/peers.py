@@ -180,7 +180,10 @@ def without_cudnn(config: DictConfig, device: torch.device) -> str:
 
 
 def adapter_of(config: DictConfig) -> LoRA | None:
-    """Returns the settings of the adapters, or None without adapters. Raises: CannotRunError as build_peer."""
+    """Returns the settings of the adapters, or None without adapters.
+
+    Raises: CannotRunError if the plain LoRA here does not support a setting of the adapter.
+    """
     adapter = instantiate(config.adapter)
     if not isinstance(adapter, LoRA):
         return None
@@ -196,7 +199,7 @@ def adapter_of(config: DictConfig) -> LoRA | None:
 
 
 def add_lora(model: Any, settings: LoRA) -> None:
-    """Freezes the model, and gives the linear layers of its decoder layers adapters."""
+    """Freezes the model, and adds adapters to the linear layers of its decoder layers."""
     model.requires_grad_(False)
     linears = [
         (name, module)

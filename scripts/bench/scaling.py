@@ -11,8 +11,9 @@ without validation and without checkpoints. The order of the runs is random.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
 logs of the timed steps. The first third of the steps is not timed. The columns of step time, data wait, communication
-and compute show the mean over the ranks, and the largest rank in brackets. Peaks are those of torch's allocator, for
-each rank, over all steps. `plan` is the planner's prediction, and its error is that of the rank with the largest error.
+and compute show the mean over the ranks and, in brackets, the largest value of any rank. Peaks are those of torch's
+allocator, for each rank, over all steps. `plan` is the planner's prediction of a rank's peak. The error of the plan is
+the largest error over the ranks.
 
 The script writes OUT.csv and OUT.md after every run, and keeps the log and metrics.csv of each run in the folder
 OUT_runs.
@@ -190,7 +191,7 @@ def predicted_gib(run: Run) -> float | None:
 
 
 class Process:
-    """A run of train.py in a new session, and the GPUs that it uses. The constructor starts it."""
+    """A run of train.py in a new session, and the GPUs that the run uses. The constructor starts the run."""
 
     def __init__(self, run: Run, gpus: Sequence[int], timeout: float, folder: Path) -> None:
         self.run, self.gpus, self.timeout, self.folder = run, gpus, timeout, folder
@@ -279,7 +280,7 @@ def gpus_for(run: Run, free: set[int]) -> list[int]:
 
 
 def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | None) -> Row:
-    """Returns the row of a run, still without the values in its folder. seconds: of the whole process."""
+    """Returns the row of a run, still without the values in its folder. seconds: how long the whole process ran."""
     return Row(
         model=run.workload.model,
         seq_len=run.workload.seq_len,

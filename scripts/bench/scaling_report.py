@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-ENOUGH = 0.95  # the share of the ideal that the page counts
+ENOUGH = 0.95  # the page counts the runs that reach at least this share of the ideal speed
 CLOSE = 0.05  # a prediction within 5% of the measured peak counts as close
 HEAD = (
     "case", "GPUs", "tokens/s (slowest to fastest log)", "of ideal", "step ms", "data wait ms", "communication ms",
@@ -74,7 +74,7 @@ def workload_of(row: Row) -> tuple[str, int, str]:
 
 
 def plan_error(row: Row) -> float | None:
-    """Returns predicted / measured - 1 of the rank for which the prediction is furthest off, or None without both."""
+    """Returns predicted / measured - 1 of the rank with the largest error, or None if one of the values is missing."""
     if row.predicted_gib is None or not row.peaks:
         return None
     return max((row.predicted_gib / peak - 1 for peak in row.peaks), key=abs)

@@ -7,8 +7,8 @@
     python -m scripts.bench.step --model llama_8b --seq-lens 8192 adapter=lora trainer.precision=bf16-true    # LoRA.
 
 Each step trains on seq_len random tokens. The random tokens are one document, or packed documents of data.document_len
-tokens. Our variants and the peer (transformers) have the same precision, optimizer and adapters, which overrides such
-as `adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` change for both. The default is fp32 weights and
+tokens. Our variants and the peer (transformers) have the same precision, optimizer and adapters. Overrides such as
+`adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` apply to both. The default is fp32 weights and
 bf16 autocast. A step of our variants is a training step of train.py, which runs LitGPT in Lightning's loop, with
 gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop: forward, backward,
 optimizer. Each case runs in a new process. Times are host times, with a device sync after each step. Peak memory and
@@ -19,8 +19,8 @@ Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an 
 lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
 (FLASH_ATTENTION_BACKEND). Variants that start with hf are transformers with Liger's kernels: scripts/bench/peers.py
 describes hf, hf-compiled and hf-fa_train. Each of them also exists with `-checkpointing`. The script writes OUT.csv and
-OUT.md after every case. OUT.md compares the fastest of our variants without float8 with the fastest peer of each
-length. A peer is a variant without our attention.
+OUT.md after every case. For each length, OUT.md compares the fastest peer with the fastest of our variants that do not
+use float8. A peer is a variant without our attention.
 """
 
 import argparse
@@ -110,7 +110,10 @@ class Row:
 
 
 def configuration(case: Case) -> DictConfig:
-    """Composes conf/train.yaml for this case, as train.py does. Raises: ValueError as document_lens."""
+    """Composes conf/train.yaml for this case, as train.py does.
+
+    Raises: ValueError if a row does not hold whole documents.
+    """
     variant = variant_of(case.variant)
     chosen = [
         f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",

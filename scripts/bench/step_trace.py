@@ -71,7 +71,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The time spans of the ranges in each host thread, except ranges that are inside another range.
+    """The time spans of the outermost ranges in each host thread. A range inside another range is left out.
 
     Each range belongs to a part of the step.
     """

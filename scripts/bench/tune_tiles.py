@@ -11,8 +11,8 @@ fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registe
 script tries only the table's entry and the candidates that differ from this entry by one step in one value. With
 --tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After
 compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim
-= 2048 or slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causal
-attention halves them. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and
+= 2048 or slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causality
+halves the FLOPs. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and
 dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
 product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, which torch.backends.cuda.matmul
 can allow for fp32. A candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md:
