@@ -10,8 +10,8 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
-# Maps a GPU's compute capability to the architecture whose tile sizes the GPU uses. Consumer Blackwell (12.x) is listed
-# as sm80, because its instructions and its shared memory are those of sm_89, which uses sm80's tile sizes.
+# Maps a GPU's compute capability to the architecture whose tile sizes the GPU uses. Consumer Blackwell (12.x) uses the
+# tile sizes of sm80, as sm_89 does, because both have the same instructions and the same shared memory.
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",

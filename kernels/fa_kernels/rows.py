@@ -70,7 +70,11 @@ def _add_kernel(
 def _add_tile(
     totals, added_ptr, added_stride, entry_ptrs, count, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Adds `count` [ROWS] rows to each row. totals: [ROWS] pointers to first elements. Sums are fp32."""
+    """Adds count[i] rows of the added tensor to row i of the tile. Sums are fp32.
+
+    totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers to the index of
+    the first row to add. count, inside: [ROWS].
+    """
     for first in tl.static_range(0, WIDTH, COLS):
         cols = first + tl.arange(0, COLS)
         mask = inside[:, None] & (cols < WIDTH)
@@ -89,7 +93,8 @@ def copy_rows(
     """Copies rows: for each i and each pair of a source and a target, target[to_rows[i]] = source[from_rows[i]].
 
     sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a row must be contiguous.
-    from_rows, to_rows: (n,) int32; None stands for 0, 1, 2 and so on. If both are None, n is the rows of the source.
+    from_rows, to_rows: (n,) int32; None stands for 0, 1, 2 and so on. If both are None, n is the source's number of
+    rows.
     Raises: ValueError if the heads of a target's row are not contiguous.
     """
     sources = [_with_contiguous_rows(source) for source in sources]
@@ -102,8 +107,9 @@ def copy_rows(
 
 
 def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor) -> None:
-    """Adds to the row rows[i] of a total, for each i, the rows entries[offsets[i]], ..., entries[offsets[i + 1] - 1].
+    """Adds rows of `added` to rows of `totals`, by index.
 
+    For each i, the function adds the rows entries[offsets[i]], ..., entries[offsets[i + 1] - 1] to row rows[i].
     A sum is computed in fp32, in the order of the entries, and rounded once.
     totals, added: one or two tensors each, (rows, heads, head_dim). The heads of a row must be contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.

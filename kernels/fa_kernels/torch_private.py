@@ -72,9 +72,10 @@ def current_stream_address(device: int) -> int:
 
 
 def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
-    """Returns `function.apply` without its functorch layer, which takes 2.5 us of the 8 us of host time.
+    """Returns `function.apply` without its functorch layer.
 
-    The functorch layer is not needed while no functorch transform is active. Call `without_dead_wrapper` on each tensor
+    A call of `function.apply` takes 8 us of host time, and 2.5 us of this time are spent in the functorch layer. The
+    functorch layer is not needed while no functorch transform is active. Call `without_dead_wrapper` on each tensor
     argument first.
     """
     direct = getattr(super(Function, function), "apply", None)

@@ -125,8 +125,8 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 def in_order(x: Tensor) -> Tensor:
     """Returns x if `packed` can flatten x without a copy and x's last stride is 1, otherwise a contiguous copy.
 
-    In the result, the last dimension has stride 1. Consecutive tokens are always the same distance apart, also where
-    one sequence ends and the next begins.
+    In the result, the last dimension has stride 1. In memory, the distance between consecutive tokens is always the
+    same, also where one sequence ends and the next begins.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):

@@ -12,9 +12,9 @@ class Features(NamedTuple):
     sinks: (n_heads,) fp32, in nats, or None.
     alibi: an empty sequence, or the three tensors slopes, aligned and document.
         slopes: (n_docs or 1, n_heads) fp32.
-        aligned: (total_q,) int32, the key whose ALiBi bias is 0 for each query.
-        document: (total_q,) int32, the row of slopes that each query uses.
-    descale: (2, n_heads) fp32, or None. Row 0 of descale holds the factors of each head's scores, and row 1 the factors
+        aligned: (total_q,) int32, for each query the key whose ALiBi bias is 0.
+        document: (total_q,) int32, for each query the row of slopes that the query uses.
+    descale: (2, n_heads) fp32, or None. Row 0 of descale holds the factor of each head's scores, and row 1 the factor
     of each head's output. Only the forward pass supports descale.
     """
 

@@ -95,8 +95,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # Arguments are checked before any work on the GPU. The backend checks the arguments if no GPU work comes before
-    # attention.
+    # The arguments must be checked before any work on the GPU. If attention is the first work on the GPU, the check in
+    # the backend is early enough.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []

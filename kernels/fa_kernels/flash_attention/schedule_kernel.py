@@ -2,9 +2,9 @@
 
 To compute a schedule, torch needs more than thirty operators, which take more host time than attention over short
 documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the other programs
-computes positions of tiles in one of the schedule's orders. A binary search in cu_seqlens finds the document of a
-token. To find the position of a tile without sorting, a program counts the tiles that come before it. Each program
-finds the documents of all tiles, so programs do not communicate.
+computes positions of tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens finds the
+document of a token. To find the position of a tile without sorting, a program counts the tiles that come before this
+tile. Each program finds the documents of all tiles, so programs do not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """
@@ -23,10 +23,10 @@ from fa_kernels.device import ceil_div
 from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
-TOKENS = 512  # how many tokens' ranges one program computes
-TILES = 32  # how many tiles' positions one program computes
+TOKENS = 512  # one program computes the ranges of this many tokens
+TILES = 32  # one program computes the positions of this many tiles
 OTHERS = 256  # how many other tiles a program compares with its own tiles at a time
-WARPS = 8  # of a program
+WARPS = 8  # per program
 ALIGNMENT = 32  # int32 elements: each tensor begins at a multiple of 128 bytes in the common buffer
 
 
@@ -81,7 +81,7 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 
 @triton.jit
 def _length_of(tiles, side, total, TILE: tl.constexpr):
-    """Returns for each tile the larger of two lengths: that of the first token's document and that of the last token's.
+    """Returns for each tile the length of a document: the longer of the documents of its first and its last token.
 
     Lengths are numbers of tokens on the other side.
     """

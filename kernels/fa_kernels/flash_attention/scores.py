@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, as the choice of triton.jit is
+_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, when triton.jit also chooses the interpreter
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 Pass = Literal["fwd", "dkdv", "dk", "dv", "dq"]  # the dkdv kernel computes dk and dv from the same scores
 
 VARIABLE = "FLASH_ATTENTION_TILES"
-HEAD_DIMS = (64, 96, 128, 192, 256)  # those of tiles.py's table
+HEAD_DIMS = (64, 96, 128, 192, 256)  # the head dimensions in the table of tiles.py
 ITEMSIZES = (2, 4)  # bytes
 BLOCKS = (16, 32, 64, 128)  # at most schedule.WORK_TILE
 WARPS = (1, 2, 4, 8, 16)

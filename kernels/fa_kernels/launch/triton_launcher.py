@@ -1,6 +1,6 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
-This module relies on some private details of Triton. A launch returns its CompiledKernel.
+This module relies on the following private details of Triton. A launch returns its CompiledKernel.
 `driver.active.launcher_cls(source, metadata)` makes the launcher that CompiledKernel.run calls. `prepared` fixes the
 first nine arguments of this launcher. If the kernel needs no scratch memory, the launcher would only pass its arguments
 to the function `launcher.launch`, so `prepared` calls `launch` directly. `make_tensordesc_arg` encodes a descriptor for

@@ -1,9 +1,9 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
-The algorithm is that of arXiv:2307.08691 (algorithm 2), with one kernel per loop. Both kernels recompute the scores, so
-there are seven matmuls, up from five in one fused kernel. Every output is computed by exactly one program, so the
-kernels need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in the registers
-together, the first kernel runs twice: once for dK and once for dV, with eight matmuls in total.
+The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
+dP, so there are seven matmuls, up from five in one fused kernel. Every output is computed by exactly one program. The
+kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in the
+registers together, the first kernel runs twice: once for dK and once for dV, with eight matmuls in total.
 """
 
 from typing import Any

@@ -224,7 +224,7 @@ def _decode_kernel(
     A row is a query of one head: row r is token `r // GROUP` and head `r % GROUP` of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
     the final result. Heads of k have D columns, padded with zeros to BLOCK_D, a power of two. Heads of v have DV
-    columns, padded to BLOCK_DV. Two column blocks per head do not work in this kernel. If K or V reaches shared memory
+    columns, padded to BLOCK_DV. Two column blocks per head do not work in this kernel: if K or V reaches shared memory
     through registers, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
     """
     program = tl.program_id(0)

@@ -9,8 +9,8 @@ second dQ (queries.py). Two kernels are needed at head_dim 256, and in fp16 with
 fused kernel has too few registers there. The separate kernels for dK, dV and dQ are always deterministic, because every
 output is computed by exactly one program.
 
-NaN isolation: if the batch has several documents, the kernels mark rows with NaN (nan_marks.py). The portable kernels
-then compute the tiles with marked rows again (portable/repair.py).
+NaN isolation: if the batch has several documents, the kernels mark rows that contain NaN (nan_marks.py). The portable
+kernels then compute the tiles with marked rows again (portable/repair.py).
 """
 
 import torch

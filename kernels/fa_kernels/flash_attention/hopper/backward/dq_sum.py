@@ -3,10 +3,11 @@
 `prepare` launches a kernel that computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to
 0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale and rounds it to dq.
 
-The sum of dQ has shape (n, 1, 32). The sum is ordered by blocks of 64 queries, then by heads, then by blocks of 64
-columns. At head_dim 96, the second column block of a head has 32 columns. A block of 64 queries and 64 columns is 16
-contiguous KiB (8 KiB with 32 columns), so one TMA operation can add to it. Inside such a block, elements are in the
-order in which threads hold them (registers.py).
+The sum of dQ has shape (n, 1, 32), where 32 * n is dQ's number of elements, rounded up to whole blocks of 64 queries.
+The sum is ordered by blocks of 64 queries, then by heads, then by blocks of 64 columns. At head_dim 96, the second
+column block of a head has 32 columns. A block of 64 queries and 64 columns is 16 contiguous KiB (8 KiB with 32
+columns), so one TMA operation can add to it. Inside such a block, elements are in the order in which threads hold them
+(registers.py).
 """
 
 from functools import partial

@@ -66,7 +66,7 @@ class Work:
 
 @structure
 class Keys:
-    """The values of 64 keys that a consumer needs in every step: K, V, and the queries that see each key."""
+    """What a consumer needs in every step for its 64 keys: K, V, and the queries that see each key."""
 
     k: tuple  # [64, columns] for each column block, in registers or in shared memory
     v: tuple

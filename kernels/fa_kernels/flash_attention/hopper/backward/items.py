@@ -171,7 +171,8 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
     mask, because they see the first key, the last key, and all keys between.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # Keys past the last one get an empty range of queries, because their P = 2^-lse might overflow.
+    # Keys past the last one are loaded as 0, and their P = 2^(0 - lse) might overflow. Their range of queries is
+    # therefore empty.
     start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
     end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
     last = first + KEYS - 1

@@ -1,8 +1,8 @@
 """The dQ order: tiles of keys add to dQ in ascending order, so that every run gives the same bits.
 
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
-one tile of keys. A program adds its part to dQ of a block, waits until the sum is in memory, and then writes the number
-of its tile of keys to the block's semaphore. Tile t waits until the semaphore is at least t - 1 before it adds to dQ.
+one tile of keys. The program adds this part to dQ of a block, waits until the sum is in memory, and then writes the
+number of the tile to the block's semaphore. Before tile t adds to dQ, it waits until the semaphore is at least t - 1.
 The queries that see a key form a range, and neither end of this range decreases from one key to the next. The tiles
 that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
 
@@ -121,7 +121,7 @@ def raise_semaphores(
 
 @gluon.jit
 def _wait_for(semaphore, number):
-    """Waits until a semaphore is at least `number`, so that the sums of earlier tiles are in memory.
+    """Waits until a semaphore is at least `number`. The parts of dQ of all earlier tiles are then in memory.
 
     One warp calls this.
     """

@@ -6,8 +6,8 @@ warpgroup passes P^T to the second through shared memory, in 16 bits. This kerne
 matmuls together, but one fused kernel would need five. Every output is written by exactly one program, so no sum in
 global memory is needed, and every run gives the same bits.
 
-The table gives lower bounds for 64 queries x 64 keys, in cycles of a multiprocessor. The tensor cores do 4096 FLOP per
-cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
+The table gives lower bounds for 64 queries x 64 keys: cycles of a multiprocessor, and KiB that are loaded from L2. The
+tensor cores do 4096 FLOP per cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 
 | outputs         | tensor cores | shared memory | loads from L2 |
 |:----------------|-------------:|--------------:|--------------:|

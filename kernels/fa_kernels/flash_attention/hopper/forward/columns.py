@@ -82,7 +82,7 @@ def _normalised(o, row_sum, sees):
 
 @gluon.jit
 def store(o, row_sum, sees, first, head, total_q, out, consumer):
-    """Normalises o, marks rows with NaN, and starts to store o by TMA. `out` is an `Output`."""
+    """Normalises o, marks rows that contain NaN, and starts to store o by TMA. `out` is an `Output`."""
     done, width = (), 0
     for i in gl.static_range(len(o)):
         done += (_normalised(o[i], row_sum, sees),)

@@ -12,8 +12,8 @@ config.py chooses the options of the kernel for a call.
 The kernel cannot deadlock. The producer fills places in the order in which the consumers empty them. Each consumer
 waits for every block of an item and releases it, even if it does not visit the block.
 
-NaN isolation: if the batch has several documents, the kernel marks rows with NaN (nan_marks.py). The portable kernels
-then compute the tiles with marked rows again (portable/repair.py).
+NaN isolation: if the batch has several documents, the kernel marks rows that contain NaN (nan_marks.py). The portable
+kernels then compute the tiles with marked rows again (portable/repair.py).
 
 Source: arXiv:2407.08608.
 """

@@ -1,15 +1,16 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
 Online softmax (arXiv:1805.02867) subtracts the largest score of the row so far, so the exponentials of a block wait for
-the block's maximum. A reference below the largest score gives the same result if no exponential overflows, because fp32
-and bf16 are as precise at 2^15 as at 1. Each row therefore keeps the maximum of its first block as its reference in
-later blocks, and does not wait for the maxima of these blocks. If a thread's sum of exponentials exceeds 2^15, its warp
-raises the references of the affected rows, and computes the exponentials of the block again. Probabilities therefore
-never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because torch also rounds P.
+the block's maximum. The value that softmax subtracts is called the reference here. A reference below the largest score
+gives the same result if no exponential overflows, because fp32 and bf16 are as precise at 2^15 as at 1. Each row
+therefore keeps the maximum of its first block as its reference in later blocks, and does not wait for the maxima of
+these blocks. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of the affected rows, and
+computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which fp16 can represent. In
+bf16, o is as accurate as torch's o, because torch also rounds P.
 
-In the code, row_max is the reference that is subtracted from the scores of a row. By default, scores and probabilities
-are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max
-before exponentials are computed. `MAX_FIRST` needs fewer registers than the default, but more instructions.
+In the code, row_max is the reference of a row. By default, scores and probabilities are both in registers until the sum
+of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max before exponentials are computed.
+`MAX_FIRST` needs fewer registers than the default, but more instructions.
 
 Maxima and sums have the layout `registers.PER_ROW`. The sum of a row is stored as eight partial sums, so that no thread
 waits for other threads of the row.
