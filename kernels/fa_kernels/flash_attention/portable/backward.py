@@ -41,9 +41,10 @@ from fa_kernels.launch.record import launch
 def _probabilities(
     scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Returns p = 2^(logits - lse), and 1 / softmax_scale times the derivative of the logits with respect to Q K^T.
+    """Returns p = 2^(logits - lse), and the slope of the soft cap, which is 1 without a soft cap.
 
-    `scores` is Q K^T. The logits and lse are in log2 units.
+    `scores` is Q K^T. The logits are the scores after the scale, the soft cap and ALiBi. The logits and lse are in log2
+    units.
     """
     growth = 1.0
     if HAS_SOFTCAP:
