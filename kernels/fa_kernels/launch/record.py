@@ -66,7 +66,7 @@ class _Known(Enum):
 
 
 class _Watched(threading.local):
-    """The recording in progress in this thread. Each thread has its own, because autograd runs one thread per device."""
+    """The recording in progress in this thread. Each thread has its own: autograd runs one thread per device."""
 
     recorder: "_Recorder | None" = None
 
