@@ -41,7 +41,7 @@ class Attention(Protocol):
 
 
 def require_backend(attention: Attention, device: torch.device) -> None:
-    """Raises: ValueError if `attention` cannot run on `device`. Is called before training."""
+    """Raises: ValueError if `attention` cannot run on `device`. Call it before training."""
     if function_of(attention) is flash_attention:
         require_flash_backend(device)
 
@@ -233,7 +233,7 @@ def soft_capped(scores: Tensor, softcap: float) -> Tensor:
 
 
 def function_of(attention: Attention) -> object:
-    """Returns the function in a functools.partial, as configs make it, or `attention` itself if it is not a partial."""
+    """Returns the function inside a functools.partial, which configs use. Returns any other `attention` unchanged."""
     return attention.func if isinstance(attention, partial) else attention
 
 

@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def kv_dim(self) -> int:
-        """The number of channels of all key heads together, which is also that of all value heads."""
+        """The number of channels of all key heads together. The value heads have the same number."""
         return self.heads.kv * self.heads.dim
 
     @property

@@ -3,7 +3,7 @@
 Weights, gradients and optimizer states keep their dtypes, and so do embeddings, norms, attention and the head. In every
 product, both operands are multiplied by a scale and rounded to 8 bits: inputs and weights to e4m3, gradients of outputs
 to e5m2. A tensor has one scale, which is computed from the tensor's largest magnitude at each use. Float8 therefore has
-no state, and checkpoints are equal to those of a run without float8.
+no state, and checkpoints have the same format as without float8.
 """
 
 from dataclasses import replace
@@ -27,17 +27,17 @@ def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
 
     The parameters and their names stay the same.
     emulate: whether to round operands to float8 but multiply them in fp32, which works on every device.
-    Raises: ValueError as `require_float8_model`, or if torchao is not installed.
+    Raises: ValueError if torchao is not installed. Also raises the errors of `require_float8_model`.
     """
     require_float8_model(model)
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # seconds to import
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # the import takes seconds
     except ImportError as error:
         wanted = f"torchao=={TESTED['torchao']}"
         raise ValueError(f"lit_gpt.float8 must have {wanted} (pip install {wanted}); got {error}") from error
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(model.blocks, config=config, module_filter_fn=_is_plain)
-    model.choose_ffns()  # the previous FFNs use the weights of their layers directly
+    model.choose_ffns()  # blocks whose linear layers compute in float8 use DenseFFN
 
 
 def require_float8_model(model: GPT) -> None:

@@ -94,7 +94,10 @@ class GPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Gives the head the weight of the token embedding if the config ties them. New parameters untie them."""
+        """Gives the head the weight of the token embedding if the config ties the two weights.
+
+        Call `tie` again after parameters are replaced.
+        """
         if self.config.tied:
             self.head.weight = self.token_embedding.weight
 
@@ -305,7 +308,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last linear layer and the loss. The loss is part of the forward, for which FSDP gathers the weight.
+    """The last linear layer and the loss. FSDP gathers the weight for this forward, so the loss is a part of it.
 
     softcap: the soft cap on the logits, or 0.
     """

@@ -1,4 +1,4 @@
-"""Initial values of parameters, which depend on the seed and the parameter's name, not on the number of ranks.
+"""Initial values of parameters. The values depend on the seed and the parameter's name, not on the number of ranks.
 
 Parameters are drawn one after another, each as a whole tensor in fp32 and from a separate generator. A rank keeps its
 rows and rounds them to the parameter's dtype. CPUs and GPUs draw different values from the same seed.

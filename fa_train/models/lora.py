@@ -2,8 +2,8 @@
 
 The model's weights are frozen. QLoRA also quantizes the frozen weights to 4 bits. For each adapted matrix W of a linear
 layer, two low-rank matrices A and B are trained, and the product `B A` is added to W. Tensor names and files are those
-of peft, so peft and fa_train can load each other's adapters. The GPT stores some matrices of a checkpoint as one joined
-matrix, such as those of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
+of peft, so peft and fa_train can load each other's adapters. The GPT joins some matrices of a checkpoint into one, such
+as the matrices of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
 """
 
 import json
@@ -457,7 +457,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change frozen weights
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # other values change frozen weights
 }
 
 

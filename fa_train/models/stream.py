@@ -25,7 +25,11 @@ def require_stream(tokens: Tensor, cu_seqlens: Tensor | None, **like_tokens: Ten
 def windowed_schedule(
     cu_seqlens: Tensor | None, total: int, device: torch.device, window: int | None, seqlen: int | None
 ) -> Schedule:
-    """Builds the causal schedule of the documents. window: the number of tokens that a query sees, or None for all."""
+    """Builds the causal schedule of the documents.
+
+    window: the number of tokens that a query sees, or None for all.
+    seqlen: the mean document length in tokens, which determines attention's kernels; by default total / n_docs.
+    """
     if window is None or window >= total:
         return causal_schedule(cu_seqlens, total, device, seqlen)
     documents = torch.tensor([0, total], dtype=torch.int32, device=device) if cu_seqlens is None else cu_seqlens
@@ -38,7 +42,7 @@ def windowed_schedule(
 def context_schedule(traffic: Traffic, window: int | None, seqlen: int | None) -> SharedSchedule:
     """Builds the schedule of a rank that shares its stream with other ranks.
 
-    window, seqlen: as in windowed_schedule; without seqlen, the length of the whole stream counts.
+    window, seqlen: as in windowed_schedule, but seqlen is by default the number of tokens in the padded stream.
     """
     seqlen = traffic.sent.shape[0] if seqlen is None else seqlen
     return shared_schedule(traffic, length_class_of(seqlen if window is None else min(seqlen, window)))

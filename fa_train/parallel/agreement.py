@@ -7,7 +7,7 @@ from fa_train.parallel.communication import TIMEOUT
 
 
 class Agreement:
-    """Tells every rank the largest answer of all ranks. All ranks learn this answer in their next call.
+    """Finds the largest answer of all ranks. Every rank gets this answer from its next call of `largest`.
 
     All ranks must stop at the same step. If one rank stopped earlier, the collectives of the remaining ranks would wait
     forever.

@@ -21,7 +21,7 @@ from torch import Tensor
 from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, rename_into_place
 
 PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest one to write its part
-PINNED_FROM = 2**20  # bytes; smaller copies are fast anyway, and would share pages
+PINNED_FROM = 2**20  # bytes; smaller copies are not pinned: they are fast anyway, and can share pages
 Key = tuple[Any, ...]
 
 
@@ -48,7 +48,7 @@ class BackgroundSave:
         assert self._thread is None, "the last checkpoint must be finished first"
         self._error = None
         arguments = (self._copies.of(state), write, partial)
-        # the interpreter does not wait for a daemon thread, which may wait for another rank
+        # the thread is a daemon: the interpreter must not wait for it at exit, because it may wait for another rank
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -1,8 +1,8 @@
 """Decisions that must be equal on all ranks, such as the run's folder. Rank 0 decides and tells the other ranks.
 
 The decisions are needed before the process group exists. Ranks exchange decisions through torch's TCPStore, at the
-address of the later process group. The launcher of train.py makes some decisions itself, and tells them to all ranks in
-an environment variable.
+address that the process group uses later. The launcher of train.py makes some decisions itself, and tells them to all
+ranks in an environment variable.
 """
 
 from collections.abc import Callable

@@ -114,7 +114,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         every micro-batch but the last in this context.
         """
         model = cast(FSDPModule, self._gpt)
-        # without replicas, an all-reduce never happens
+        # set_requires_all_reduce has no effect without replicas, because only replicas need an all-reduce
         communicates = model.set_requires_gradient_sync if self.reduce_once else model.set_requires_all_reduce
         communicates(False)
         try:

@@ -44,7 +44,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
     If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM and SIGUSR1 are forwarded
     to all ranks, without a time limit. A second signal kills the ranks. After a signal, the program ends with the exit
     status of the ranks.
-    Raises: RankFailedError.
+    Raises: RankFailedError if a rank fails.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # this file reports failures
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGTERM"  # _Forwarding replaces these handlers
@@ -57,7 +57,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
     }  # fmt: skip
     environments = {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     commands = dict.fromkeys(environments, ("-u", sys.argv[0], *arguments))
-    with tempfile.TemporaryDirectory(prefix="fa_train_") as folder:  # of the error files
+    with tempfile.TemporaryDirectory(prefix="fa_train_") as folder:  # for the error files
         logs = DefaultLogsSpecs(log_dir=folder)
         ranks = start_processes("rank", sys.executable, commands, environments, logs)
         forwarding = _Forwarding(ranks)

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-TOLD = "FA_TRAIN_TOLD"  # the environment variable with what train.py's launcher tells its ranks, as JSON
+TOLD = "FA_TRAIN_TOLD"  # the environment variable in which train.py's launcher passes decisions to its ranks, as JSON
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -36,7 +36,7 @@ def told() -> dict[str, Any]:
 
 
 def ranks_to_start(trainer: Mapping[str, Any]) -> int:
-    """Returns the number of ranks that this process must start, or 1 if it must start none and train the model alone.
+    """Returns the number of ranks that this process must start, or 1 if this process itself trains the model.
 
     trainer: the node `trainer` of a config.
     Raises: ValueError if the run has several nodes, on which torchrun or srun must start the ranks.

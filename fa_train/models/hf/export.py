@@ -1,7 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
-The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. A GPU is
-needed only to export an adapter whose base model has random weights that a GPU drew.
+The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. Only one
+kind of export needs a GPU: an adapter whose base model has random weights, if a GPU drew these weights.
 """
 
 import re
@@ -64,7 +64,7 @@ def export_run(
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
             unfinished.rename(target)
             written.append(target)
-    except Exception as error:  # whatever failed, the error says that the checkpoint is intact
+    except Exception as error:  # after any failure, the user can export from the checkpoint
         shutil.rmtree(unfinished, ignore_errors=True)
         raise ValueError(
             f"the run is finished, but {folder} could not be written: {error}. "

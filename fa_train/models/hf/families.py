@@ -247,8 +247,8 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# `WITH_IMAGES` is the model_type of models that also read images. `SHARED_WITH_IMAGES` lists fields outside text_config
-# in the config.json of such models that also apply to the language model.
+# `WITH_IMAGES` is the model_type of models that also read images. In their config.json, the fields in
+# `SHARED_WITH_IMAGES` are outside text_config, but also apply to the language model.
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",

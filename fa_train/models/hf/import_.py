@@ -62,7 +62,7 @@ def load_pretrained(
 
     pretrained: the folder of the checkpoint, or its name on the Hugging Face hub.
     attention: "flash", "sdpa", "naive" or a function with the signature of fa_train.models.attention.Attention.
-    vocab_size: the vocabulary size that the data's tokenizer needs, or None to skip this check.
+    vocab_size: the minimum size of the checkpoint's vocabulary in tokens, or None for no minimum.
     dtype: the dtype of the weights (float32, bfloat16, float16), or None to keep the stored dtype.
     rope_scaling: a RoPE scaling that replaces the checkpoint's, or None. The keys of rope_scaling are those of
     `rope_parameters` in config.json. rope_type="default" removes the scaling. Without rope_type, the new scaling has
@@ -75,8 +75,8 @@ def load_pretrained(
     default device is the meta device, `materialise` reads the weights later, and converts them to the parameters'
     dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the files are not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, its vocabulary is too small, or a tensor or a field of
-    config.json is not supported. Also ValueError if RoPE does not support max_seq_len tokens, although rope_scaling and
-    rope_theta were applied.
+    config.json is not supported. Also ValueError if RoPE does not support max_seq_len tokens, even with rope_scaling
+    and rope_theta.
     """
     device = torch.get_default_device()
     on_meta = device.type == "meta"

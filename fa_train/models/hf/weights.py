@@ -37,7 +37,10 @@ class Place:
 
 
 def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
-    """Returns the place of each checkpoint tensor by name. A tied head has no weight of its own and no place."""
+    """Returns the place of each checkpoint tensor by name.
+
+    A tied head has no place, because it shares the embedding's weight.
+    """
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
     for i in range(model.config.n_layers):
@@ -81,8 +84,9 @@ class Stored:
 
 
 def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout: Layout) -> list[Stored]:
-    """Finds and checks the tensors of a checkpoint, by the headers of its files. The result is in the order of files.
+    """Finds and checks the tensors of a checkpoint. The result is in the order of the files.
 
+    The function reads only the headers of the files.
     places: the result of `places_of`.
     Raises: ValueError if a tensor is missing, unknown, or has a wrong shape or dtype.
     """

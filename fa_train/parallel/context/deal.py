@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk, because it reads all keys between its
-# queries. If chunks of 384 pad a stream by more than `MAX_PADDING`, smaller chunks are used.
+# Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
+# also read the keys between these chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
-MAX_PADDING = 1 / 512
+MAX_PADDING = 1 / 512  # if chunks pad a stream by more than this fraction, smaller chunks are used
 TOLERANCE = 0.01  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
-RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # chunks that an exchange swaps
-TRIED = 32  # exchanges of each run length whose traffic is compared
-FIXED_COST = 4  # chunks of keys; makes one large exchange better than several small ones
+RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # the numbers of chunks that an exchange can swap
+TRIED = 32  # the number of exchanges per run length whose traffic is compared
+FIXED_COST = 4  # the cost of any exchange, in chunks of keys; favours one large exchange over several small ones
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,13 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 
     A rank is allowed `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and another
     rank, if possible the one with the least work, swap two runs of equal length. The exchange moves at most half of the
-    work by which the two ranks differ. Of many such exchanges, the one that moves the most work per additional chunk of
-    keys to send is chosen. Runs of several chunks can move whole documents, whose keys then need not be sent.
+    work by which the two ranks differ. Many such exchanges are compared. The exchange with the most moved work per
+    additional chunk of keys to send is chosen. Runs of several chunks can move whole documents, whose keys then need
+    not be sent.
 
-    owner: (n_chunks,), as in Deal. work: (n_chunks,), the pairs of a query and a key of each chunk. first: (n_chunks,),
-    the chunk of the first key that each chunk's queries see.
+    owner: (n_chunks,), as in Deal.
+    work: (n_chunks,), the number of pairs of a query and a visible key in each chunk.
+    first: (n_chunks,), for each chunk, the index of the chunk with the first key that its queries see.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     mean = load.mean()
@@ -118,7 +120,7 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
         for i, (length, gives, takes) in enumerate(zip(swaps.length, swaps.gives, swaps.takes, strict=True)):
             after[:, i, gives : gives + length] = [[False], [True]]
             after[:, i, takes : takes + length] = [[True], [False]]
-        # the slower of both ranks determines the time
+        # of the two ranks, the one that receives more chunks determines the time
         before, received = (received_chunks(x, first).max(axis=0) for x in (held, after))
         useful = np.minimum(swaps.moved, load[most] - mean)
         best = int((useful / np.maximum(received - before + FIXED_COST, 1)).argmax())
@@ -130,8 +132,9 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 class Swaps(NamedTuple):
     """Possible exchanges between two ranks. Each exchange swaps two runs of consecutive chunks.
 
-    All fields are (n,) int64. length: the chunks of a run. gives, takes: the first chunk of the run that the busier
-    rank gives, and of the run that it takes. moved: by how much its work falls.
+    All fields are (n,) int64. length: the number of chunks in each of the two runs.
+    gives, takes: the first chunk of the run that the busier rank gives, and of the run that the busier rank takes.
+    moved: the work that the exchange takes away from the busier rank.
     """
 
     length: np.ndarray
@@ -143,7 +146,7 @@ class Swaps(NamedTuple):
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
     """Returns swaps of rank `most` with rank `least` that move some work, but at most `limit`.
 
-    For each length, the result has the `TRIED` swaps that move the most work, each with another run to give.
+    For each length, the result has the `TRIED` swaps that move the most work. No two of them give the same run.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -151,7 +154,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # for each run to give, the run of least work to take such that the exchange moves at most `limit`
+        # For each run to give, choose the run to take: the run of least work with which the exchange moves at most
+        # `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

@@ -43,8 +43,9 @@ class Moves(NamedTuple):
 
 @torch.library.custom_op("fa_train::gather_keys", mutates_args=())
 def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
-    """Returns a buffer with those rows of all ranks' x that this rank's queries see, in stream order, and then zeros.
+    """Returns a buffer of the keys that this rank's queries see.
 
+    The buffer holds rows of x from all ranks, in stream order. Zeros follow the last row.
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
     """
     moved = Moves(*moves)
@@ -86,7 +87,7 @@ gather_keys.register_autograd(_return_gradients, setup_context=_save_moves)
 def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> list[Tensor]:
     """Returns for each tensor a buffer of n_rows rows. The host does not wait for the device.
 
-    The own rows are copied while the rows of other ranks travel.
+    This rank's own rows are copied while the rows of other ranks travel.
     Shapes: (local, heads, head_dim) -> (n_rows, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()
@@ -105,7 +106,7 @@ def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> lis
 
 
 def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Tensor]:
-    """Returns for each tensor the gradients of this rank's rows. The sums are computed in fp32, always in one order.
+    """Returns for each tensor the gradients of this rank's rows. The sums are in fp32, always in the same order.
 
     ds: the gradients of buffers, (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
@@ -115,7 +116,7 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
     arriving, parts = _joined(ds, sum(sends))
     exchange = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
     results = [d.new_empty(moves.own.shape[0], *d.shape[1:]) for d in ds]
-    copy_rows(ds, results, from_rows=moves.own)  # while rows travel
+    copy_rows(ds, results, from_rows=moves.own)  # while other rows travel
     exchange.wait()
     del leaving
     n_shared = moves.counts[1].item()
@@ -124,7 +125,11 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
 
 
 def _joined(xs: Sequence[Tensor], n_rows: int) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns a new tensor with n_rows rows and the heads of all tensors, and a view of the heads of each tensor."""
+    """Returns a new tensor with n_rows rows, and one view of this tensor for each tensor in `xs`.
+
+    The number of heads of the new tensor is the sum over `xs`. Each view has the heads that belong to one tensor in
+    `xs`.
+    """
     heads = [x.shape[1] for x in xs]
     whole = xs[0].new_empty(n_rows, sum(heads), xs[0].shape[2])
     return whole, whole.split(heads, dim=1)

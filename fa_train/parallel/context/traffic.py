@@ -2,8 +2,8 @@
 
 A rank receives only the keys that its queries see. A buffer holds these keys together with the rank's own keys, in
 stream order, so the keys that a query sees form one contiguous range of the buffer. Zeros follow the last key. The
-number of rows is rounded up, so that only few different numbers occur. The first call with a new number costs more host
-time.
+number of rows is rounded up, so that only few different numbers occur. The first call with a new number of rows costs
+more host time.
 """
 
 from typing import NamedTuple
@@ -32,8 +32,8 @@ class Traffic(NamedTuple):
     own: Tensor  # (local,) int32, the buffer row of each own token; for padding, a row that no query sees
     taken: Tensor  # (capacity,) int32, the buffer row of each received row
     shared: Tensor  # (local,) int32, the indices of own tokens that other ranks receive, ascending
-    entries: Tensor  # (total,) int32, the indices of `sent`, grouped by the token that they send
-    offsets: Tensor  # (local + 1,) int32, the first of the `entries` of each token in `shared`, then their number
+    entries: Tensor  # (total,) int32, indices into `sent`, grouped by the token that the entry of `sent` names
+    offsets: Tensor  # (local + 1,) int32, where each token of `shared` starts in `entries`, then the end of `entries`
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
     counts: list[int]  # the numbers of rows of the buffer, of tokens in `shared`, and of keys in the buffer
 
