@@ -33,8 +33,8 @@ def _short_epochs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """Calls gc.freeze again if a test with data workers has called gc.unfreeze. conftest.py freezes all objects, so
-    that garbage collections take less time.
+    """conftest.py freezes all objects, so that garbage collections take less time. A test with data workers can call
+    gc.unfreeze, and the fixture then calls gc.freeze again.
     """
     yield
     if not gc.get_freeze_count():

@@ -46,8 +46,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
 
     Together, the yielded values contain all tile sizes that other GPUs use.
 
-    Nothing is yielded for a width that leaves columns unused, because its code differs from that of a wider head only
-    by a mask.
+    Nothing is yielded for a width that leaves columns unused. The code for such a width differs from the code for a
+    wider head only by a mask.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -55,8 +55,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # dK and dV are computed by one kernel or by two. If `device` does not use one of these variants, the variant is
-        # tested only if it has tile sizes that were not tested before.
+        # dK and dV are computed by one kernel or by two. The variant that `device` does not use is tested only if it
+        # has tile sizes that were not tested before.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}

@@ -115,10 +115,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns False after an illegal memory access on the GPU.
-
-    A process cannot use the GPU any more after an illegal memory access.
-    """
+    """Returns whether this process can still use the GPU. After an illegal memory access, it cannot."""
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -211,7 +211,7 @@ def test_splits_fill_the_gpu():
     ids=str,
 )
 def test_tiles_are_as_flat_as_the_queries(n_rows, head_dim, block_m):
-    """With a paged cache there are more pipeline stages, because looking up a page takes a stage."""
+    """With a paged cache, the pipeline has more stages, because looking up a page takes a stage."""
     limit = SHARED_LIMIT["sm90"]
     dense, paged = (decode_tiles("sm90", head_dim, head_dim, 2, n_rows, paged, limit) for paged in (False, True))
     assert dense.block_m == paged.block_m == block_m

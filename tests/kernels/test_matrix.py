@@ -1,6 +1,4 @@
-"""Tests the compiled kernels with thousands of combinations of shape, mask and feature.
-
-Each test runs 55 combinations of shape, mask and feature.
+"""Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
 lengths is combined with every mask. Each combination has other features, head counts and layouts than the combination

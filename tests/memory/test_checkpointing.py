@@ -21,7 +21,7 @@ from tests.memory.support.small import (
 )
 
 N_LAYERS = 3
-OTHER_ATTENTIONS = ("naive", "sdpa", "chunked")  # flash has a test of its own
+OTHER_ATTENTIONS = ("naive", "sdpa", "chunked")  # flash attention has a separate test
 COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 

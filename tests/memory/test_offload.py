@@ -74,9 +74,7 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_states_leave_the_device(checkpointing, compiled, device):
-    """Only the state of the last block stays on the device, because the backward needs it first.
-
-    All other states leave the device.
+    """With offload, only the state of the last block stays on the device, because the backward needs it first.
 
     Without offload, all states stay on the device.
     """

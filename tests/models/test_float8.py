@@ -49,7 +49,7 @@ def converted(model: GPT) -> set[str]:
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounds to float8 with one scale, which makes the largest magnitude the largest number of `dtype`."""
+    """Rounds to float8 with one scale, which maps the largest magnitude in x to the largest number of `dtype`."""
     scale = torch.finfo(dtype).max / x.abs().max()
     return (x * scale).to(dtype).float() / scale
 
@@ -80,7 +80,8 @@ def test_gradients_are_close_to_those_without_float8(activation):
     expected = step(small_gpt(levers(), CPU, activation=activation), batch)
     found = step(emulated(small_gpt(levers(), CPU, activation=activation)), batch)
     for ours, theirs in zip(found, expected, strict=True):
-        # e5m2 has 2 bits of mantissa: an element is rounded by at most 1/8 of its magnitude, at a few layers in a row
+        # e5m2 has 2 bits of mantissa, so each rounding changes an element by at most 1/8 of its magnitude. A gradient
+        # is rounded in several layers.
         error = (ours - theirs).norm() / theirs.norm()
         assert error < 0.25
     assert any(not torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -96,7 +97,7 @@ def test_compiled_blocks_compute_the_same_in_one_graph(memory):
 
 @pytest.mark.parametrize(("checkpointing", "again"), [("selective", set()), ("full", {(32, 64), (80, 32), (32, 160)})])
 def test_selective_checkpointing_keeps_the_scales_of_weights(checkpointing, again):
-    """The backward graph reads a weight for its scale only with full checkpointing."""
+    """Only full checkpointing makes the backward graph read the weights to compute their scales again."""
     largest: list[tuple[int, ...]] = []
 
     def record(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -210,7 +211,7 @@ def test_a_missing_torchao_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_trains_and_its_checkpoint_continues_without_float8(tmp_path, monkeypatch):
-    """The whole run of train.py, with emulated products on the CPU, and then a second run from its checkpoint."""
+    """Runs train.py with float8, which the CPU emulates, and without. Then a run without float8 resumes the first."""
     compile_blocks = GPT.compile_blocks
     monkeypatch.setattr(training, "require_float8_gpu", lambda device: None)
     monkeypatch.setattr("fa_train.lit_gpt.use_float8", partial(use_float8, emulate=True))

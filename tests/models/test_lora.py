@@ -144,7 +144,7 @@ def test_gradients_are_those_of_the_merged_weights(activation, targets):
 
 
 SELECTIVE = pytest.param(levers("selective"), id="selective")
-# The compiler unrolls the loop over chunks, so that the 24 tokens of the stream have two chunks only, of 16 and 8.
+# The compiler unrolls the loop over chunks. With mlp_chunk=16, the stream of 24 tokens has only two chunks.
 COMPILED_CHUNKS = [
     pytest.param(levers("none", mlp_chunk=16), id="mlp-chunk"),
     pytest.param(levers("full", offload=True, mlp_chunk=16), id="all"),

@@ -1,4 +1,4 @@
-"""Attention in a context group of one rank, which gathers its own keys."""
+"""Tests attention in a context group that has only one rank, so the rank gathers only its own keys."""
 
 from functools import partial
 

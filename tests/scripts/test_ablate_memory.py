@@ -399,7 +399,7 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
 
 @pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
 def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch):
-    """The blocks run 1 + 2 + 2 steps of 320 tokens; the first step is not timed."""
+    """A case runs one step that compiles, two warm-up steps and two timed steps. All have 320 tokens if compiled."""
     lengths, compiled = [], []
     block = GPT.compile_blocks
     monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))

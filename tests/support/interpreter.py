@@ -1,8 +1,8 @@
 """Makes Triton's interpreter three times as fast.
 
 Triton's language is patched once per launch. The original interpreter patches the language again for every call of a
-device function. NumPy checks integers for overflow. The original interpreter runs nine operators to check one, and
-ignores what it finds.
+device function. Here, NumPy checks integer operations for overflow. The original interpreter runs nine operators to
+check one operation, and ignores the result.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
 """The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill few registers.
 
-Other tests here check which inputs the function `prepare` computes, and which kernels a backward pass launches.
+Other tests here check the buffers that the function `prepare` makes for the kernels, and which kernels a backward pass
+launches.
 """
 
 import pytest
@@ -16,8 +17,8 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
 
-# dtype-head_dim-group-softcap-marks -> allowed bytes of spill stores: the most that Triton 3.6 and 3.7 need, plus a
-# margin. Few of the allowed spills are inside the inner loops.
+# {dtype-head_dim-group-softcap-marks: allowed bytes of spill stores}. A limit is the most that Triton 3.6 or 3.7 needs,
+# plus a margin. Few of the allowed spills are inside the inner loops.
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,

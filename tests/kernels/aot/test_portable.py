@@ -5,8 +5,8 @@ import pytest
 from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT
 from tests.kernels.aot.reports import compile_all
 
-# (arch, head_dim, pass) -> (registers per thread, bytes of spill stores, tensor-core instruction), the most that Triton
-# 3.6 and 3.7 need for one document, plus a margin. `CONTAINING` has limits of sm90 for several documents.
+# {(arch, head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} for one document. The
+# limits are the most that Triton 3.6 or 3.7 needs, plus a margin. `CONTAINING` is for several documents on sm90.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),
@@ -74,8 +74,8 @@ CONTAINING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# head_dim, pass -> the same three limits, for the kernels that repair tiles after Hopper's kernels. The limits let two
-# programs fit on a multiprocessor, except for the backward with head_dim 256.
+# {(head_dim, pass): limits as in LIMITS} for the kernels that repair tiles after Hopper's kernels. With these limits,
+# two programs fit on a multiprocessor, except for the backward with head_dim 256.
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
     (64, "repair_bwd"): (255, 0, "HGMMA"),
@@ -86,8 +86,8 @@ REPAIRS = {
     (256, "repair_fwd"): (255, 96, "HGMMA"),
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
-# arch, head_dim, pass -> spill bytes and instruction of fp32 kernels, which use three TF32 matmuls per product and all
-# registers. If a tile has fewer than 64 rows, the instruction is HMMA on every architecture.
+# {(arch, head_dim, pass): (bytes of spill stores, tensor-core instruction)} of fp32 kernels with three TF32 matmuls per
+# product. Registers have no limit here. If a tile has fewer than 64 rows, the instruction is HMMA everywhere.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),

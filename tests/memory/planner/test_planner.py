@@ -41,8 +41,8 @@ def name_of(measured: dict[str, Any]) -> str:
 
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
-# The peaks were measured by scripts/bench/planner.py (see scripts/results/planner_h200_202611.md) or by the command in
-# `run`. A step marked `first` ran before the optimizer had states. The peak on H100s is that of each of two ranks.
+# The peaks were measured by scripts/bench/planner.py, or by the command in an entry's field `run`. An entry with `first`
+# is a step before the optimizer had states. A peak in peaks_h100.json is that of each of two ranks.
 MEASURED = [
     pytest.param(measured, id=f"{file.stem}-{name_of(measured)}")
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
@@ -113,7 +113,7 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul.
 
-    The activations are not kept, because they can be computed from the output of that matmul.
+    The FFN's activations are not kept, because they can be computed from the output of its first matmul.
     """
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)
@@ -213,7 +213,7 @@ SIMULATED_LEVERS = {
     "offload": Levers("selective", True, 8192),
     "offload-all": Levers("none", "all", 8192),
 }
-# Each case runs without levers, and with one of the two kinds of offload in turn.
+# Each case runs without levers. In addition, every second case runs with `offload`, and the others with `offload-all`.
 SIMULATED = [
     (levers, case)
     for number, case in enumerate(CASES)
@@ -243,7 +243,7 @@ def test_simulated_peaks(levers, case):
     ],
 )
 def test_simulated_peaks_with_ddp(changes, buckets, accumulates):
-    """With several micro-batches per step, most memory is needed before the last one."""
+    """With several micro-batches per step, the peak is in a micro-batch before the last one."""
     plan = changed(LLAMA_1B, n_layers=4, accumulates=accumulates, buckets=buckets)
     plan = changed(plan, **changes)
     assert predicted_peak(plan) == pytest.approx(simulated_peak(plan), rel=0.02)

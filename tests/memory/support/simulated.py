@@ -142,11 +142,11 @@ class Live(TorchDispatchMode):
 class Step:
     """Bytes of a training step, without weights, optimizer states and gradients of earlier micro-batches.
 
-    DDP's buckets count.
+    The bytes of DDP's buckets are included.
     """
 
     kept: int  # kept between forward and backward
-    forward: int  # peak
+    forward: int  # the peak in the forward; `backward` is the peak in the backward
     forward_where: str
     backward: int
     backward_where: str
@@ -190,8 +190,8 @@ def as_on_a_gpu() -> Iterator[None]:
 def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.Module]:
     """Yields the model, wrapped in DDP unless buckets="none".
 
-    The only process never waits for others. DDP's first step does not depend on the values of tensors, so this step
-    also runs on fake tensors.
+    DDP runs with a single process, which never waits for others. Its first step does not depend on the values of
+    tensors, and therefore also runs on fake tensors.
     communicates: whether a backward pass in the context moves the gradients to the buckets.
     """
 
@@ -216,9 +216,9 @@ def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.
 def simulate(
     build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool, buckets: Buckets = "none"
 ) -> Step:
-    """Runs a micro-batch of one document, and returns the memory that the micro-batch needs. tokens: the length of the
-    document.
+    """Runs a micro-batch of one document, and returns the memory that the micro-batch needs.
 
+    tokens: the length of the document.
     accumulates: whether gradients of earlier micro-batches exist. The micro-batch is then not the last of its step, so
     DDP does not communicate.
     buckets: as in RunSize.
@@ -255,9 +255,9 @@ def simulate(
 
 
 def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str) -> int:
-    """Returns the bytes that the first block keeps for its backward if torch.compile compiles it.
+    """Returns the bytes that the first block keeps for its backward if torch.compile compiles the block.
 
-    The input x counts.
+    The bytes of the block's input are included.
     """
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
     storages: dict[int, int] = {}

@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def ablation(tmp_path, *overrides):
-    """Returns overrides for a multirun of train.TINY's model, with one document in each row."""
+    """Returns overrides for a multirun of the tiny model in tests.support.training, with one document in each row."""
     own = ["data=synthetic", "data.vocab_size=300", "max_steps=3", "batch_size=1", "data.val_rows=1"]
     return ["experiment=ablate_attention", f"hydra.sweep.dir={tmp_path}/sweep", *tiny(tmp_path, *own, *overrides)]
 
