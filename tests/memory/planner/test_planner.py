@@ -41,8 +41,8 @@ def name_of(measured: dict[str, Any]) -> str:
 
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
-# The peaks were measured by scripts/bench/planner.py, or by the command in an entry's field `run`. An entry with `first`
-# is a step before the optimizer had states. A peak in peaks_h100.json is that of each of two ranks.
+# The peaks were measured by scripts/bench/planner.py, or by the command in an entry's field `run`. An entry with
+# `first` is a step before the optimizer had states. A peak in peaks_h100.json is that of each of two ranks.
 MEASURED = [
     pytest.param(measured, id=f"{file.stem}-{name_of(measured)}")
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
