@@ -74,7 +74,7 @@ def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
 
 
 def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Checks that the run fits in memory. With memory=auto, writes the chosen levers to `cfg`.
+    """Checks that the run fits in memory. With memory=auto, writes the chosen memory levers to `cfg`.
 
     Memory levers are settings that reduce GPU memory (fa_train.memory.memory.Levers).
 

@@ -210,7 +210,10 @@ def _decode(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Computes attention of one query per row over the row's KV cache, with the split-KV kernel. Has no gradient."""
+    """Computes attention of one query per row over the row's KV cache, with the split-KV kernel.
+
+    The result has no gradient.
+    """
     lengths: dict[str, Any] = {}
     if attention_mask is not None:
         keys = Keys.of(attention_mask, k.shape[1])

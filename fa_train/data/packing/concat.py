@@ -20,7 +20,7 @@ def n_rows(total_tokens: int, seq_len: int) -> int:
 
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
-    """Returns an upper bound on the number of documents in a row, for any order. Padding is one document."""
+    """Returns an upper bound on the number of documents in a row, for any document order. Padding is one document."""
     if not (lengths % seq_len).any():
         return 1  # each row is a part of one document
     # A row has the most whole documents if it is filled with the shortest documents. Each end of the row can cut one
