@@ -12,8 +12,9 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
 
     Rows are assigned by descending cost. Each row goes to the micro-batch with the lowest cost so far, among those with
     free places. Ranks with sharded parameters wait for each other in every micro-batch. Micro-batches of similar cost
-    therefore run at the same time on different ranks. Of the micro-batches that run at the same time, the most expensive
-    one goes to the rank with the lowest cost so far. Ties are resolved by index, so the result is deterministic.
+    therefore run at the same time on different ranks. Of the micro-batches that run at the same time, the most
+    expensive one goes to the rank with the lowest cost so far. Ties are resolved by index, so the result is
+    deterministic.
     Source: longest processing time first, Graham 1969, doi:10.1137/0117039, with the restriction to `size` rows per
     micro-batch.
     """
