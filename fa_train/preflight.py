@@ -58,9 +58,8 @@ def ranks_per_copy(devices: int, replicas: int) -> int:
 def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
     """Returns how DDP stores gradients in a run, or "none" if the run does not use DDP.
 
-    strategy: the chosen option of conf/strategy. With `auto`, Lightning uses DDP if there are several devices.
-    devices: the number of devices on all machines. views: the setting strategy.gradient_as_bucket_view, which is false
-    unless strategy=ddp.
+    strategy: the chosen option of conf/strategy. `auto` is DDP if there are several devices.
+    devices: the number of devices on all machines. views: the setting strategy.gradient_as_bucket_view.
     """
     if strategy == "fsdp" or (strategy == "auto" and devices == 1):
         return "none"

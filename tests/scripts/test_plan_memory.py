@@ -97,8 +97,8 @@ def test_sharded_weights_are_planned_as_train_does():
     ("overrides", "buckets"),
     [
         pytest.param(["strategy=auto", "trainer.devices=1"], "none", id="auto-1"),
-        pytest.param(["strategy=auto", "trainer.devices=2"], "copies", id="auto-2"),
-        pytest.param(["strategy=auto", "trainer.num_nodes=2"], "copies", id="auto-2-machines"),
+        pytest.param(["strategy=auto", "trainer.devices=2"], "views", id="auto-2"),
+        pytest.param(["strategy=auto", "trainer.num_nodes=2"], "views", id="auto-2-machines"),
         pytest.param(["strategy=ddp", "trainer.devices=1"], "views", id="ddp-1"),
         pytest.param(["strategy=ddp", "trainer.devices=2"], "views", id="ddp-2"),
         pytest.param(["strategy=ddp", "strategy.gradient_as_bucket_view=false"], "copies", id="ddp-copies"),

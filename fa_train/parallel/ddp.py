@@ -1,0 +1,22 @@
+"""The strategy of conf/strategy/auto.yaml: DDP if several ranks train, and otherwise no distributed strategy."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from fa_train.parallel.ranks import is_one_of_several, ranks_to_start
+
+
+def automatic(
+    devices: int | Sequence[int] | Literal["auto"], num_nodes: int, accelerator: str, gradient_as_bucket_view: bool
+) -> DDPStrategy | Literal["auto"]:
+    """Returns DDP for a run on several devices, and otherwise "auto", which makes Lightning's Trainer use no strategy.
+
+    With "auto" on several devices, the Trainer would use DDP with gradients outside the communication buckets.
+    devices, num_nodes, accelerator: the settings of the Trainer. gradient_as_bucket_view: as for DDPStrategy.
+    """
+    trainer = {"devices": devices, "accelerator": accelerator}
+    if is_one_of_several() or num_nodes > 1 or ranks_to_start(trainer) > 1:
+        return DDPStrategy(gradient_as_bucket_view=gradient_as_bucket_view)
+    return "auto"
