@@ -39,7 +39,7 @@ def require_groups(world_size: int, context: int) -> None:
 
 
 def ranks_per_copy(devices: int, replicas: int) -> int:
-    """Returns over how many devices strategy=fsdp shards each copy of the model.
+    """Returns the number of devices over which strategy=fsdp shards each copy of the model.
 
     Raises: ValueError if there is only one device, or replicas does not divide the devices into groups of at least 2.
     """

@@ -107,7 +107,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     """The shape of cu_seqlens shows that a batch has one document, without a GPU sync.
 
-    For a batch of one document, SDPA needs no mask of all pairs of a query and a key.
+    For a batch of one document, SDPA needs no mask tensor of shape (queries, keys).
     """
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])

@@ -242,7 +242,7 @@ def visible(gpus: Sequence[int]) -> str:
 
 
 def results(runs: Sequence[Run], predictions: dict[Run, float | None], args: argparse.Namespace) -> Iterator[Row]:
-    """Runs all runs and yields the row of each when it ends.
+    """Starts all runs, and yields the row of a run when the run ends.
 
     Runs start in the given order, each as soon as its GPUs are free. Without --parallel, one run runs at a time. Runs
     that would start after --budget seconds are left out.

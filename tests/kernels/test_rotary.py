@@ -104,7 +104,10 @@ def draw(device, total=9, dtype=torch.float32):
 
 
 def rotated_then_split(qkv, heads, cos, sin):
-    """Rotates like rotate_qkv, but lets autograd join the gradients before it rotates them."""
+    """Computes the same as rotate_qkv.
+
+    In the backward pass, autograd concatenates the gradients of q, k and v, and rotate_heads then rotates the result.
+    """
     return rotate_heads(qkv, cos, sin, heads[0] + heads[1]).split(heads, dim=1)
 
 

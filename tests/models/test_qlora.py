@@ -28,9 +28,10 @@ def torch_products(monkeypatch):
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
-    """Rounds each element to the nearest of 16 levels, multiplied by the largest magnitude in its block of 64 elements.
+    """Rounds each element to the nearest of 16 levels.
 
-    The scales of the blocks are not rounded.
+    The levels of a block of 64 elements are NF4's levels, multiplied by the block's scale. The scale is the largest
+    magnitude in the block, and is not rounded.
     """
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)

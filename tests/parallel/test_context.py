@@ -36,7 +36,8 @@ FEATURES = {
     "norms": {"qk_norm": True, "n_kv_heads": 1},
     "cap": {"family": Family(softcap=20.0, logit_softcap=30.0)},
 }
-# {name: (attention, features, checkpointing, compiled, ranks that share a stream)}; four ranks compile in the run `all`
+# {name: (attention, features, checkpointing, compiled, ranks that share a stream)}
+# Each compiled case has two ranks. In the run `all` of RUNS, four ranks train a compiled model.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, 2),
     "naive-4": (naive_attention, "plain", "full", False, 4),

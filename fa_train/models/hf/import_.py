@@ -113,7 +113,10 @@ def load_pretrained(
 
 
 def _read(model: GPT, *, places: Mapping[str, Place], pretrained: str, layout: Layout) -> None:
-    """Reads the weights of a model that `load_pretrained` has built, or this rank's rows of a sharded model."""
+    """Reads the checkpoint's weights into a model that `load_pretrained` has built.
+
+    If the model is sharded, reads only this rank's rows.
+    """
     folder = _folder(pretrained, with_weights=True)
     read_weights(model, stored_tensors(model, places, folder, layout))
 

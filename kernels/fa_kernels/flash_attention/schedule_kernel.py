@@ -56,9 +56,10 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns for each token the start and end of its range on the other side, and its document's length on that side.
+    """Returns for each token the start and the end of its range, and the length of its document.
 
-    side: the tuple `queries` or `keys` that _schedule_kernel builds. For `queries`, the other side is the keys.
+    If the tokens are queries, the range and the length count keys, and if they are keys, queries.
+    side: the tuple `queries` or `keys` that _schedule_kernel builds.
     """
     own_ptr, other_ptr, n_edges, stride, total_own, total_other, before, after = side
     document = _document_of(tokens, own_ptr, n_edges, stride)

@@ -51,7 +51,10 @@ def columns_of_heads(
 
 
 def elements(x: Tensor, block: int) -> TensorDescriptor:
-    """Returns a TMA descriptor of contiguous x as a vector, to load `block` elements. Elements outside of x are 0."""
+    """Returns a TMA descriptor with which a load reads `block` consecutive elements of x. x must be contiguous.
+
+    Elements outside of x are 0.
+    """
     return _descriptor(x.data_ptr(), x.dtype, (x.numel(),), (1,), (block,))
 
 

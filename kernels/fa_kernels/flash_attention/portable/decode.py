@@ -449,7 +449,7 @@ def decode_tiles(
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
     """Returns the number of splits: about two programs per multiprocessor, with at least `MIN_SPLIT` keys per split.
 
-    n_keys: an upper bound of the keys that a tile sees, because only the GPU knows how many keys a tile sees.
+    n_keys: an upper bound of the number of keys that a tile sees. The host does not know the exact number.
     """
     return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
 
