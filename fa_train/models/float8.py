@@ -41,7 +41,11 @@ def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
 
 
 def require_float8_model(model: GPT) -> None:
-    """Raises: ValueError if the model has adapters, sizes that are no multiples of 16, or unsupported memory levers."""
+    """Checks that the model can use float8.
+
+    Raises: ValueError if the model has adapters, linear layers whose sizes are not multiples of 16, or memory levers
+    that float8 does not support.
+    """
     if next(adapted(model), None) is not None:
         raise ValueError("lit_gpt.float8 must have adapter=none; got LoRA adapters")
     if model.memory.mlp_chunk is not None:

@@ -11,9 +11,10 @@ from fa_train.parallel.ranks import is_one_of_several, ranks_to_start
 def automatic(
     devices: int | Sequence[int] | Literal["auto"], num_nodes: int, accelerator: str, gradient_as_bucket_view: bool
 ) -> DDPStrategy | Literal["auto"]:
-    """Returns DDP for a run on several devices, and otherwise "auto", which makes Lightning's Trainer use no strategy.
+    """Returns DDP for a run on several devices, and otherwise "auto".
 
-    With "auto" on several devices, the Trainer would use DDP with gradients outside the communication buckets.
+    With "auto" on one device, Lightning's Trainer uses no distributed strategy. With "auto" on several devices, the
+    Trainer would use DDP with gradients outside the communication buckets.
     devices, num_nodes, accelerator: the settings of the Trainer. gradient_as_bucket_view: as for DDPStrategy.
     """
     trainer = {"devices": devices, "accelerator": accelerator}

@@ -1,8 +1,8 @@
-"""Moves rows of one or two tensors by index, for keys and values that travel between GPUs.
+"""Copies and adds rows of one or two tensors by index. GPUs that exchange keys and values need these operations.
 
-A row of a tensor (rows, heads, head_dim) is contiguous. torch's functions would need several passes over the data:
-index_select and index_copy_ move one tensor at a time, and sums in fp32 need fp32 copies. On a CPU, torch's functions
-are used.
+Tensors have the shape (rows, heads, head_dim), and each row is contiguous. The kernels need one pass over the data.
+torch's functions would need several: index_select and index_copy_ process one tensor at a time, and sums in fp32 need
+fp32 copies. On a CPU, this module uses torch's functions.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def _copy_kernel(
     target_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program moves `ROWS` rows of one of two tensors. FROM, TO: whether rows are read, or written, by index."""
+    """One program copies `ROWS` rows of one of two tensors. FROM: reads rows by index. TO: writes rows by index."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     source_row, target_row = row.to(tl.int64), row.to(tl.int64)
@@ -40,7 +40,7 @@ def _copy_kernel(
 
 @triton.jit
 def _copy_tile(sources, targets, inside, WIDTH: tl.constexpr, COLS: tl.constexpr):
-    """Copies rows of `WIDTH` elements. sources, targets: [ROWS] pointers to first elements. inside: [ROWS] bool."""
+    """Copies rows of `WIDTH` elements. sources, targets: [ROWS] pointers to rows. inside: [ROWS] bool."""
     for first in tl.static_range(0, WIDTH, COLS):
         cols = first + tl.arange(0, COLS)
         mask = inside[:, None] & (cols < WIDTH)
@@ -92,7 +92,7 @@ def copy_rows(
 ) -> None:
     """Copies rows: for each i and each pair of a source and a target, target[to_rows[i]] = source[from_rows[i]].
 
-    sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a row must be contiguous.
+    sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a target's row must be contiguous.
     from_rows, to_rows: (n,) int32; None stands for 0, 1, 2 and so on. If both are None, n is the source's number of
     rows.
     Raises: ValueError if the heads of a target's row are not contiguous.
@@ -111,7 +111,7 @@ def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, en
 
     For each i, the function adds the rows entries[offsets[i]], ..., entries[offsets[i + 1] - 1] to row rows[i].
     A sum is computed in fp32, in the order of the entries, and rounded once.
-    totals, added: one or two tensors each, (rows, heads, head_dim). The heads of a row must be contiguous.
+    totals, added: one or two tensors each, (rows, heads, head_dim). The heads of a total's row must be contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.
     Raises: ValueError if the heads of a total's row are not contiguous.
     """
@@ -127,7 +127,7 @@ def _copy_in_kernel(
     sources: Sequence[Tensor], targets: Sequence[Tensor], from_rows: Tensor | None, to_rows: Tensor | None, n_rows: int
 ) -> None:
     widths, cols, grid = _launch_sizes(targets, n_rows)
-    unread = targets[0]  # a pointer in place of indices
+    unread = targets[0]  # the kernel takes a pointer even if it reads no indices
     _copy_kernel[grid](
         *_pair(sources), *_pair(targets), unread if from_rows is None else from_rows,
         unread if to_rows is None else to_rows, n_rows, *_strides(sources), *_strides(targets), *widths,
@@ -177,7 +177,7 @@ def _require_contiguous_rows(targets: Sequence[Tensor]) -> None:
 
 
 def _launch_sizes(targets: Sequence[Tensor], n_rows: int) -> tuple[list[int], int, tuple[int, int]]:
-    """Returns the elements of a row of each tensor, the columns of a tile, and the grid of a launch."""
+    """Returns the number of elements in a row of each tensor, the number of columns of a tile, and the launch grid."""
     widths = [x[0].numel() for x in _pair(targets)]
     cols = min(triton.next_power_of_2(max(widths)), MAX_COLS)
     return widths, cols, (triton.cdiv(n_rows, ELEMENTS // cols), len(targets))

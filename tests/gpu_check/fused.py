@@ -80,7 +80,7 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 
 
 def check_rows(dtype: torch.dtype, n_heads: int, head_dim: int) -> None:
-    """Checks copies of rows with each combination of indices, and sums of rows, of two tensors with different heads."""
+    """Checks copy_rows with all combinations of indices, and add_rows. Two tensors have different numbers of heads."""
     sources = [_draw(ROWS, n, head_dim, dtype=dtype).detach() for n in (n_heads, 2)]
     order, half = torch.randperm(ROWS, device=DEVICE), ROWS // 2
     for from_rows, to_rows in ((None, None), (order[:half], None), (None, order), (order[:half], order[-half:])):

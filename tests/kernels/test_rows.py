@@ -7,7 +7,7 @@ from fa_kernels import rows as module
 from fa_kernels.rows import add_rows, copy_rows
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-# less than a tile, several tiles with unused columns, and more columns than a tile has
+# The tensors need less than one tile, several tiles with unused columns, or rows with more columns than a tile.
 HEADS = pytest.mark.parametrize("heads", [[(2, 8)], [(3, 24), (1, 24)], [(9, 128), (2, 128)]], ids=str)
 ROWS = 37
 

@@ -25,7 +25,7 @@ def group():
 
 
 def saved_rows(attention, group):
-    """Returns the numbers of rows of the fp32 tensors that are kept for the backward pass."""
+    """Returns the number of rows of each 3-D fp32 tensor that is kept for the backward pass, and 0 for the others."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
     schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")

@@ -1,4 +1,4 @@
-"""Context parallelism's plans: who holds which tokens, which keys travel, and the schedule of a rank's queries."""
+"""Tests the plans of context parallelism: the tokens that a rank holds, the keys that are sent, and the schedule."""
 
 import itertools
 
@@ -111,7 +111,7 @@ def test_documents_limit_what_is_received(ranks):
 
 
 def test_whole_documents_change_their_rank():
-    """The second half has all the work, in documents of four chunks. No document needs to be cut."""
+    """Documents of four chunks in the second half have almost all of the work. Ranks swap them without cutting any."""
     size = CHUNK_SIZES[0]
     short, long = [size // 4] * 4 * 16, [4 * size] * 4
     boundaries = boundaries_of([*short, *long])

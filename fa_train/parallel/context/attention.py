@@ -28,7 +28,7 @@ def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedu
 
 
 def unshared(attention: Any) -> Attention:
-    """Returns the attention inside a ContextAttention, or another attention unchanged."""
+    """Returns `attention.inner` if `attention` is a ContextAttention, and otherwise `attention`."""
     return attention.inner if isinstance(attention, ContextAttention) else attention
 
 

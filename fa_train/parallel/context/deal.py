@@ -3,7 +3,7 @@
 Only attention connects tokens, so a rank may hold any tokens of the stream. The stream is cut into equal chunks, and
 every rank gets the same number of chunks. The assignment starts with contiguous shares of the stream. Most documents
 then lie within one rank, and few keys need to be sent. But contiguous shares can need different amounts of attention
-work. Runs of chunks of two ranks are therefore swapped until the work of all ranks is almost equal.
+work. Pairs of ranks therefore swap runs of consecutive chunks until the work of all ranks is almost equal.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 512  # if chunks pad a stream by more than this fraction, smaller chunks are used
 TOLERANCE = 0.01  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # the numbers of chunks that an exchange can swap
-TRIED = 32  # the number of exchanges per run length whose traffic is compared
-FIXED_COST = 4  # the cost of any exchange, in chunks of keys; favours one large exchange over several small ones
+TRIED = 32  # the traffic of at most this many exchanges is compared for each run length
+FIXED_COST = 4  # chunks of keys, added to the cost of each exchange; favours one large exchange over several small ones
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
     owner = np.arange(padded // size) * ranks // (padded // size)
     if balanced:
         start, end = causal_ranges(boundaries, padded)
-        first = np.minimum(start[::size] // size, np.arange(len(owner)))  # padding sees no keys
+        first = np.minimum(start[::size] // size, np.arange(len(owner)))  # padding: start is the last document's end
         exchange(owner, (end - start).reshape(-1, size).sum(axis=1), first, ranks)
     return Deal(owner, size, ranks)
 
@@ -95,14 +95,14 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
 def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
     """Exchanges runs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
-    A rank is allowed `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and another
-    rank, if possible the one with the least work, swap two runs of equal length. The exchange moves at most half of the
-    work by which the two ranks differ. Many such exchanges are compared. The exchange with the most moved work per
-    additional chunk of keys to send is chosen. Runs of several chunks can move whole documents, whose keys then need
-    not be sent.
+    A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and
+    another rank swap two runs of equal length. Among the other ranks with possible swaps, the rank with the least work
+    is chosen. A swap moves at most half of the work by which the two ranks differ. Many swaps are compared, and the one
+    that moves the most work per additional chunk of keys to receive is chosen. A run of several chunks can hold a whole
+    document, whose keys then need not be sent.
 
-    owner: (n_chunks,), as in Deal.
-    work: (n_chunks,), the number of pairs of a query and a visible key in each chunk.
+    owner: (n_chunks,), as in Deal. `exchange` changes it in place.
+    work: (n_chunks,), for each chunk, the number of pairs of a query of the chunk and a key that the query sees.
     first: (n_chunks,), for each chunk, the index of the chunk with the first key that its queries see.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
@@ -146,7 +146,8 @@ class Swaps(NamedTuple):
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
     """Returns swaps of rank `most` with rank `least` that move some work, but at most `limit`.
 
-    For each length, the result has the `TRIED` swaps that move the most work. No two of them give the same run.
+    For each length, the result has at most `TRIED` swaps: those that move the most work. All of them give different
+    runs.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -154,8 +155,7 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run to give, choose the run to take: the run of least work with which the exchange moves at most
-        # `limit`.
+        # For each run to give, find the run to take: it has the least work with which at most `limit` work is moved.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]
@@ -167,9 +167,9 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
 
 
 def received_chunks(held: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Returns how many chunks of keys a rank receives from others, (...,), if it holds the chunks `held` (..., n) bool.
+    """Returns how many chunks of keys a rank receives from other ranks if the rank holds the chunks `held`.
 
-    first: as for exchange.
+    Shapes: held (..., n_chunks) bool -> (...,). first: as for exchange.
     """
     n_chunks = held.shape[-1]
     rows, chunks = np.nonzero(held.reshape(-1, n_chunks))
@@ -181,6 +181,6 @@ def received_chunks(held: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def _runs(held: np.ndarray, length: int) -> np.ndarray:
-    """Returns the first chunks of all runs of `length` consecutive chunks that are held. Shapes: (n,) bool -> (m,)."""
+    """Returns the first chunk of each run of `length` consecutive chunks in `held`. Shapes: (n,) bool -> (m,) int64."""
     before = np.append(0, held.cumsum())
     return np.flatnonzero(before[length:] - before[:-length] == length)

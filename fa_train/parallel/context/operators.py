@@ -45,7 +45,7 @@ class Moves(NamedTuple):
 def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
     """Returns a buffer of the keys that this rank's queries see.
 
-    The buffer holds rows of x from all ranks, in stream order. Zeros follow the last row.
+    The buffer holds rows of x from all ranks, in stream order. Zeros follow these rows.
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
     """
     moved = Moves(*moves)
@@ -85,9 +85,9 @@ gather_keys.register_autograd(_return_gradients, setup_context=_save_moves)
 
 
 def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> list[Tensor]:
-    """Returns for each tensor a buffer of n_rows rows. The host does not wait for the device.
+    """Returns a buffer of n_rows rows for each tensor, filled as in gather_keys. The host does not wait for the device.
 
-    This rank's own rows are copied while the rows of other ranks travel.
+    This rank's own rows are copied while the rows of other ranks are sent.
     Shapes: (local, heads, head_dim) -> (n_rows, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()
@@ -98,7 +98,7 @@ def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> lis
     buffers = [x.new_empty(n_rows, *x.shape[1:]) for x in xs]
     copy_rows(xs, buffers, to_rows=moves.own)
     for buffer in buffers:
-        buffer[moves.counts[2].item() :].zero_()  # also the last row, to which padding was copied
+        buffer[moves.counts[2].item() :].zero_()  # also clears the last row, which received padding tokens
     exchange.wait()
     del leaving
     copy_rows(parts, buffers, to_rows=moves.taken[: sum(receives)])
@@ -106,7 +106,7 @@ def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> lis
 
 
 def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Tensor]:
-    """Returns for each tensor the gradients of this rank's rows. The sums are in fp32, always in the same order.
+    """Returns the gradients of this rank's rows for each tensor. The sums are in fp32, always in the same order.
 
     ds: the gradients of buffers, (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
@@ -116,7 +116,7 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
     arriving, parts = _joined(ds, sum(sends))
     exchange = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
     results = [d.new_empty(moves.own.shape[0], *d.shape[1:]) for d in ds]
-    copy_rows(ds, results, from_rows=moves.own)  # while other rows travel
+    copy_rows(ds, results, from_rows=moves.own)  # while other rows are sent
     exchange.wait()
     del leaving
     n_shared = moves.counts[1].item()
@@ -125,10 +125,9 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
 
 
 def _joined(xs: Sequence[Tensor], n_rows: int) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns a new tensor with n_rows rows, and one view of this tensor for each tensor in `xs`.
+    """Returns a new, uninitialized tensor with n_rows rows, and one view of the new tensor for each tensor in `xs`.
 
-    The number of heads of the new tensor is the sum over `xs`. Each view has the heads that belong to one tensor in
-    `xs`.
+    The new tensor has as many heads as all tensors in `xs` together. Each view has as many heads as its tensor in `xs`.
     """
     heads = [x.shape[1] for x in xs]
     whole = xs[0].new_empty(n_rows, sum(heads), xs[0].shape[2])
@@ -218,9 +217,9 @@ context_forward.register_autograd(_context_backward, setup_context=_save_for_bac
 
 
 def of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
-    """Returns a schedule's tensors, but only with the entries of the first n_keys keys.
+    """Returns the tensors of a schedule, shortened to the first n_keys keys.
 
-    Only tensors with one entry per key or per tile of keys change.
+    Only tensors with one entry per key or per tile of keys become shorter.
     """
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     tiles = key_tiles[: -(-n_keys // WORK_TILE)]  # tiles of keys that no query sees come last

@@ -2,8 +2,8 @@
 
 A rank receives only the keys that its queries see. A buffer holds these keys together with the rank's own keys, in
 stream order, so the keys that a query sees form one contiguous range of the buffer. Zeros follow the last key. The
-number of rows is rounded up, so that only few different numbers occur. The first call with a new number of rows costs
-more host time.
+first call with a new number of buffer rows costs more host time. The number of buffer rows is therefore rounded up, so
+that only few different numbers occur.
 """
 
 from typing import NamedTuple
@@ -14,26 +14,27 @@ from torch import Tensor
 
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
-STEPS = 32  # about how many different numbers of rows the buffers of a stream can have
-STEP = 128  # the smallest difference between two of these numbers
+STEPS = 32  # the buffers of a stream can have about this many different numbers of rows
+STEP = 128  # the smallest difference between two numbers of rows
 
 
 class Traffic(NamedTuple):
     """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
 
-    `total` is the number of tokens in the padded stream, and `capacity` is buffer_rows(total, total). Tensors are
-    padded with 0 to these sizes. The shapes therefore depend only on `total` and the number of ranks, and a compiled
-    model is not compiled again if documents have other lengths.
+    `total` is the number of tokens in the padded stream, `local` is the number of tokens that the rank holds (its own
+    tokens), and `capacity` is buffer_rows(total, total). Tensors are padded with 0 to these sizes. The shapes therefore
+    depend only on `total` and the number of ranks, and a compiled model is not compiled again if documents have other
+    lengths.
     """
 
     key_start: Tensor  # (local,) int32, the buffer row of the first key that each own query sees
     key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each own query sees
     sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
     own: Tensor  # (local,) int32, the buffer row of each own token; for padding, a row that no query sees
-    taken: Tensor  # (capacity,) int32, the buffer row of each received row
+    taken: Tensor  # (capacity,) int32, the buffer row of each received key
     shared: Tensor  # (local,) int32, the indices of own tokens that other ranks receive, ascending
-    entries: Tensor  # (total,) int32, indices into `sent`, grouped by the token that the entry of `sent` names
-    offsets: Tensor  # (local + 1,) int32, where each token of `shared` starts in `entries`, then the end of `entries`
+    entries: Tensor  # (total,) int32, indices into `sent`, grouped by token, in the order of `shared`
+    offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
     counts: list[int]  # the numbers of rows of the buffer, of tokens in `shared`, and of keys in the buffer
 
@@ -70,13 +71,13 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -
 
 
 def buffer_rows(n_keys: int, total: int) -> int:
-    """Returns the number of rows of a buffer for n_keys keys: more than n_keys, and one of about 32 numbers."""
+    """Returns the number of rows of a buffer for n_keys keys. It is more than n_keys, and has about `STEPS` values."""
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
 
 
 def _needed_by(deal: Deal, rank: int, held: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Returns the indices of those `held` tokens that queries of `rank` see, ascending."""
+    """Returns the ascending indices into `held` (stream positions) of the tokens that queries of `rank` see."""
     return np.flatnonzero(keys_needed(deal.positions(rank), start, end, deal.total)[held])
 
 
