@@ -19,6 +19,7 @@ from fa_train.parallel.context.deal import (
     deal,
     possible_swaps,
     received_chunks,
+    work_of_chunks,
 )
 from fa_train.parallel.context.traffic import STEP, STEPS, buffer_rows, traffic
 
@@ -132,12 +133,13 @@ def test_swaps_are_of_runs_of_the_two_ranks(chunks, limit):
 
 
 @settings(max_examples=50, deadline=None)
-@given(DOCUMENTS, st.integers(2, 4))
-def test_received_chunks_are_those_of_the_traffic(lengths, ranks):
-    boundaries, total = boundaries_of([8 * length for length in [*lengths, ranks]]), 8 * (sum(lengths) + ranks)
-    start, _ = causal_ranges(boundaries, total)
-    owner = np.random.default_rng(0).permutation(np.arange(total // 8) % ranks)
-    counts = received_chunks(owner == np.arange(ranks)[:, None], start[::8] // 8)
+@given(DOCUMENTS, st.integers(2, 4), st.integers(0, 3))
+def test_received_chunks_are_those_of_the_traffic(lengths, ranks, padding):
+    boundaries = boundaries_of([8 * length for length in [*lengths, ranks]])
+    n_chunks = sum(lengths) + ranks + padding
+    _, first = work_of_chunks(*causal_ranges(boundaries, 8 * n_chunks), 8)
+    owner = np.random.default_rng(0).permutation(np.arange(n_chunks) % ranks)
+    counts = received_chunks(owner == np.arange(ranks)[:, None], first)
     for rank in range(ranks):
         assert 8 * counts[rank] == sum(traffic(Deal(owner, 8, ranks), boundaries, rank, None).sizes[1])
 

@@ -73,8 +73,7 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
     owner = np.arange(padded // size) * ranks // (padded // size)
     if balanced:
         start, end = causal_ranges(boundaries, padded)
-        first = np.minimum(start[::size] // size, np.arange(len(owner)))  # padding: start is the last document's end
-        exchange(owner, (end - start).reshape(-1, size).sum(axis=1), first, ranks)
+        exchange(owner, *work_of_chunks(start, end, size), ranks)
     return Deal(owner, size, ranks)
 
 
@@ -90,6 +89,15 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
         first = np.maximum(first, token - window + 1)
     inside = token < boundaries[-1]
     return np.where(inside, first, boundaries[-1]), np.where(inside, token + 1, boundaries[-1])
+
+
+def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `work` and `first` for `exchange`, for chunks of `size` tokens. start, end: from causal_ranges.
+
+    If a chunk's queries see no key, which is so for padding, `first` is the index of the next chunk.
+    """
+    work = (end - start).reshape(-1, size).sum(axis=1)
+    return work, np.where(work > 0, start[::size] // size, np.arange(1, len(work) + 1))
 
 
 def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
