@@ -1,7 +1,6 @@
 """The strategy of conf/strategy/auto.yaml: DDP if several ranks train, and otherwise no distributed strategy."""
 
-from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -9,13 +8,14 @@ from fa_train.parallel.ranks import is_one_of_several, ranks_to_start
 
 
 def automatic(
-    devices: int | Sequence[int] | Literal["auto"], num_nodes: int, accelerator: str, gradient_as_bucket_view: bool
+    devices: Any, num_nodes: Any, accelerator: Any, gradient_as_bucket_view: bool
 ) -> DDPStrategy | Literal["auto"]:
     """Returns DDP for a run on several devices, and otherwise "auto".
 
     With "auto" on one device, Lightning's Trainer uses no distributed strategy. With "auto" on several devices, the
     Trainer would use DDP with gradients outside the communication buckets.
-    devices, num_nodes, accelerator: the settings of the Trainer. gradient_as_bucket_view: as for DDPStrategy.
+    devices, num_nodes, accelerator: the settings of the Trainer. Their type hints are Any, so that an error about a
+    wrong value names the setting of the Trainer. gradient_as_bucket_view: as for DDPStrategy.
     """
     trainer = {"devices": devices, "accelerator": accelerator}
     if is_one_of_several() or num_nodes > 1 or ranks_to_start(trainer) > 1:

@@ -125,8 +125,7 @@ SINKS = {"sinks": torch.tensor([0.5, -1.0, 4.0, 0.0], device=DEVICE)}
 SCALE = {"softmax_scale": 0.7}
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (9, 2)], ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("causal", "window"), [(True, (9, 2)), (False, (-1, -1))], ids=["causal-window", "full"])
 @pytest.mark.parametrize(
     "features",
     [
@@ -262,16 +261,16 @@ def test_non_contiguous_inputs_and_gradient():
         assert torch.equal(strided, contiguous)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_a_batch_of_any_layout(batch, alibi):
     """The memory of q, k and v has three layouts: heads before tokens, tokens before heads, and one shared tensor.
 
     The kernels cannot read the gradient in place, so it must be copied.
     """
-    q, k, v = torch.randn(3, batch, 4, 21, 16, device=DEVICE)
-    slopes = torch.rand(4, device=DEVICE) if alibi else None
-    do = torch.randn(batch, 4, 21, 16, device=DEVICE).transpose(1, 2)
+    q, k, v = torch.randn(3, batch, 2, 21, 16, device=DEVICE)
+    slopes = torch.rand(2, device=DEVICE) if alibi else None
+    do = torch.randn(batch, 2, 21, 16, device=DEVICE).transpose(1, 2)
     results = []
     for lay_out in (
         lambda *x: [y.transpose(1, 2) for y in x],
@@ -281,7 +280,7 @@ def test_a_batch_of_any_layout(batch, alibi):
         leaves = [x.detach().requires_grad_() for x in lay_out(q, k, v)]
         o, lse = flash_attn_func(*leaves, causal=True, alibi_slopes=slopes, return_lse=True)
         alone = flash_attn_func(*leaves, causal=True, alibi_slopes=slopes)
-        assert o.shape == do.shape and lse.shape == (batch, 4, 21)
+        assert o.shape == do.shape and lse.shape == (batch, 2, 21)
         for x in (o, alone):
             results.append((x, *torch.autograd.grad(x, leaves, do)))
     for result in results[1:]:

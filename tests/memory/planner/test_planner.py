@@ -1,8 +1,8 @@
 """Compares the memory planner's predictions with the real model on fake tensors and on the CPU, and with peaks on
 GPUs.
 
-By default, every pair of values of two settings occurs in test_simulated_peaks_of_many_layers, and test_simulated_peaks
-leaves out some cases of offload. With PLANNER_CASES=all, all combinations run.
+By default, every pair of values of two settings occurs in test_simulated_peaks_of_many_layers, and other tests leave
+out some cases of offload, adapters and compiled blocks. With PLANNER_CASES=all, all combinations run.
 """
 
 import json
@@ -99,15 +99,19 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    "model",
+    ("model", "checkpointing"),
     [
-        pytest.param(GPT2, id="gpt2"),
-        pytest.param(LLAMA_1B, id="llama_1b"),
-        pytest.param(changed(LLAMA_1B, qk_norm=True), id="qk-norm"),
-        pytest.param(changed(LLAMA_1B, precision="bf16-true"), id="bf16"),
-        pytest.param(changed(LLAMA_1B, mlp_chunk=512), id="ffn-chunks"),
+        pytest.param(plan, checkpointing, id=f"{name}-{checkpointing}")
+        for name, plan, ci in (
+            ("gpt2", GPT2, ("none", "selective", "full")),
+            ("llama_1b", LLAMA_1B, ("none", "selective", "full")),
+            ("qk-norm", changed(LLAMA_1B, qk_norm=True), ("selective",)),
+            ("bf16", changed(LLAMA_1B, precision="bf16-true"), ("full",)),
+            ("ffn-chunks", changed(LLAMA_1B, mlp_chunk=512), ("none",)),
+        )
+        for checkpointing in ("none", "selective", "full")
+        if EVERY_CASE or checkpointing in ci
     ],
 )
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
@@ -142,7 +146,7 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
         )
         for a, b, c in product((0, 1), repeat=3)
     ]
-    + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, 8192)],
+    + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, *[8192] * EVERY_CASE)],
 )
 def test_simulated_peaks_of_adapters(model, precision, levers):
     n_layers = 12 if "all" in levers else 4  # if tensors are kept by mistake, many layers make the difference visible
