@@ -116,7 +116,7 @@ def inspect(path):
 def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
     program, arguments = "scripts.ablate_memory", [
         "--only", "step", "--attentions", "naive", "chunked", "sdpa", "--no-wandb", "--seq-lens", "32",
-        "--out", str(tmp_path), "--steps", "100000", "--seconds", "2", *TINY,
+        "--out", str(tmp_path), "--steps", "100000", "--seconds", "1", *TINY,
     ]  # fmt: skip
     path, out, errors = (tmp_path / name for name in ("results.jsonl", "out", "errors"))
     out.touch()
