@@ -14,8 +14,9 @@ def automatic(
 
     With "auto" on one device, Lightning's Trainer uses no distributed strategy. With "auto" on several devices, the
     Trainer would use DDP with gradients outside the communication buckets.
-    devices, num_nodes, accelerator: the settings of the Trainer. Their type hints are Any, so that an error about a
-    wrong value names the setting of the Trainer. gradient_as_bucket_view: as for DDPStrategy.
+    devices, num_nodes, accelerator: the settings of the Trainer, which fa_train.settings checks as such. Their type
+    hints here are Any. Otherwise, an error about trainer.devices would name strategy.devices.
+    gradient_as_bucket_view: as for DDPStrategy.
     """
     trainer = {"devices": devices, "accelerator": accelerator}
     if is_one_of_several() or num_nodes > 1 or ranks_to_start(trainer) > 1:

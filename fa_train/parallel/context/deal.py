@@ -92,9 +92,11 @@ def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None)
 
 
 def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `work` and `first` for `exchange`, for chunks of `size` tokens. start, end: from causal_ranges.
+    """Returns the arguments `work` and `first` of `exchange`. Each chunk has `size` tokens.
 
-    If a chunk's queries see no key, which is so for padding, `first` is the index of the next chunk.
+    start, end: from causal_ranges.
+    The queries of a chunk that is all padding see no key. `first` is then the index of the next chunk, so that
+    received_chunks counts no chunk for it.
     """
     work = (end - start).reshape(-1, size).sum(axis=1)
     return work, np.where(work > 0, start[::size] // size, np.arange(1, len(work) + 1))
@@ -111,7 +113,8 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 
     owner: (n_chunks,), as in Deal. `exchange` changes it in place.
     work: (n_chunks,), for each chunk, the number of pairs of a query of the chunk and a key that the query sees.
-    first: (n_chunks,), for each chunk, the index of the chunk with the first key that its queries see.
+    first: (n_chunks,), for each chunk, the index of the chunk with the first key that its queries see, or of
+    the next chunk if they see none.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     mean = load.mean()

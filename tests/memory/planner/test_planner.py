@@ -1,8 +1,9 @@
 """Compares the memory planner's predictions with the real model on fake tensors and on the CPU, and with peaks on
 GPUs.
 
-By default, every pair of values of two settings occurs in test_simulated_peaks_of_many_layers, and other tests leave
-out some cases of offload, adapters and compiled blocks. With PLANNER_CASES=all, all combinations run.
+By default, some cases are left out. In test_simulated_peaks_of_many_layers, any two settings still occur with all
+combinations of their values. Other tests leave out some cases of offload, adapters and compiled blocks.
+PLANNER_CASES=all also runs the cases that are left out by default.
 """
 
 import json
