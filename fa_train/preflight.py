@@ -11,7 +11,7 @@ from fa_train.models.rope import DynamicNTKScaling
 def require_vocabulary(vocab_size: int, tokens: int) -> None:
     """Raises: ValueError if the tokenizer has more tokens than the model has embeddings."""
     if vocab_size < tokens:
-        raise ValueError(f"model.vocab_size must be at least the {tokens} of the data's tokenizer; got {vocab_size}")
+        raise ValueError(f"model.vocab_size must be at least the tokenizer's vocabulary, {tokens}; got {vocab_size}")
 
 
 def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
@@ -45,7 +45,7 @@ def ranks_per_copy(devices: int, replicas: int) -> int:
     """
     if devices == 1:
         raise ValueError(
-            "strategy=fsdp must have at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2"
+            "strategy=fsdp needs at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2 or more"
         )
     if devices % replicas or devices == replicas:
         raise ValueError(
@@ -76,11 +76,11 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
         raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
     if run.optimizer in ("adamw_8bit", "adamw_offload"):
         raise ValueError(
-            "strategy=fsdp must have optimizer=adamw, or optimizer=adamw_bf16 with trainer.precision=bf16-true; "
+            "strategy=fsdp needs optimizer=adamw, or optimizer=adamw_bf16 with trainer.precision=bf16-true; "
             f"got {run.optimizer}"
         )
     if samples and run.context > 1:
-        raise ValueError(f"strategy.context={run.context} must have callbacks.sample=null; got a callback")
+        raise ValueError(f"strategy.context={run.context} needs callbacks.sample=null; got a callback")
 
 
 def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:
@@ -91,11 +91,11 @@ def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:
     """
     require_float8_model(model)
     if sharded:
-        raise ValueError("lit_gpt.float8 must have strategy=auto or ddp; got fsdp")
+        raise ValueError("lit_gpt.float8 needs strategy=auto or ddp; got fsdp")
     if not run.compiled:
-        raise ValueError("lit_gpt.float8 must have lit_gpt.compile_model=true; got false")
+        raise ValueError("lit_gpt.float8 needs lit_gpt.compile_model=true; got false")
     if run.precision == "32-true":
-        raise ValueError("lit_gpt.float8 must have trainer.precision=bf16-mixed or bf16-true; got 32-true")
+        raise ValueError("lit_gpt.float8 needs trainer.precision=bf16-mixed or bf16-true; got 32-true")
     if run.tokens % MULTIPLE:
         raise ValueError(
             f"lit_gpt.float8 needs seq_len * data.micro_batch_size to be a multiple of {MULTIPLE}; got {run.tokens}"

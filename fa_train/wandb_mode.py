@@ -24,7 +24,7 @@ def _mode() -> str:
         return mode
     try:
         if not wandb.login(prompt=False, verify=False):
-            print("wandb: no API key, so this run is logged offline (`wandb login` changes that)", flush=True)
+            print("wandb: no API key, so this run is logged offline. Run `wandb login` to log online", flush=True)
             return "offline"
         _require_login()
     except Exception as error:  # a run must not end because its login failed

@@ -84,9 +84,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128] if cuda else [32, 64])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"] if cuda else ["fp32"])
     parser.add_argument("--steps", type=int, default=10 if cuda else 3, help="maximum number of timed steps of a case")
-    parser.add_argument("--seconds", type=float, default=5.0, help="seconds after which a case begins no more steps")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds after which a case starts no further step")
     parser.add_argument(
-        "--max-step-seconds", type=float, default=30.0, help="seconds; steps predicted to be longer are not run"
+        "--max-step-seconds", type=float, default=30.0, help="cases with longer predicted steps are not run"
     )
     parser.add_argument("--no-wandb", action="store_true", help="write files only")
     parser.add_argument("--project", default="fa_train", help="project on Weights & Biases")
@@ -131,7 +131,7 @@ def main() -> None:
             args.budget,
         )
     except KeyboardInterrupt:
-        print(f"stopped; {path} has the finished cases, and the same command continues", file=sys.stderr)
+        print(f"stopped; {path} holds the finished cases. Run the same command to continue", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     head = describe(shlex.join(["python", "-m", "scripts.ablate_memory", *sys.argv[1:]]), args.commit, date.today())
     parts = []

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="a .ckpt of a run, still in the run's folder")
     parser.add_argument("folder", type=Path, help="output folder, new or without a model")
     parser.add_argument(
-        "--dtype", choices=get_args(Dtype), help="dtype of the weights; default: the base model's, or the trained"
+        "--dtype", choices=get_args(Dtype), help="dtype of the weights; default: the base model's, or that of training"
     )
     parser.add_argument("--adapter", action="store_true", help="write only the LoRA adapter, for peft")
     parser.add_argument(

@@ -25,13 +25,15 @@ def main() -> None:
     parser.add_argument("model", help="a folder, a name on the Hugging Face hub, or a .ckpt still in its run's folder")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", help="text to continue")
-    asked.add_argument("--chat", help="a user's message for the tokenizer's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: always take the most likely token")
+    asked.add_argument("--chat", help="a user's message to answer; needs a tokenizer with a chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="default: 0, which always takes the most likely token"
+    )
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the most likely tokens with this total probability"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling; default: 0")
     parser.add_argument(
         "--dtype",
         choices=get_args(Dtype),

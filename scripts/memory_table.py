@@ -40,7 +40,7 @@ def memory_table(arguments: list[str]) -> str:
         plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
     lines = [table(plan, gpu_bytes, host_bytes, auto=auto)]
     if cfg.choices.attention != "flash":
-        lines += ["the plan is for attention=flash; other attentions may need more memory"]
+        lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
     if plan.run.float8:
         lines += [WITHOUT_FLOAT8]
     if not torch.cuda.is_available() and (gpu is None or host is None):

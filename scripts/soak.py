@@ -105,7 +105,9 @@ def soak(overrides: list[str], minutes: float, folder: Path) -> list[Sample]:
         while time.monotonic() < start + 60 * minutes:
             time.sleep(SAMPLE)
             if process.poll() is not None:
-                raise RuntimeError(f"train.py must train until it is interrupted; it ended with {process.returncode}")
+                raise RuntimeError(
+                    f"train.py must train until it is interrupted; it ended with exit status {process.returncode}"
+                )
             samples.append(Sample(time.monotonic() - start, memory_of_session(process.pid)))
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=120)

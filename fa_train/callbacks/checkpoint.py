@@ -247,7 +247,7 @@ def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
     if not isinstance(trainer.checkpoint_callback, Checkpoint):  # an export needs this project's checkpoints
-        raise ValueError("export=true must have checkpoints to write from; got callbacks.checkpoint=null")
+        raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
@@ -259,8 +259,10 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
     checkpoint = trainer.checkpoint_callback
     assert isinstance(checkpoint, Checkpoint)
     if not checkpoint.has_saved(trainer.global_step):
-        newest = f"the newest checkpoint is {checkpoint.saved[-1]}" if checkpoint.saved else "there is no checkpoint"
-        raise ValueError(f"export=true must have finite weights at the last step; got NaN or infinity, and {newest}")
+        advice = "The run has no earlier checkpoint"
+        if checkpoint.saved:
+            advice = f"`python -m scripts.export_hf {checkpoint.saved[-1]} <folder>` exports the newest checkpoint"
+        raise ValueError(f"export=true needs finite weights at the last step; got NaN or infinity. {advice}")
     if trainer.is_global_zero:
         folders = export_run(checkpoint.saved[-1], Path(trainer.default_root_dir), build, config, results(trainer))
         trainer.print("".join(f"exported: {folder}\n" for folder in folders), end="")

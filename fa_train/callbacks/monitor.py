@@ -160,8 +160,8 @@ class Monitor(Callback):
         )
         if self.max_skipped_steps is not None and longest_skip >= self.max_skipped_steps:
             raise DivergedError(
-                f"the gradients of {longest_skip:.0f} consecutive optimizer steps were not finite, by step "
-                f"{reading.step}; these steps were skipped. Try a lower optimizer.lr, or increase "
+                f"step {reading.step}: {longest_skip:.0f} consecutive optimizer steps were skipped, because their "
+                "gradients contained NaN or infinity. Try a lower optimizer.lr, or increase "
                 "callbacks.monitor.max_skipped_steps"
             )
 
@@ -204,7 +204,7 @@ class Monitor(Callback):
             self.has_diverged = True
             trainer.print(f"error: {error}")
         except Exception as error:
-            trainer.print(f"error: the last values were not logged: {error}")
+            trainer.print(f"error: the last metrics of the run were not logged: {error}")
         self._reading = None
         if self._timer is not None:
             self._timer.end()

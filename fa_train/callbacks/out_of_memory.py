@@ -31,10 +31,10 @@ class OutOfMemory(Callback):
         """Returns a message that names the settings that did not fit in memory, and suggests changes."""
         changes = [] if self.attention == "flash" else ["attention=flash"]
         changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
-        changes += ["a smaller seq_len or model"]
+        changes += ["or a smaller seq_len or model" if changes else "a smaller seq_len or model"]
         return (
             f"seq_len={self.seq_len} with attention={self.attention} and data.micro_batch_size={self.micro_batch_size}"
-            f" needs more than the device has (peak {peak_gib:.1f} GiB). Try {', '.join(changes)}"
+            f" needs more memory than the device has (peak {peak_gib:.1f} GiB). Try {', '.join(changes)}"
         )
 
 

@@ -70,8 +70,8 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
     require_same_shapes({PREFIX + name: shape for name, shape in shapes(own).items()}, stored, checkpoint)
     if reference is not None and base_hash(model) != reference["sha256"]:
         raise CheckpointError(
-            f"{checkpoint} holds an adapter that was trained on {reference['name']} with the SHA-256 "
-            f"{reference['sha256'][:12]}…; this run's base is {name_of(model)} with {base_hash(model)[:12]}…"
+            f"{checkpoint} needs the base model that its adapter was trained on: {reference['name']} with SHA-256 "
+            f"{reference['sha256'][:12]}…; got {name_of(model)} with SHA-256 {base_hash(model)[:12]}…"
         )
 
 

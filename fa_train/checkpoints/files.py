@@ -182,11 +182,14 @@ def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
     """
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:
-            difference = f"it has no {name}"
+            difference = f"the checkpoint has no {name}"
         elif name not in ours:
             difference = f"the model has no {name}"
         elif ours[name] != theirs[name]:
-            difference = f"{name} must be {ours[name]}; got {theirs[name]}"
+            difference = f"{name} must have the shape {ours[name]}; got {theirs[name]}"
         else:
             continue
-        raise CheckpointError(f"{checkpoint} does not fit the model: {difference}. Use its run's model and adapter")
+        raise CheckpointError(
+            f"{checkpoint} does not fit the model: {difference}. "
+            "Use the model and adapter settings of the run that wrote it"
+        )

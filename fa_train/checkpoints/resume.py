@@ -30,8 +30,8 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
         else:
             return str(path)
     if found:
-        raise ValueError(f"ckpt_path=last found no intact checkpoint among {len(found)} below {runs}")
-    raise ValueError(f"ckpt_path=last found no checkpoint below {runs}; run_name chooses the folder")
+        raise ValueError(f"ckpt_path=last found only damaged checkpoints below {runs} ({len(found)} in all)")
+    raise ValueError(f"ckpt_path=last found no checkpoint below {runs}. Set run_name to that of the run to resume")
 
 
 def finished(ckpt_path: str | None, max_steps: int) -> str | None:

@@ -36,8 +36,11 @@ class PackedRows:
         self.document_mask, self.reset_positions = data.document_mask, data.reset_positions
         for name, layout in self.layouts.items():
             if not (held_out or layout.n_rows):
-                where = f" of data.sources.{name}" if name else ""
-                raise ValueError(f"packing must keep a document{where}; it keeps none:\n{layout.report.text()}")
+                where, report = f" from data.sources.{name}" if name else "", layout.report
+                raise ValueError(
+                    f"packing must keep at least one document{where}; of {report.documents:,} training documents, "
+                    f"{report.documents_empty:,} are empty and data.long_documents drops {report.documents_dropped:,}"
+                )
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
             # the seed depends on the source's name, so the order of a source's rows does not depend on the other

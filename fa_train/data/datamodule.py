@@ -74,7 +74,7 @@ class PackedDataModule(L.LightningDataModule):
             raise ValueError(f"data.packing must be concat or best_fit; got {packing}")
         if packing == "concat" and (max_doc_len is not None or long_documents != "split"):
             raise ValueError(
-                "data.packing=concat must have data.max_doc_len=null and data.long_documents=split; "
+                "data.packing=concat needs data.max_doc_len=null and data.long_documents=split; "
                 f"got {max_doc_len} and {long_documents}"
             )
         self.source = source
@@ -98,10 +98,11 @@ class PackedDataModule(L.LightningDataModule):
         """
         steps, rest = divmod(self.batch_size, self.micro_batch_size * (world_size // context))
         if rest or not steps:
-            shared = f", divided by strategy.context={context}" if context > 1 else ""
+            shared = f" / strategy.context={context}" if context > 1 else ""
             raise ValueError(
-                f"batch_size must be a multiple of data.micro_batch_size times the number of processes{shared}; "
-                f"got {self.batch_size}, {self.micro_batch_size} and {world_size}"
+                f"batch_size must be a multiple of {self.micro_batch_size * (world_size // context)} "
+                f"(data.micro_batch_size={self.micro_batch_size} * {world_size} processes{shared}); "
+                f"got {self.batch_size}"
             )
         return steps
 

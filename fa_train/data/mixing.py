@@ -52,7 +52,9 @@ def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
     Raises: ValueError if there is no source, a weight is not positive, or a source would get no row among `CYCLE` rows.
     """
     if not weights:
-        raise ValueError("data.sources must name at least one source; it names none")
+        raise ValueError(
+            "data.sources must name at least one source; got none. conf/data/mix.yaml shows how to add one"
+        )
     for name, weight in weights.items():
         if not 0 < weight < float("inf"):
             raise ValueError(f"data.sources.{name}.weight must be a positive number; got {weight}")
@@ -61,7 +63,9 @@ def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
     rows[np.argsort(rows - exact, kind="stable")[: CYCLE - rows.sum()]] += 1
     for (name, weight), count in zip(weights.items(), rows, strict=True):
         if not count:
-            raise ValueError(f"data.sources.{name}.weight must be at least 1 / {CYCLE} of all weights; got {weight}")
+            raise ValueError(
+                f"data.sources.{name}.weight must be at least 1 / {CYCLE} of the sum of all weights; got {weight}"
+            )
     return rows
 
 

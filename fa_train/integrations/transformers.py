@@ -70,7 +70,7 @@ def key_mask(
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and local_size == chunk and kv_length + kv_offset > chunk:
         raise ValueError(
-            f"{NAME} must have at most attention_chunk_size={chunk} keys: it has no chunked attention; "
+            f"{NAME} supports at most attention_chunk_size={chunk} keys, because it has no chunked attention; "
             f"got {kv_length + kv_offset}"
         )
     refuse_other_masks(mask_function, use_vmap)
@@ -167,7 +167,9 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
             "TRITON_INTERPRET=1 runs its kernels in Triton's (slow) CPU interpreter"
         )
     if dropout:
-        raise ValueError(f"{NAME} has no attention dropout: the config's must be 0.0 in training; got {dropout}")
+        raise ValueError(
+            f"the config's attention_dropout must be 0.0 in training; got {dropout}. {NAME} has no dropout"
+        )
     if attention_mask is not None and not is_key_mask(attention_mask):
         raise ValueError(
             f"attention_mask must be (batch, tokens) for {NAME}, which has no custom masks; "

@@ -34,7 +34,7 @@ def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # the import takes seconds
     except ImportError as error:
         wanted = f"torchao=={TESTED['torchao']}"
-        raise ValueError(f"lit_gpt.float8 must have {wanted} (pip install {wanted}); got {error}") from error
+        raise ValueError(f"lit_gpt.float8 needs {wanted}; got {error}. Run `pip install {wanted}`") from error
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     convert_to_float8_training(model.blocks, config=config, module_filter_fn=_is_plain)
     model.choose_ffns()  # blocks whose linear layers compute in float8 use DenseFFN
@@ -47,11 +47,11 @@ def require_float8_model(model: GPT) -> None:
     that float8 does not support.
     """
     if next(adapted(model), None) is not None:
-        raise ValueError("lit_gpt.float8 must have adapter=none; got LoRA adapters")
+        raise ValueError("lit_gpt.float8 needs adapter=none; got LoRA adapters")
     if model.memory.mlp_chunk is not None:
-        raise ValueError(f"lit_gpt.float8 must have memory.mlp_chunk=null; got {model.memory.mlp_chunk}")
+        raise ValueError(f"lit_gpt.float8 needs memory.mlp_chunk=null; got {model.memory.mlp_chunk}")
     if model.memory.offload == "all":
-        raise ValueError("lit_gpt.float8 must have memory.offload=false or true; got all")
+        raise ValueError("lit_gpt.float8 needs memory.offload=false or true; got all")
     for path, layer in model.blocks.named_modules():
         if isinstance(layer, nn.Linear) and (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE):
             raise ValueError(

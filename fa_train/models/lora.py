@@ -322,7 +322,7 @@ def require_torchao() -> None:
         )
     except ImportError as error:
         wanted = f"torchao=={TESTED['torchao']}"
-        raise ValueError(f"adapter.quantization=nf4 must have {wanted} (pip install {wanted}); got {error}") from error
+        raise ValueError(f"adapter.quantization=nf4 needs {wanted}; got {error}. Run `pip install {wanted}`") from error
 
 
 def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:

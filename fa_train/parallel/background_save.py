@@ -72,7 +72,7 @@ class BackgroundSave:
             self._asked = None
         self._join(None)
         own = self._error
-        told = own if own is None or isinstance(own, CheckpointError) else CheckpointError(f"no checkpoint: {own!r}")
+        told = own if own is None or isinstance(own, CheckpointError) else CheckpointError(f"save failed: {own!r}")
         errors: list[CheckpointError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, told, group=self._askers)
         if own is not None:
@@ -169,8 +169,9 @@ class HostCopies:
             error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1))  # 1: on all GPUs
             if error:
                 raise CheckpointError(
-                    "callbacks.checkpoint.asynchronous=true must be able to pin host memory for a checkpoint's copy; "
-                    f"got CUDA error {error} for {host.nbytes / 2**30:.2f} GiB. Set it to false"
+                    "callbacks.checkpoint.asynchronous=true needs pinned host memory for a copy of the checkpoint; "
+                    f"pinning {host.nbytes / 2**30:.2f} GiB failed with CUDA error {error}. "
+                    "Set callbacks.checkpoint.asynchronous=false"
                 )
             self._pinned.append(host)
         return host

@@ -45,8 +45,8 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
         return 1
     if trainer.get("num_nodes", 1) > 1:
         raise ValueError(
-            f"trainer.num_nodes={trainer['num_nodes']} must be started by torchrun or srun on each node; got neither "
-            "(see docs/several_gpus.md)"
+            f"a run with trainer.num_nodes={trainer['num_nodes']} must be started by torchrun or srun on each node; "
+            "got neither. See docs/several_gpus.md"
         )
     devices = trainer.get("devices", "auto")
     if devices not in ("auto", -1):

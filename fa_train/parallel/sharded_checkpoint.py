@@ -156,7 +156,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     Raises: CheckpointError if the folder is not a sharded checkpoint.
     """
     if not (folder / META).is_file():
-        raise CheckpointError(f"a checkpoint must be a file, or a sharded run's folder with {META}; {folder} has none")
+        raise CheckpointError(f"a checkpoint must be a file, or a folder with {META}; got {folder} without {META}")
     return read_file(folder / META)
 
 

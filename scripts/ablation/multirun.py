@@ -64,7 +64,7 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
         try:
             result = apart(measure_job, (train, cfg, HydraConfig.instance().cfg, case), timeout, log)
         except KeyboardInterrupt:
-            print(f"stopped; with hydra.sweep.dir={folder.parent} the same command continues", file=sys.stderr)
+            print(f"stopped; run the same command with hydra.sweep.dir={folder.parent} to continue", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
     save({case: result}, path)
     numbers = {name: float(x) for name, x in asdict(result).items() if isinstance(x, int | float)}
@@ -100,7 +100,9 @@ def case_of(cfg: DictConfig) -> StepCase:
         if OmegaConf.select(cfg, name) != value:
             raise ValueError(f"an ablation needs {name}={value}; got {OmegaConf.select(cfg, name)}")
     if cfg.trainer.precision not in get_args(Precision):
-        raise ValueError(f"trainer.precision must be one of {get_args(Precision)}; got {cfg.trainer.precision}")
+        raise ValueError(
+            f"trainer.precision must be one of {', '.join(get_args(Precision))}; got {cfg.trainer.precision}"
+        )
     hydra = HydraConfig.get()
     choices: dict[str, Any] = hydra.runtime.choices
     if choices["adapter"] != "none":  # the minimum memory and the FLOPs are those of training all weights

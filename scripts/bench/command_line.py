@@ -14,17 +14,20 @@ def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str 
     None unless the user sets --out.
     """
     path = default if isinstance(default, Path) else None
-    parser.add_argument("--commit", help="commit for the head of the results, if git is not available")
-    parser.add_argument("--out", type=Path, default=path, help=f"{kind} of the results; by default {shown(default)}")
+    parser.add_argument("--commit", help="commit to show in the results; default: that of the git checkout")
+    parser.add_argument("--out", type=Path, default=path, help=f"{kind} of the result files; default: {shown(default)}")
 
 
 def add_time_limits(parser: argparse.ArgumentParser, timeout: float | None = None, budget: bool = False) -> None:
     """Adds the options --timeout (limit of one case) and --budget (limit of all cases)."""
     if timeout is not None:
-        parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a case may take")
+        parser.add_argument("--timeout", type=float, default=timeout, help="maximum seconds per case")
     if budget:
         parser.add_argument(
-            "--budget", type=float, default=math.inf, help="seconds for all; cases that remain are left out"
+            "--budget",
+            type=float,
+            default=math.inf,
+            help="seconds after which no further case starts; default: no limit",
         )
 
 

@@ -194,7 +194,7 @@ def main() -> None:
     head = describe(shlex.join(["python", "-m", "scripts.bench.fresh_documents", *sys.argv[1:]]), args.commit, today)
     chosen = {name: run for name, run in attentions().items() if args.backends is None or name in args.backends}
     if missing := set(args.backends or ()) - chosen.keys():
-        sys.exit(f"--backends must be installed; got {', '.join(sorted(missing))}")
+        sys.exit(f"--backends must be installed; missing: {', '.join(sorted(missing))}")
     documents = random_documents(args.tokens, BATCHES)
     batches = [torch.tensor((0, *lengths)).cumsum(0).to("cuda", torch.int32) for lengths in documents]
     lines = ["# Attention over documents that differ in every call", ""]

@@ -347,7 +347,7 @@ def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]
         said = [
             line for line in (text + result.stdout + result.stderr).splitlines() if "ERROR" in line or "Error" in line
         ]
-        raise RuntimeError(said[0] if said else f"ncu ended with {result.returncode}")
+        raise RuntimeError(said[0] if said else f"ncu ended with exit status {result.returncode}")
     found = list(read_counts(text))
     if len(found) != len(cases):
         raise RuntimeError(f"ncu's table must contain {len(cases)} cases; found {len(found)}")
@@ -443,10 +443,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--arch", choices=list(SHARED_LIMIT), help="architecture of the tiles; default: this GPU's, or sm90"
     )
     parser.add_argument(
-        "--ncu", action=argparse.BooleanOptionalAction, default=True, help="also measure if ncu is installed"
+        "--ncu", action=argparse.BooleanOptionalAction, default=True, help="measure with ncu, if it is installed"
     )
-    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS)
-    parser.add_argument("--bandwidth-tbs", type=float, default=BANDWIDTH_TBS)
+    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help="TFLOP/s of the roofline")
+    parser.add_argument("--bandwidth-tbs", type=float, default=BANDWIDTH_TBS, help="TB/s of the roofline")
     parser.add_argument("--under-ncu", action="store_true", help=argparse.SUPPRESS)
     add_results(parser, "scripts/results/io_traffic_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)

@@ -271,7 +271,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="number of times each combination is measured")
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a measurement, after {WARMUP} others")
     parser.add_argument(
-        "--slow-step", type=float, default=6, help=f"seconds; slower steps are timed {FEWEST_STEPS} times"
+        "--slow-step", type=float, default=6, help=f"only {FEWEST_STEPS} steps are timed if a step takes more seconds"
     )
     parser.add_argument("--resume", action="store_true", help="measure only what is missing in OUT")
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)

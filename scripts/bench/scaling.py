@@ -254,7 +254,9 @@ def results(runs: Sequence[Run], predictions: dict[Run, float | None], args: arg
         while waiting or running:
             remaining = end - time.monotonic()
             if waiting and remaining <= 0:
-                print(f"left out: {', '.join(run.name for run in waiting)}", file=sys.stderr)
+                print(
+                    f"the time of --budget is over; left out: {', '.join(run.name for run in waiting)}", file=sys.stderr
+                )
                 waiting.clear()
             if waiting and (args.parallel or not running) and (gpus := gpus_for(waiting[0], free)):
                 run, free = waiting.pop(0), free - set(gpus)
@@ -346,11 +348,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=60, help="steps of a run; the first third is not timed")
     parser.add_argument("--rows", type=int, default=1, help="rows per step on each GPU")
-    parser.add_argument("--parallel", action="store_true", help="runs on one GPU at the same time on different GPUs")
+    parser.add_argument("--parallel", action="store_true", help="make one-GPU runs at the same time, on different GPUs")
     parser.add_argument(
-        "--every-gpu", action="store_true", help="runs on one GPU once on each GPU, and takes their mean"
+        "--every-gpu", action="store_true", help="repeat each one-GPU run on every GPU, and use the mean"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the runs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random order of the runs")
     parser.add_argument("--cpu-ranks", type=int, help="processes on the CPU instead of GPUs, to try the script")
     add_time_limits(parser, timeout=300, budget=True)
     add_results(parser, "scripts/results/scaling_<gpu>_<yyyymm>")

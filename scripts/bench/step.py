@@ -320,18 +320,20 @@ def parse_case(text: str) -> tuple[int, str]:
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml; sizes also apply to the peer")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of conf/train.yaml")
     parser.add_argument("--model", choices=options("model"), default="llama_1b")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=list(SEQ_LENS), help="tokens")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument(
-        "--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="run these instead of each variant at each length"
+        "--cases", nargs="+", metavar="SEQ_LEN:VARIANT", help="run these cases instead of each variant at each length"
     )
     attention = "flash" if cuda else "sdpa"
-    parser.add_argument("--attention", choices=options("attention"), default=attention, help="attention of ours")
+    parser.add_argument(
+        "--attention", choices=options("attention"), default=attention, help="attention of our variants"
+    )
     parser.add_argument("--steps", type=int, default=5, help=f"timed steps of a case, after {WARMUP} others")
     parser.add_argument(
-        "--slow-step", type=float, default=6, help=f"seconds; slower steps are timed {FEWEST_STEPS} times"
+        "--slow-step", type=float, default=6, help=f"only {FEWEST_STEPS} steps are timed if a step takes more seconds"
     )
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     add_time_limits(parser, timeout=300)

@@ -122,7 +122,9 @@ def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
     ("error", "said", "diverged"),
     [
         pytest.param(DivergedError("5 steps were skipped"), "error: 5 steps were skipped", True, id="diverged"),
-        pytest.param(OSError("disk full"), "the last values were not logged: disk full", False, id="a-logger-fails"),
+        pytest.param(
+            OSError("disk full"), "the last metrics of the run were not logged: disk full", False, id="a-logger-fails"
+        ),
     ],
 )
 def test_an_error_of_the_last_log_does_not_replace_the_first_one(error, said, diverged):

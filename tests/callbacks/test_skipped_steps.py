@@ -196,7 +196,7 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
     assert done.returncode == 1, done.stderr
     errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert errors[0].startswith("error: the gradients of 5 consecutive optimizer steps were not finite, by step 12")
+    assert errors[0].startswith("error: step 12: 5 consecutive optimizer steps were skipped, because their gradients")
     assert not list(tmp_path.rglob("exported*"))
     names = sorted(path.name for path in tmp_path.rglob("*.ckpt"))
     assert names == ["step_0000004.ckpt", "step_0000008.ckpt"], "a diverged model must not replace an older checkpoint"
@@ -215,7 +215,5 @@ def test_a_finite_step_ends_a_row(tmp_path, capsys):
 @pytest.mark.parametrize(("limit", "ends"), [("2", True), ("null", False)])
 def test_the_limit_is_a_setting(limit, ends, tmp_path):
     limited = [f"callbacks.monitor.max_skipped_steps={limit}", "max_steps=8", *bad_steps(*range(1, 7))]
-    with (
-        pytest.raises(DivergedError, match=r"of 2 consecutive optimizer steps .* by step 3") if ends else nullcontext()
-    ):
+    with pytest.raises(DivergedError, match=r"step 3: 2 consecutive optimizer steps were") if ends else nullcontext():
         run(tmp_path / "run", tmp_path, *limited)

@@ -181,7 +181,7 @@ class Spoil(Callback):
 
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported(tmp_path, capsys):
     spoil = "+callbacks.spoil._target_=tests.checkpoints.test_runs.Spoil"
-    with pytest.raises(ValueError, match=r"export=true must have finite weights at the last step; .*step_0000002.ckpt"):
+    with pytest.raises(ValueError, match=r"export=true needs finite weights at the last step; .*step_0000002.ckpt"):
         run(tmp_path / "run", tmp_path, *EACH_STEP, "export=true", spoil)
     assert checkpoints(tmp_path / "run") == ["step_0000001.ckpt", "step_0000002.ckpt"]
     assert not (tmp_path / "run" / "exported").exists()
@@ -209,10 +209,10 @@ def test_a_damaged_checkpoint_is_one_line(damage, trained, tmp_path):
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
-        ("model.dim=64", r"attention.out.weight must be \(64, 64\); got \(32, 32\)"),
-        ("model.n_layers=3", "it has no model.blocks.2"),
+        ("model.dim=64", r"attention.out.weight must have the shape \(64, 64\); got \(32, 32\)"),
+        ("model.n_layers=3", "the checkpoint has no model.blocks.2"),
         ("model.n_layers=1", "the model has no model.blocks.1"),
-        ("adapter=lora", r"it has no model.blocks.0.\S*lora_A"),
+        ("adapter=lora", r"the checkpoint has no model.blocks.0.\S*lora_A"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_one_line(override, difference, trained, tmp_path):

@@ -53,7 +53,7 @@ def test_sizes_must_be_positive(name):
 
 def test_micro_batches_must_divide_the_batch():
     assert make().accumulation(world_size=2) == 2
-    with pytest.raises(ValueError, match=r"batch_size must be a multiple.*got 8, 2 and 3"):
+    with pytest.raises(ValueError, match=r"batch_size must be a multiple of 6 \(.*size=2 \* 3 processes\); got 8"):
         make().accumulation(world_size=3)
 
 

@@ -156,10 +156,10 @@ def test_the_report_tells_shares_of_rows_and_of_tokens():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({}, "data.sources must name at least one source; it names none"),
+        ({}, "data.sources must name at least one source; got none"),
         ({"a": 0}, "data.sources.a.weight must be a positive number; got 0"),
         ({"a": float("nan")}, "data.sources.a.weight must be a positive number; got nan"),
-        ({"a": 1, "b": 1e-9}, "data.sources.b.weight must be at least 1 / 10000 of all weights; got 1e-09"),
+        ({"a": 1, "b": 1e-9}, "data.sources.b.weight must be at least 1 / 10000 of the sum of all weights; got 1e-09"),
     ],
 )
 def test_bad_weights_are_named(weights, message):
@@ -169,5 +169,5 @@ def test_bad_weights_are_named(weights, message):
 
 def test_a_source_that_packing_keeps_nothing_of_is_named():
     data = make(lengths=((5,), (20, 30)), long_documents="drop")
-    with pytest.raises(ValueError, match=r"packing must keep a document of data.sources.b; it keeps none"):
+    with pytest.raises(ValueError, match=r"packing must keep at least one document from data.sources.b; of "):
         PackedRows(data, held_out=False, shuffle=True)

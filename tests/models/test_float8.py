@@ -148,11 +148,9 @@ def test_the_lightning_module_converts_before_it_compiles():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        pytest.param(partial(small_gpt, levers(mlp_chunk=16), CPU), "needs memory.mlp_chunk=null; got 16", id="chunks"),
         pytest.param(
-            partial(small_gpt, levers(mlp_chunk=16), CPU), "must have memory.mlp_chunk=null; got 16", id="chunks"
-        ),
-        pytest.param(
-            partial(small_gpt, levers(offload="all"), CPU), "must have memory.offload=false or true; got all", id="all"
+            partial(small_gpt, levers(offload="all"), CPU), "needs memory.offload=false or true; got all", id="all"
         ),
         pytest.param(
             partial(small_gpt, levers(), CPU, ffn_dim=40),
@@ -160,7 +158,7 @@ def test_the_lightning_module_converts_before_it_compiles():
             "multiples of 16; block 0: ffn.down has 40 inputs and 32 outputs",
             id="sizes",
         ),
-        pytest.param(lambda: lora()(small_gpt(levers(), CPU)), "must have adapter=none; got LoRA adapters", id="lora"),
+        pytest.param(lambda: lora()(small_gpt(levers(), CPU)), "needs adapter=none; got LoRA adapters", id="lora"),
     ],
 )
 def test_a_model_without_support_is_refused(model, message):
@@ -175,15 +173,15 @@ FLOAT8 = ("lit_gpt.float8=tensorwise", "lit_gpt.compile_model=true", "trainer.pr
     ("overrides", "message"),
     [
         pytest.param([], "needs a CUDA GPU; got trainer.accelerator=cpu", id="cpu"),
-        pytest.param(["lit_gpt.compile_model=false"], "must have lit_gpt.compile_model=true; got false", id="eager"),
+        pytest.param(["lit_gpt.compile_model=false"], "needs lit_gpt.compile_model=true; got false", id="eager"),
         pytest.param(
             ["trainer.precision=32-true"], "trainer.precision=bf16-mixed or bf16-true; got 32-true", id="fp32"
         ),
-        pytest.param(["adapter=lora"], "must have adapter=none; got LoRA adapters", id="lora"),
-        pytest.param(["adapter=qlora"], "must have adapter=none; got LoRA adapters", id="qlora"),
-        pytest.param(["memory=offload"], "must have memory.mlp_chunk=null; got 16384", id="chunks"),
+        pytest.param(["adapter=lora"], "needs adapter=none; got LoRA adapters", id="lora"),
+        pytest.param(["adapter=qlora"], "needs adapter=none; got LoRA adapters", id="qlora"),
+        pytest.param(["memory=offload"], "needs memory.mlp_chunk=null; got 16384", id="chunks"),
         pytest.param(["seq_len=72"], "seq_len . data.micro_batch_size to be a multiple of 16; got 72", id="tokens"),
-        pytest.param(["strategy=fsdp", "trainer.devices=2"], "must have strategy=auto or ddp; got fsdp", id="fsdp"),
+        pytest.param(["strategy=fsdp", "trainer.devices=2"], "needs strategy=auto or ddp; got fsdp", id="fsdp"),
     ],
 )
 def test_a_run_without_support_is_refused_before_it_starts(overrides, message, tmp_path):
@@ -205,7 +203,7 @@ def test_an_older_gpu_is_refused(monkeypatch):
 
 def test_a_missing_torchao_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(ValueError, match=r"lit_gpt\.float8 must have torchao=="):
+    with pytest.raises(ValueError, match=r"lit_gpt\.float8 needs torchao=="):
         use_float8(small_gpt(levers(), CPU), "tensorwise")
 
 

@@ -138,7 +138,7 @@ def test_a_missing_torchao_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with (
         composed(tmp_path, *tiny(tmp_path, "adapter=qlora")) as cfg,
-        pytest.raises(ValueError, match=r"adapter.quantization=nf4 must have torchao==0.18.0"),
+        pytest.raises(ValueError, match=r"adapter.quantization=nf4 needs torchao==0.18.0"),
     ):
         training.build(cfg)
 

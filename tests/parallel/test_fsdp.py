@@ -305,9 +305,9 @@ def test_last_is_the_newest_folder(sharded_run):
     [
         pytest.param(["trainer.devices=1"], "at least 2 devices; got 1", id="one-device"),
         pytest.param(["adapter=qlora"], "4-bit weights; got adapter=qlora", id="qlora"),
-        pytest.param(["optimizer=adamw_8bit"], "must have optimizer=adamw.* got adamw_8bit", id="8-bit"),
+        pytest.param(["optimizer=adamw_8bit"], "needs optimizer=adamw.* got adamw_8bit", id="8-bit"),
         pytest.param(["strategy.context=3"], "must divide the number of devices, 2; got 3", id="context"),
-        pytest.param(["optimizer=adamw_offload"], "must have optimizer=adamw.* got adamw_offload", id="offload"),
+        pytest.param(["optimizer=adamw_offload"], "needs optimizer=adamw.* got adamw_offload", id="offload"),
         pytest.param(
             ["strategy.context=2", "+callbacks.sample._target_=lightning.pytorch.callbacks.LambdaCallback"],
             "callbacks.sample=null", id="sample-of-a-context",

@@ -169,7 +169,9 @@ def test_mistakes_are_named(scratch, tmp_path):
     shutil.copy(scratch, alone)
     with pytest.raises(ValueError, match=r"alone.ckpt must be in its run's folder"):
         trained_model.export(alone, tmp_path / "out", [], None)
-    with pytest.raises(ValueError, match=r"step_0000003.ckpt does not fit the model: it has no model.blocks.2"):
+    with pytest.raises(
+        ValueError, match=r"step_0000003.ckpt does not fit the model: the checkpoint has no model.blocks.2"
+    ):
         trained_model.export(scratch, tmp_path / "out", ["model.n_layers=3"], None)
     assert not (tmp_path / "out").exists()
 
@@ -248,7 +250,7 @@ def test_an_adapter_goes_on_from_its_base_and_from_no_other(adapter_run, tmp_pat
     own = [f"model.pretrained={changed}" if x.startswith("model.pretrained=") else x for x in own]
     refused = command_line(tmp_path, *own, start)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    message = rf"holds an adapter that was trained on {base} with the SHA-256 \w+…; this run's base is {changed} with"
+    message = rf"its adapter was trained on: {base} with SHA-256 \w+…; got {changed} with SHA-256 \w+…"
     assert re.search(message, refused.stderr.strip().splitlines()[-1])
     with pytest.raises(ValueError, match=message):
         trained_model.export(checkpoint, tmp_path / "out", [f"model.pretrained={changed}"], None)

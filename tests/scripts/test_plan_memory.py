@@ -88,7 +88,7 @@ def test_sharded_weights_are_planned_as_train_does():
     assert four_share.run.context == 4 and four_share.run.tokens == 1024 and four_share.run.accumulates
     with pytest.raises(ValueError, match="must divide the number of devices, 8; got 3"):
         plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "strategy.context=3"]))
-    with pytest.raises(ValueError, match="strategy=fsdp must have at least 2 devices; got 1"):
+    with pytest.raises(ValueError, match="strategy=fsdp needs at least 2 devices; got 1"):
         plan_of_run(composed_for_plan(overrides))
     assert plan_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).run.ranks == 1
 
@@ -133,7 +133,7 @@ def test_assumptions_of_the_plan_are_printed(monkeypatch):
     assert "assumed" not in told and "attention=" not in told
     for attention in ("naive", "sdpa", "chunked"):
         other = memory_table(["model=gpt2", f"attention={attention}", "gpu_gib=80", "host_gib=100"])
-        assert "the plan is for attention=flash; other attentions may need more memory" in other
+        assert "the plan assumes attention=flash; other kinds of attention may need more memory" in other
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
@@ -262,7 +262,9 @@ def test_auto_chooses_or_says_why_not():
     assert planner.fastest_levers(changed(LLAMA_1B, seq_len=2**13), CUDA, 1) == Levers("none", False, None)
     chosen = planner.fastest_levers(changed(LLAMA_1B, seq_len=900_000), CUDA, 1)
     assert chosen.offload
-    with pytest.raises(ValueError, match=r"memory=auto found no levers .* 139.8 GiB of cuda .* Try seq_len=\d+ "):
+    with pytest.raises(
+        ValueError, match=r"memory=auto found no memory settings .* 139.8 GiB of cuda .* Try seq_len=\d+ "
+    ):
         planner.fastest_levers(changed(LLAMA_1B, seq_len=2**23), CUDA, 1)
 
 
@@ -326,7 +328,7 @@ def test_the_plan_of_float8_has_a_warning():
     settings = ["model=gpt2", "trainer.precision=bf16-true", "gpu_gib=80", "host_gib=100"]
     assert planner.WITHOUT_FLOAT8 not in memory_table(settings)
     assert memory_table([*settings, "lit_gpt.float8=tensorwise"]).splitlines()[-1] == planner.WITHOUT_FLOAT8
-    with pytest.raises(ValueError, match=r"lit_gpt\.float8 must have memory\.mlp_chunk=null; got 16384"):
+    with pytest.raises(ValueError, match=r"lit_gpt\.float8 needs memory\.mlp_chunk=null; got 16384"):
         memory_table([*settings, "lit_gpt.float8=tensorwise", "memory=offload"])
 
 
@@ -335,7 +337,7 @@ def test_auto_chooses_only_levers_that_float8_supports():
     plan = changed(LLAMA_1B, seq_len=2**18, precision="bf16-true", compiled=True)
     assert planner.fastest_levers(plan, CUDA, 1) == Levers("none", False, 16384)
     assert planner.fastest_levers(changed(plan, float8=True), CUDA, 1) == Levers("selective", False, None)
-    with pytest.raises(ValueError, match=r"memory=auto found no levers .* Try seq_len=\d+ ") as error:
+    with pytest.raises(ValueError, match=r"memory=auto found no memory settings .* Try seq_len=\d+ ") as error:
         planner.fastest_levers(changed(plan, seq_len=2**23, float8=True), CUDA, 1)
     assert int(str(error.value).rpartition("seq_len=")[2].split()[0]) % 16 == 0
 

@@ -111,5 +111,5 @@ def test_the_memory_of_each_process_is_written(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_ends_by_itself_is_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match="must train until it is interrupted; it ended with 1"):
+    with pytest.raises(RuntimeError, match="must train until it is interrupted; it ended with exit status 1"):
         soak.soak(["seq_len=foo"], 1.0, tmp_path / "run")

@@ -195,7 +195,7 @@ class BestFit:
     ) -> None:
         limit = seq_len if max_doc_len is None else max_doc_len
         if not 1 <= limit <= seq_len:
-            raise ValueError(f"data.max_doc_len must be null or 1 to seq_len={seq_len}; got {max_doc_len}")
+            raise ValueError(f"data.max_doc_len must be null or from 1 to seq_len={seq_len}; got {max_doc_len}")
         if long_documents not in get_args(LongDocuments):
             wanted = ", ".join(get_args(LongDocuments))
             raise ValueError(f"data.long_documents must be one of {wanted}; got {long_documents}")

@@ -102,7 +102,7 @@ class PackingReport:
         lost = self.labels.labels_in - self.labels.labels_packed
         return [
             f"  labels {self.labels.labels_in:,}: {self.labels.labels_packed:,} packed, {lost:,} lost; "
-            f"{self.labels.pieces_unlearned:,} documents or pieces without any"
+            f"{self.labels.pieces_unlearned:,} documents or pieces without labels"
         ]
 
 

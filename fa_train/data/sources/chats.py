@@ -131,7 +131,8 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
 
 def _prompt_or_completion(value: Any, role: str, where: str) -> list[Message]:
     """Returns the messages of a prompt or completion. A text becomes a single message."""
-    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where)
+    name = "prompt" if role == "user" else "completion"
+    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, name)
 
 
 def _from_sharegpt(value: Any, where: str) -> list[Message]:
@@ -139,15 +140,16 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
     for number, message in enumerate(_list(value, "conversations", where)):
         if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
             raise ValueError(
-                f"each of conversations must have from and value; {where}, message {number} is {message!r}"
+                f"each entry of conversations must have from and value; {where}, message {number} is {message!r}"
             )
         role = SHAREGPT_ROLES.get(message["from"], message["from"])
         messages.append({"role": role, "content": message["value"]})
     return messages
 
 
-def _messages(value: Any, where: str) -> list[Message]:
-    return [_message(message, f"{where}, message {i}") for i, message in enumerate(_list(value, "messages", where))]
+def _messages(value: Any, where: str, name: str = "messages") -> list[Message]:
+    """Returns the messages of a list. name: the name of the list, for error messages."""
+    return [_message(message, f"{where}, message {i}") for i, message in enumerate(_list(value, name, where))]
 
 
 def _message(value: Any, where: str) -> Message:
@@ -161,8 +163,8 @@ def _message(value: Any, where: str) -> Message:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
     if message.get("weight", 1) != 1:  # in OpenAI's format, weight 0 excludes a message from training
         raise ValueError(
-            f"a message's weight must be 1 or absent; {where} has {message['weight']!r}. A row of prompt and "
-            "completion trains only the completion"
+            f"a message's weight must be 1 or absent; {where} has {message['weight']!r}. To train only on "
+            "some answers, use rows of prompt and completion, which train only on the completion"
         )
     calls = message.get("tool_calls")
     if calls:
@@ -187,7 +189,7 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
     """Returns a tool call with its arguments as an object. In OpenAI's format, the arguments are JSON text."""
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"a tool call must have a function's name and arguments; {where} has {value!r}")
+        raise ValueError(f"a tool call must have the name of a function; {where} has {value!r}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _json(arguments, "a tool call's arguments", where)

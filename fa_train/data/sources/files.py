@@ -42,7 +42,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
         raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} does not exist")
     files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
     if not files:
-        raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} has none")
+        raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} contains no such file")
     return root, files
 
 

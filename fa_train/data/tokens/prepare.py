@@ -56,7 +56,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             try:
                 n_documents = _write_all(corpus, encoder, unfinished, workers)
                 if not n_documents:
-                    raise ValueError("the corpus must have a document; it has none")
+                    raise ValueError("the data must have a document; its files or dataset have none")
             except ValueError:
                 shutil.rmtree(unfinished)
                 raise
@@ -157,4 +157,6 @@ def require_vocabulary(encoded: Sequence[Encoded], keys: Sequence[str], vocab_si
     for key, (tokens, _) in zip(keys, encoded, strict=True):
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)
-            raise ValueError(f"tokens must be 0 to {vocab_size - 1}, the tokenizer's vocabulary; {key} has {outside}")
+            raise ValueError(
+                f"tokens must be from 0 to {vocab_size - 1}, the tokenizer's vocabulary; document {key} has {outside}"
+            )

@@ -43,7 +43,8 @@ class ChatEncoder:
         self._name, self._hf = tokenizer.name, tokenizer.hf
         if not self._hf.is_fast:
             raise ValueError(
-                f"data.tokenizer must be a fast tokenizer, which has token offsets; {tokenizer.name} is not"
+                f"data.tokenizer must be a fast tokenizer, because slow tokenizers return no token offsets; "
+                f"got {tokenizer.name}"
             )
         if chat_template is not None:
             file = Path(chat_template).expanduser()

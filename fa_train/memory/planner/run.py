@@ -36,7 +36,7 @@ OPTIMIZERS: dict[object, OptimizerKind] = {
     adamw.adamw_bf16: "adamw_bf16",
     adamw.adamw_offload: "adamw_offload",
 }
-WITHOUT_FLOAT8 = "the plan is for bf16 products; lit_gpt.float8 keeps other copies of weights and activations"
+WITHOUT_FLOAT8 = "the plan assumes bf16 matmuls; lit_gpt.float8 keeps other copies of weights and activations"
 
 
 class DoesNotFitError(ValueError):
@@ -141,7 +141,7 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
     levers = fastest_that_fits(plan, gpu, host)
     if levers is None:
         raise ValueError(
-            f"memory=auto found no levers with which this run fits in {gpu / GIB:.1f} GiB of {device} and "
+            f"memory=auto found no memory settings with which this run fits in {gpu / GIB:.1f} GiB of {device} and "
             f"{host / GIB:.1f} GiB of host memory. Try {next_lever(plan, gpu, host)}"
         )
     return levers

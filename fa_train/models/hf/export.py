@@ -95,7 +95,7 @@ def write(
     Raises: ValueError if `adapter` is True, and either `dtype` is set or the model has no adapter.
     """
     if adapter and dtype is not None:
-        raise ValueError(f"an adapter is written in float32, without --dtype; got {dtype}")
+        raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
     if model.config.max_seq_len is None:  # without a context length, take the length of training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
@@ -135,7 +135,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
         load_into({"state_dict": weights}, checkpoint, alone=True)
     weights = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
     if not all_finite(weights.values()):
-        raise CheckpointError(f"{checkpoint} must have finite weights; got NaN or infinity. Choose an earlier one")
+        raise CheckpointError(f"{checkpoint} must have finite weights; got NaN or infinity. Use an earlier checkpoint")
     if model.config.tied and reference is None:
         weights["head.weight"] = weights["token_embedding.weight"]  # sharded runs do not store head.weight
     model.load_state_dict(weights, assign=True, strict=reference is None)
@@ -225,7 +225,10 @@ def _base(build: Build, checkpoint: Path, reference: Mapping[str, Any]) -> GPT:
     """Builds the model with the frozen base weights that were used to train its adapter."""
     device_type = reference["drawn_on"] or "cpu"
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError(f"{checkpoint} holds an adapter for weights that a GPU drew from a seed; it needs a GPU")
+        raise CheckpointError(
+            f"{checkpoint} needs a CUDA GPU, because its adapter was trained on weights that a GPU drew from a seed; "
+            "torch sees no GPU on this machine"
+        )
     with drawn_on(torch.device(device_type)):
         return build(reference["vocab_size"])
 

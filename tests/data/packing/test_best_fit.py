@@ -225,12 +225,12 @@ def test_the_report_as_text_and_for_a_logger():
     ("changes", "message"),
     [
         (dict(packing="worst_fit"), "data.packing must be concat or best_fit; got worst_fit"),
-        (dict(packing="best_fit", max_doc_len=17), "data.max_doc_len must be null or 1 to seq_len=16; got 17"),
-        (dict(packing="best_fit", max_doc_len=0), "data.max_doc_len must be null or 1 to seq_len=16; got 0"),
+        (dict(packing="best_fit", max_doc_len=17), "data.max_doc_len must be null or from 1 to seq_len=16; got 17"),
+        (dict(packing="best_fit", max_doc_len=0), "data.max_doc_len must be null or from 1 to seq_len=16; got 0"),
         (dict(packing="best_fit", long_documents="cut"), "data.long_documents must be one of split, .*; got cut"),
-        (dict(packing="concat", max_doc_len=4), "data.packing=concat must have .*; got 4 and split"),
-        (dict(packing="concat", long_documents="drop"), "data.packing=concat must have .*; got None and drop"),
-        (dict(packing="best_fit", long_documents="drop"), "packing must keep a document; it keeps none"),
+        (dict(packing="concat", max_doc_len=4), "data.packing=concat needs .*; got 4 and split"),
+        (dict(packing="concat", long_documents="drop"), "data.packing=concat needs .*; got None and drop"),
+        (dict(packing="best_fit", long_documents="drop"), "packing must keep at least one document; of "),
     ],
 )
 def test_bad_settings_are_named(changes, message):

@@ -58,6 +58,7 @@ def with_message(**changes):
         ({"prompt": "2", "completion": None}, "or prompt and completion; .*line 2 has prompt"),
         ({"messages": []}, "messages must not be empty; .*line 2 has none"),
         ({"messages": "hello"}, "messages must be a list; .*line 2 has a str"),
+        ({"prompt": 2, "completion": "4"}, "prompt must be a list; .*line 2 has a int"),
         ({"messages": ["hello"]}, "a message must be an object; .*line 2, message 0 is a str"),
         ({"messages": [QUESTION]}, "must have an assistant's message to train on; .*line 2 has none"),
         (
@@ -74,7 +75,7 @@ def with_message(**changes):
             with_message(role="user", tool_calls=[CALL]),
             "only an assistant's message can have tool_calls; .*message 1 has role user",
         ),
-        (with_message(tool_calls=[{"id": 1}]), "must have a function's name and arguments; .*line 2, message 1 has"),
+        (with_message(tool_calls=[{"id": 1}]), "must have the name of a function; .*line 2, message 1 has"),
         (with_message(tool_calls=[{"name": "f", "arguments": "{"}]), "arguments must be JSON; .*line 2, message 1 has"),
         (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
         ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, message 0 is"),

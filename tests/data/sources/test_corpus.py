@@ -93,7 +93,7 @@ def test_one_document_validates_on_its_end(tmp_path):
 
 def test_nothing_to_read_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="the corpus must have a document; it has none"):
+    with pytest.raises(ValueError, match="the data must have a document; its files or dataset have none"):
         prepare(TextCorpus(str(tmp_path), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
 

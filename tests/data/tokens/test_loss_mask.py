@@ -67,7 +67,7 @@ def test_documents_and_pieces_without_a_label_are_counted():
         layout = BestFit(Masked(masks), 4, PAD, max_doc_len=None, long_documents=policy, cache_dir=None)
         counts = layout.report.labels
         assert (counts.pieces_unlearned, counts.labels_in, counts.labels_packed) == (without, 3, packed)
-    assert "labels 3: 1 packed, 2 lost; 2 documents or pieces without any" in layout.report.text()
+    assert "labels 3: 1 packed, 2 lost; 2 documents or pieces without labels" in layout.report.text()
     assert layout.report.metrics()["packing/pieces_unlearned"] == 2
     counts = Concatenation(Masked(masks), 4, PAD).report.labels
     assert (counts.pieces_unlearned, counts.labels_packed) == (2, 3)

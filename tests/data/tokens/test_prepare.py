@@ -189,7 +189,9 @@ def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
 def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):
     tokenizer = ByteTokenizer()
     tokenizer.eos_id = 259
-    with pytest.raises(ValueError, match=r"tokens must be 0 to 258, .* vocabulary; texts.jsonl:1 has 259"):
+    with pytest.raises(
+        ValueError, match=r"tokens must be from 0 to 258, .* vocabulary; document texts.jsonl:1 has 259"
+    ):
         prepare(corpus, TextEncoder(tokenizer), tmp_path / "cache")
 
 
