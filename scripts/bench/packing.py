@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.documents < 1 or arguments.runs < 1 or min(arguments.seq_lens) < 1:
-        found = f"{arguments.documents}, {arguments.runs} and {arguments.seq_lens}"
-        parser.error(f"--documents, --runs and --seq-lens must be positive; got {found}")
+        given = f"{arguments.documents}, {arguments.runs} and {arguments.seq_lens}"
+        parser.error(f"--documents, --runs and --seq-lens must be positive; got {given}")
     lengths = lengths_of(arguments.documents, arguments.seed)
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {load}")
