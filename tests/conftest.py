@@ -10,6 +10,8 @@ import torch
 
 import tests.support.fast_yaml  # noqa: F401
 
+gc.disable()  # until all tests are collected, because the imports create many objects and little garbage
+
 # Set TRITON_INTERPRET before any test module imports a kernel, because Triton reads it when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -27,6 +29,7 @@ def pytest_collection_finish() -> None:
     """Excludes the objects created by imports from garbage collection, because scanning them takes time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

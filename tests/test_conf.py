@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from fa_train import run_config, training
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support.fast_yaml import PYTHON_LOADER
+from tests.support.marks import slow, slow_if
 from tests.support.training import CONF, command_line, composed, tiny
 from tests.test_finetune import write_base
 
@@ -37,7 +38,7 @@ def options():
     shared = zip_longest(*(groups[name] for name in TOGETHER))
     for row in [*shared, *((option,) for name in ALONE for option in groups[name])]:
         chosen = [option for option in row if option]
-        yield pytest.param(chosen, id=",".join(chosen))
+        yield pytest.param(chosen, id=",".join(chosen), marks=slow_if(len(chosen) < 3))
 
 
 @pytest.mark.parametrize("chosen", list(options()))  # tests/models builds the models
@@ -89,7 +90,7 @@ def test_a_base_is_no_option(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("[!_]*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("preset", ["cpu", "gpu"])
+@pytest.mark.parametrize("preset", ["cpu", *slow("gpu")])
 def test_every_experiment_composes_and_says_its_command(path, preset, tmp_path):
     package, command = path.read_text().splitlines()[:2]
     assert package == "# @package _global_"

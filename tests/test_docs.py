@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from torch.distributed.run import get_args_parser
 
 from scripts.composed import composed
+from tests.support.marks import slow_if
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -89,7 +90,14 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         module.main()
 
 
-@pytest.mark.parametrize("page", [page for page in GUIDES if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=slow_if(page.stem in ("several_gpus", "data", "finetune", "benchmarks")))
+        for page in GUIDES
+        if commands(page)
+    ],
+)
 def test_every_command_names_what_exists(page, monkeypatch):
     for words in commands(page):
         try:

@@ -34,6 +34,7 @@ def run_python(code: str, cwd: Path, *path: Path) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_packages_import_from_any_folder_and_kernels_bring_no_training_library(tmp_path: Path) -> None:
     code = f"""
 import sys, fa_kernels
@@ -57,6 +58,7 @@ def test_wheels_carry_no_package_named_kernels() -> None:
     assert not (REPOSITORY / "kernels" / "__init__.py").exists(), "it would hide other packages of its name"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(FOUND is not None and FOUND.origin is not None, reason="a package named kernels is installed")
 def test_transformers_does_not_take_the_folder_for_hugging_faces_package(tmp_path: Path) -> None:
     code = """
@@ -68,6 +70,7 @@ print(is_kernels_available(), kernels.__file__)
     assert run_python(code, tmp_path, *CHECKOUT) == ["False", "None"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ours_first", [True, False], ids=["checkout-first", "stub-first"])
 def test_a_package_named_kernels_imports_next_to_ours(ours_first: bool, tmp_path: Path) -> None:
     stub = tmp_path / "site" / "kernels"

@@ -10,6 +10,7 @@ import torch
 
 from fa_train import cuda_driver
 from fa_train.cuda_driver import has_gpu, torch_cuda_version
+from tests.support.marks import slow_if
 from tests.support.processes import REPOSITORY
 from tests.support.training import quiet_environment, tiny
 
@@ -33,15 +34,18 @@ def imports(cwd: Path, *command: str) -> tuple[str, set[str]]:
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        pytest.param([TRAIN, "--help"], "logger: csv, tensorboard, wandb", id="help"),
-        pytest.param([TRAIN, "--cfg", "job"], "max_steps: ", id="config"),
-        pytest.param([TRAIN, "model.n_layer=3"], "unknown key model.n_layer; did you mean", id="unknown-key"),
-        pytest.param([TRAIN, "seq_len=-1"], "seq_len must be a positive integer; got -1", id="wrong-value"),
-        pytest.param([TRAIN, "data=sft"], "data.path and data.tokenizer must be given", id="missing"),
-        pytest.param(["-m", "scripts.prepare_data", "--help"], "Tokenises and packs", id="prepare_data"),
-        pytest.param(["-m", "scripts.plan_memory", "--help"], "Predicts the GPU and host memory", id="plan_memory"),
-        pytest.param(["-m", "scripts.export_hf", "--help"], "write only the LoRA adapter", id="export_hf"),
-        pytest.param(["-m", "scripts.generate", "--help"], "text to continue", id="generate"),
+        pytest.param(command, answer, id=name, marks=slow_if(name not in ("help", "wrong-value", "prepare_data")))
+        for name, command, answer in (
+            ("help", [TRAIN, "--help"], "logger: csv, tensorboard, wandb"),
+            ("config", [TRAIN, "--cfg", "job"], "max_steps: "),
+            ("unknown-key", [TRAIN, "model.n_layer=3"], "unknown key model.n_layer; did you mean"),
+            ("wrong-value", [TRAIN, "seq_len=-1"], "seq_len must be a positive integer; got -1"),
+            ("missing", [TRAIN, "data=sft"], "data.path and data.tokenizer must be given"),
+            ("prepare_data", ["-m", "scripts.prepare_data", "--help"], "Tokenises and packs"),
+            ("plan_memory", ["-m", "scripts.plan_memory", "--help"], "Predicts the GPU and host memory"),
+            ("export_hf", ["-m", "scripts.export_hf", "--help"], "write only the LoRA adapter"),
+            ("generate", ["-m", "scripts.generate", "--help"], "text to continue"),
+        )
     ],
 )
 def test_an_answer_that_needs_no_torch_does_not_import_it(command, answer, tmp_path):

@@ -65,7 +65,13 @@ class Losses(Callback):
 
 
 @pytest.mark.parametrize(
-    ("losses", "kept"), [("[3,2,4,5,6]", "2"), ("[3,2,1,5,6]", "3"), ("[nan,7,8,9,10]", "2")], ids=str
+    ("losses", "kept"),
+    [
+        pytest.param("[3,2,4,5,6]", "2"),
+        pytest.param("[3,2,1,5,6]", "3", marks=pytest.mark.slow),
+        pytest.param("[nan,7,8,9,10]", "2", marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_the_best_is_kept_too_if_asked(losses, kept, tmp_path):
     best = [
@@ -89,6 +95,7 @@ def test_a_logger_that_uploads_models_finds_each_checkpoint(tmp_path, monkeypatc
     assert seen == ["step_0000001.ckpt", "step_0000002.ckpt"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
     settings = ("trainer.val_check_interval=3", "max_steps=8", "callbacks.checkpoint.keep_best=true")
     run(tmp_path / "whole", tmp_path, *settings, "callbacks.checkpoint.save_top_k=-1")
@@ -122,6 +129,7 @@ class KilledWhileSaving(Callback):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
     overrides = tiny(tmp_path, *EACH_STEP, "run_name=killed")
     killed = "+callbacks.killed._target_=tests.checkpoints.test_runs.KilledWhileSaving"
@@ -159,6 +167,7 @@ class FullDisk(Callback):
         raise OSError(errno.EFBIG, "File too large")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
     full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=3")
     done = command_line(tmp_path, *tiny(tmp_path, *EACH_STEP, "run_name=full"), *full)
@@ -196,6 +205,7 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "flipped", "readme"])
 def test_a_damaged_checkpoint_is_one_line(damage, trained, tmp_path):
     path = tmp_path / "damaged.ckpt"

@@ -142,6 +142,7 @@ def test_a_seed_gives_one_text():
     assert uncached == draws[0]
 
 
+@pytest.mark.slow
 def test_top_p_leaves_the_most_likely():
     model = small()
     probabilities = (model(torch.tensor(PROMPT))[-1] / 1.5).softmax(-1)
@@ -240,6 +241,7 @@ def test_a_device_that_is_not_there_is_named(device, message, folder, monkeypatc
         answer(str(folder), prompt="hi", max_new_tokens=1, device=device)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_answers(tmp_path):
     done = command_line(tmp_path, *tiny(tmp_path), "max_steps=2", "trainer.val_check_interval=2")
     assert done.returncode == 0, done.stderr

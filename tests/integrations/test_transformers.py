@@ -232,6 +232,7 @@ def test_masks_of_a_static_cache_tell_how_many_keys_it_holds():
     assert key_masks.encoded(user, 1, 3, 2, 3, user.device) is None  # a window's keys
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_decoding_with_a_static_cache_leaves_keys_in_place():
     model, inputs = tiny("llama-three-to-one"), {"input_ids": tokens(2, 6), "attention_mask": LEFT[:, 3:9]}

@@ -56,6 +56,7 @@ def logits_and_gradients(model: Any, weight: Tensor, *parts: dict[str, Tensor]) 
     return logits.detach(), torch.cat([(x / x.abs().max().clamp_min(1e-30)).flatten() for x in gradients])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

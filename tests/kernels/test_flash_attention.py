@@ -12,6 +12,7 @@ from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import Schedule, alignment, build_schedule, causal_schedule
+from tests.support.marks import slow
 from tests.support.tolerance import assert_as_accurate
 
 GPU = torch.cuda.is_available()
@@ -78,27 +79,42 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*slow(*DTYPES[:-1]), DTYPES[-1]], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("causal", [True, *slow(False)], ids=["causal", "full"])
 def test_packed_documents(lengths, causal, dtype):
     cu = cumulative(lengths)
     check(*draw(sum(lengths), sum(lengths), 2, 1, 16, dtype=dtype), cu, cu, causal=causal)
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 20, 40, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, *slow(8, 16, 20, 40, 96, 128, 192, 256)])
 def test_head_dims(head_dim):
     cu = cumulative([35, 14])
     check(*draw(49, 49, 2, 2, head_dim), cu, cu, causal=True)
 
 
-@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (24, 80), (96, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"),
+    [
+        pytest.param(192, 128, marks=pytest.mark.slow),
+        pytest.param(24, 80),
+        pytest.param(96, 16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_values_of_another_width(head_dim, v_head_dim):
     cu = cumulative([35, 14])
     check(*draw(49, 49, 2, 1, head_dim, v_head_dim), cu, cu, causal=True)
 
 
-@pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize(
+    ("n_heads", "n_kv_heads"),
+    [
+        pytest.param(4, 4, id="mha", marks=pytest.mark.slow),
+        pytest.param(4, 2, id="gqa"),
+        pytest.param(6, 1, id="mqa", marks=pytest.mark.slow),
+    ],
+)
 def test_grouped_query_heads(n_heads, n_kv_heads):
     cu = cumulative([35, 14])
     check(*draw(49, 49, n_heads, n_kv_heads, 16), cu, cu, causal=True)
@@ -108,8 +124,8 @@ def test_grouped_query_heads(n_heads, n_kv_heads):
 UNEVEN = ([5, 40, 3, 0, 7], [9, 20, 0, 4, 70])
 
 
-@pytest.mark.parametrize("window", [(-1, -1), (7, 0), (20, 5), (0, 0), (-1, 3)], ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("window", [(-1, -1), (7, 0), *slow((20, 5), (0, 0), (-1, 3))], ids=str)
+@pytest.mark.parametrize("causal", [True, *slow(False)], ids=["causal", "full"])
 def test_more_or_fewer_keys_than_queries_in_a_window(causal, window):
     """The last query has the position of the last key.
 
@@ -125,14 +141,20 @@ SINKS = {"sinks": torch.tensor([0.5, -1.0, 4.0, 0.0], device=DEVICE)}
 SCALE = {"softmax_scale": 0.7}
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, (9, 2)), (False, (-1, -1))], ids=["causal-window", "full"])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [
+        pytest.param(True, (9, 2), id="causal-window"),
+        pytest.param(False, (-1, -1), id="full", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "features",
     [
         pytest.param(SOFTCAP, id="softcap"),
-        pytest.param(ALIBI, id="alibi"),
-        pytest.param(ALIBI_PER_DOCUMENT, id="alibi-per-document"),
-        pytest.param(SINKS, id="sinks"),
+        pytest.param(ALIBI, id="alibi", marks=pytest.mark.slow),
+        pytest.param(ALIBI_PER_DOCUMENT, id="alibi-per-document", marks=pytest.mark.slow),
+        pytest.param(SINKS, id="sinks", marks=pytest.mark.slow),
         pytest.param(SCALE | SOFTCAP | ALIBI_PER_DOCUMENT | SINKS, id="all"),
     ],
 )
@@ -208,7 +230,7 @@ def test_fp8_with_sinks_that_require_a_gradient():
     assert with_gradient.requires_grad and torch.equal(with_gradient, without)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("head_dim", [64, *slow(96)])
 def test_fp8_is_as_accurate_as_its_inputs(head_dim):
     """e4m3 values are exact in fp32, so the only errors are the rounding of p to 11 bits and of the output."""
     q, k, v, *_ = (x.detach() for x in draw(70, 70, 4, 2, head_dim))
@@ -261,8 +283,8 @@ def test_non_contiguous_inputs_and_gradient():
         assert torch.equal(strided, contiguous)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("batch", [*slow(1), 2])
+@pytest.mark.parametrize("alibi", [False, *slow(True)])
 def test_a_batch_of_any_layout(batch, alibi):
     """The memory of q, k and v has three layouts: heads before tokens, tokens before heads, and one shared tensor.
 
@@ -298,6 +320,7 @@ def test_schedule_is_shared_with_the_varlen_function():
     assert torch.equal(alone, flash_attn_varlen_func(q, k, v, one, one, 49, 49, causal=True))
 
 
+@pytest.mark.slow
 def test_documents_do_not_leak():
     """If document 1 changes, even to NaN, the output and the gradients of document 2 stay bitwise equal."""
     cu = cumulative([37, 40])
@@ -353,6 +376,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
     assert known == [True, True, several] * 2  # padding can follow the caller's only document
 
 
+@pytest.mark.slow
 def test_operator_registration():
     q, k, v, *_ = draw(20, 20, 2, 1, 16)
     cu = cumulative([13, 7])

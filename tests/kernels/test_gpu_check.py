@@ -102,6 +102,7 @@ def slightly_wrong(function):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_portable_kernels_pass_and_wrong_ones_fail(several, short, h100, monkeypatch):
     portable(several)()
@@ -170,6 +171,7 @@ def fails():
     raise AssertionError("wrong by much")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced():
     """A single worker process runs all three cases."""
     cases = [Case("dies", partial(os._exit, 3)), Case("fails", fails), Case("passes", partial(int, 0))]

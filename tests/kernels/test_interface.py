@@ -18,6 +18,7 @@ from fa_kernels.flash_attention.interface import flash_attn_packed, window_of
 from fa_kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
 from fa_kernels.flash_attention.tiles import _has_tf32, precision_of
 from tests.kernels.test_flash_attention import DEVICE, GPU, check, cumulative, draw
+from tests.support.marks import slow
 
 
 def dense_inputs(seqlen_q=9, seqlen_k=11, head_dim=40):
@@ -133,6 +134,7 @@ def test_keys_in_pages(page_size):
         assert not x.any()
 
 
+@pytest.mark.slow
 def test_pages_under_compile():
     q, pages = torch.randn(7, 4, 16, device=DEVICE), torch.randn(6, 16, 2, 16, device=DEVICE)
     table = torch.tensor([[0, 3], [5, 1]], dtype=torch.int32, device=DEVICE)
@@ -150,6 +152,7 @@ def test_pages_under_compile():
             assert torch.equal(compiled(*cu), attend(*cu))
 
 
+@pytest.mark.slow
 def test_other_lengths_compile_nothing_anew():
     """max_seqlen, which flash-attn's signature requires, has a different value in each call."""
 
@@ -208,7 +211,11 @@ def test_another_rank_in_a_packed_stream_is_named(shape):
 
 @pytest.mark.parametrize(
     "window_size",
-    [[5, 0], torch.tensor([5, 0]), np.array([5, 0]), (np.int64(5), np.int32(0)), torch.Size([5, 0])],
+    [
+        [5, 0],
+        torch.tensor([5, 0]),
+        *slow(np.array([5, 0]), (np.int64(5), np.int32(0)), torch.Size([5, 0])),
+    ],
     ids=["list", "tensor", "array", "numpy-integers", "size"],
 )
 def test_a_window_may_be_any_pair_of_integers(window_size):
@@ -263,7 +270,7 @@ def test_bad_pages_are_named(arguments, message, monkeypatch):
         flash_attn_varlen_func(**right | arguments)
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+@pytest.mark.parametrize("reentrant", [*slow(True), False], ids=["reentrant", "not"])
 def test_under_activation_checkpointing(reentrant):
     def attend(q, k, v):
         return flash_attn_func(q, k, v, causal=True)
@@ -353,6 +360,7 @@ WINDOWS = st.integers(-1, 12) | st.just(-1)
 ANY = settings(max_examples=200 if GPU else 6, deadline=None, derandomize=True)
 
 
+@pytest.mark.slow
 @ANY
 @given(DOCUMENTS, st.booleans(), WINDOWS, WINDOWS, st.integers(0, 3), st.integers(0, 5), st.booleans())
 def test_any_documents(pairs, causal, left, right, padding, tail, capped):

@@ -10,6 +10,7 @@ from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, choose_splits
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, shared_bytes
 from tests.kernels.support.attention_check import DEVICE, GPU
 from tests.kernels.support.cached_attention import check, dense, draw, int32
+from tests.support.marks import slow
 
 DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # Triton's interpreter computes bf16 incorrectly
 DTYPES += [torch.float32]
@@ -38,7 +39,7 @@ def test_append_of_more_or_fewer_tokens_than_queries(seqlen_q, seqlen_new):
     check([0, 33], n_heads=1, seqlen_q=seqlen_q, seqlen_new=seqlen_new, causal=True, num_splits=2, page_size=16)
 
 
-@pytest.mark.parametrize("window", [(7, 0), (20, 5), (0, 0), (-1, 3), (10**12, 1)], ids=str)
+@pytest.mark.parametrize("window", [(7, 0), *slow((20, 5), (0, 0), (-1, 3), (10**12, 1))], ids=str)
 @pytest.mark.parametrize(("causal", "num_splits"), [(True, 1), (False, 1), (False, 2)], ids=["causal", "full", "split"])
 def test_window(causal, num_splits, window):
     check([3, 61], seqlen_q=9, n_heads=1, causal=causal, window=window, num_splits=num_splits)
@@ -52,7 +53,7 @@ def test_grouped_query_heads(n_heads, n_kv_heads):
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
 
 
-@pytest.mark.parametrize("head_dim", [8, 40, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, *slow(8, 40, 96, 128, 192, 256)])
 def test_head_dims(head_dim):
     check([35], seqlen_q=2, seqlen_new=2, capacity=48, head_dim=head_dim, causal=True, num_splits=2)
 
@@ -68,7 +69,7 @@ def test_values_of_another_width(head_dim, v_head_dim):
     [(16, 16, None), (96, 16, None), (48, 48, 16), (40, 32, None)],
     ids=["whole-head", "first-columns", "head-of-two-parts", "across-parts"],
 )
-@pytest.mark.parametrize("window", [(-1, -1), (12, -1)], ids=["full", "window"])
+@pytest.mark.parametrize("window", [(-1, -1), *slow((12, -1))], ids=["full", "window"])
 def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
     """With a window, each query is rotated by its own position.
 
@@ -100,9 +101,11 @@ SLOPES = torch.tensor([0.02, 0.3, 0.0, 1.0], device=DEVICE)
     "features",
     [
         pytest.param({"softcap": 2.0}, id="softcap"),
-        pytest.param({"slopes": SLOPES}, id="alibi"),
-        pytest.param({"slopes": torch.stack([SLOPES, SLOPES.flip(0)])}, id="alibi-per-sequence"),
-        pytest.param({"softmax_scale": 0.7}, id="scale"),
+        pytest.param({"slopes": SLOPES}, id="alibi", marks=pytest.mark.slow),
+        pytest.param(
+            {"slopes": torch.stack([SLOPES, SLOPES.flip(0)])}, id="alibi-per-sequence", marks=pytest.mark.slow
+        ),
+        pytest.param({"softmax_scale": 0.7}, id="scale", marks=pytest.mark.slow),
         pytest.param(
             {"softcap": 2.0, "slopes": SLOPES, "window": (30, 0), "softmax_scale": 0.5, "seqlen_new": 6}
             | {"rotary_dim": 16},
@@ -226,6 +229,7 @@ def test_tiles_fit_where_shared_memory_is_short():
     assert shared_bytes("sm90", short, 256, 256, "fwd", 2) <= 99 * 1024
 
 
+@pytest.mark.slow
 def test_compiles_without_a_graph_break():
     def step(q, k_cache, v_cache, k, v, lengths):
         o = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)
@@ -243,6 +247,7 @@ def test_compiles_without_a_graph_break():
             assert all(torch.equal(a, b) for a, b in zip(*caches, strict=True))
 
 
+@pytest.mark.slow
 def test_operator_registration():
     q, k_cache, v_cache, new = draw(2, 3, 4, 16), draw(2, 40, 2, 16), draw(2, 40, 2, 16), draw(2, 3, 2, 16)
     angles, lengths = [draw(40, 8), draw(40, 8)], int32(5, 30)

@@ -9,6 +9,7 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.portable import backward, forward
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import key_passes
+from tests.support.marks import slow
 
 LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # all documents are in the same tiles; the second one contains NaN
 TOTAL = sum(LENGTHS)
@@ -36,7 +37,7 @@ def documents(device):
 
 @pytest.mark.parametrize("head_dim", [AT_ONCE, APART])
 @pytest.mark.parametrize("index", range(4), ids=["q", "k", "v", "do"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, *slow(torch.inf)], ids=str)
 def test_nan_stays_in_its_document_and_shows_there(head_dim, index, value, device):
     tensors, schedule = inputs(head_dim, device), causal_schedule(documents(device), TOTAL, device)
     exact = run(tensors, schedule)

@@ -104,6 +104,7 @@ def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
         assert backend.packed(y).data_ptr() == y.data_ptr() and y.stride(-1) == 1
 
 
+@pytest.mark.slow
 def test_compiled_autograd_takes_the_operator(device):
     q, k, v = (torch.randn(1, 20, 2, 16, device=device, requires_grad=True) for _ in range(3))
     expected = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q)

@@ -21,6 +21,7 @@ from fa_kernels import (
 )
 from fa_kernels.flash_attention import interface
 from fa_kernels.flash_attention.reference import attention_reference
+from tests.support.marks import slow
 from tests.support.tolerance import assert_as_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -69,7 +70,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["defaults", "options"])
+@pytest.mark.parametrize("options", [*slow({}), OPTIONS], ids=["defaults", "options"])
 @pytest.mark.parametrize(("joined_function", "function", "q_shape", "joined_shape"), CASES)
 def test_same_as_separate(joined_function, function, q_shape, joined_shape, options):
     joined = draw(*joined_shape)

@@ -18,7 +18,9 @@ UNITS = 4  # number of units of 64 rows; each unit has one mark
 UNTOUCHED = 7.0
 
 SOME = [pytest.param([(0, 0), (1, 3)], id="some")]
-EVERY = [pytest.param([(head, unit) for head in range(HEADS) for unit in range(UNITS)], id="all")]
+EVERY = [
+    pytest.param([(head, unit) for head in range(HEADS) for unit in range(UNITS)], id="all", marks=pytest.mark.slow)
+]
 NONE = [pytest.param([], id="none")]
 
 

@@ -130,6 +130,7 @@ def test_what_is_kept(keep_sum, device):
     assert (x.data_ptr() in kept) == (added.data_ptr() in kept) == (not keep_sum)
 
 
+@pytest.mark.slow
 def test_operator_registration(device):
     x, added, weight, d_sum, dy = draw(3, 8, (torch.float32, torch.float16, torch.float16), device)
     torch.library.opcheck(module.forward, (x, added, weight, EPS, torch.float16))

@@ -16,6 +16,7 @@ from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import SelfAttention
 from fa_train.models.rope import RotaryTable
+from tests.support.marks import slow
 
 HEADS = [4, 2, 2]  # number of heads of q, of k and of v
 DIM = 16  # head_dim
@@ -69,7 +70,9 @@ def implementation(request, device, monkeypatch):
         pytest.param(1, 0, 8, id="none-rotated"),
     ],
 )
-@pytest.mark.parametrize("total", [pytest.param(7, id="few"), pytest.param(300, id="blocks-of-tokens")])
+@pytest.mark.parametrize(
+    "total", [pytest.param(7, id="few"), pytest.param(300, id="blocks-of-tokens", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtype, device):
     x = torch.randn(total, n_heads, head_dim, device=device).to(dtype).requires_grad_()
@@ -157,7 +160,7 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
 
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
     """The gradients of operations before the rotation are also equal. Outputs that are not used get no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
@@ -231,7 +234,7 @@ def test_qkv_keeps_angles_alone(device):
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [False, *slow(True)], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
     """The compiled graph has no break, and no torch.cat of dq, dk and dv, which would read and write them again."""
     graphs = []

@@ -60,6 +60,7 @@ LENGTHS = st.integers(0, 2) | st.integers(0, 20)
 WINDOW = st.tuples(st.sampled_from((-1, 0, 1, 5)), st.sampled_from((-1, 0, 1, 5)))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(LENGTHS, LENGTHS), max_size=6), st.booleans(), WINDOW, st.integers(0, 9), st.data())
 def test_any_documents_give_the_tensors_of_torch(pairs, one_side, window, tail, data):
@@ -71,6 +72,7 @@ def test_any_documents_give_the_tensors_of_torch(pairs, one_side, window, tail, 
         require_equal(cu_q, cu_k, *totals, window, keys_in_order=in_order, gradients=gradients)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(-50, 50), min_size=1, max_size=6), WINDOW, st.integers(1, 30), st.integers(1, 30))
 def test_wrong_documents_reach_nothing_out_of_bounds(edges, window, total_q, total_k):

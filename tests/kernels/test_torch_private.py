@@ -77,6 +77,7 @@ def test_the_current_stream_is_the_public_one(monkeypatch):
     assert torch_private.current_stream_address(1) == 8
 
 
+@pytest.mark.slow
 def test_a_missing_dispatch_mode_is_named():
     code = """
 import torch.utils._python_dispatch as dispatch, torch.utils.flop_counter

@@ -23,6 +23,7 @@ from tests.memory.support.small import (
     step_without_levers,
     stream,
 )
+from tests.support.marks import slow_if
 
 CONF = Path(__file__).parents[2] / "conf"
 COMBINATIONS = list(product(("none", "selective", "full"), (False, True), (None, 10)))
@@ -43,7 +44,12 @@ def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | No
 # attention=flash with a chunked FFN is left out, because a test below compiles this combination
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "offload", "mlp_chunk"),
-    [("sdpa", *levers) for levers in COMBINATIONS] + [("flash", *levers) for levers in COMBINATIONS if not levers[2]],
+    [("sdpa", *levers) for levers in COMBINATIONS]
+    + [
+        pytest.param("flash", *levers, marks=slow_if(levers != ("selective", True, None)))
+        for levers in COMBINATIONS
+        if not levers[2]
+    ],
 )
 def test_every_combination_equals_none(attention, checkpointing, offload, mlp_chunk, device):
     batch, none = stream(device), step_without_levers(attention, device)
@@ -96,7 +102,9 @@ def build(memory: str, *overrides: str) -> GPT:
     return instantiate(config.model)
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow_if(name not in ("auto", "offload"))) for name in GROUPS]
+)
 def test_every_group_trains_nano_alike(name, device):
     batch = stream(device)
     overrides = ["memory.mlp_chunk=10"] if name == "offload" else []

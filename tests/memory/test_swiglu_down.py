@@ -23,6 +23,7 @@ from tests.memory.support import simulated
 from tests.memory.support.plans import LLAMA_1B, changed
 from tests.memory.support.simulated import kept_by_compiled_block
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+from tests.support.marks import slow
 from tests.support.tolerance import assert_as_accurate
 
 DIM, FFN_DIM = 16, 24
@@ -88,7 +89,7 @@ def test_equals_eager(bias, device, passes):
 
 @pytest.mark.usefixtures("bf16_matmul")
 @BIAS
-@pytest.mark.parametrize("autocast", [True, False], ids=["mixed", "true"])
+@pytest.mark.parametrize("autocast", [True, *slow(False)], ids=["mixed", "true"])
 def test_bf16_is_as_accurate_as_eager(autocast, bias, device, passes):
     x, dy = draw(device)
     exact_ffn = feed_forward(device, bias).double()
@@ -120,6 +121,7 @@ def test_backward_again(device, passes):
     assert_equal(list(first), list(second))
 
 
+@pytest.mark.slow
 def test_gradients_of_any_layout(device, passes):
     ffn, (x, _) = feed_forward(device), draw(device)
     run = compiled(ffn)
@@ -130,6 +132,7 @@ def test_gradients_of_any_layout(device, passes):
     assert len(passes) == 2
 
 
+@pytest.mark.slow
 def test_compiled_once_for_all_lengths(device, passes):
     """torch.compile compiles for the first length, and then once more for all other lengths."""
     ffn = feed_forward(device)
@@ -145,7 +148,7 @@ def test_compiled_once_for_all_lengths(device, passes):
     assert len(passes) == 4
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", *slow("selective", "full")])
 def test_in_the_model(checkpointing, device, passes):
     """The kernel runs once for each of two layers, with every kind of checkpointing."""
     expected = step(small_gpt(levers(), device, n_layers=2), stream(device))
@@ -197,7 +200,7 @@ def test_which_layers_train_plainly(device):
     assert not any(map(trains_plainly, (frozen, sharded, adapted.blocks[0].ffn.down)))
 
 
-@pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
+@pytest.mark.parametrize("target", ["down_proj", *slow("gate_proj", "q_proj")])
 def test_adapters_keep_their_path(target, device, passes):
     """The adapter belongs to one of the FFN's layers, or to no layer of the FFN.
 

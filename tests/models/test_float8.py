@@ -87,6 +87,7 @@ def test_gradients_are_close_to_those_without_float8(activation):
     assert any(not torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_compiled_blocks_compute_the_same_in_one_graph(memory):
     batch = stream(CPU, LENGTHS)
@@ -95,6 +96,7 @@ def test_compiled_blocks_compute_the_same_in_one_graph(memory):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("checkpointing", "again"), [("selective", set()), ("full", {(32, 64), (80, 32), (32, 160)})])
 def test_selective_checkpointing_keeps_the_scales_of_weights(checkpointing, again):
     """Only full checkpointing makes the backward graph read the weights to compute their scales again."""

@@ -18,6 +18,7 @@ from fa_train.models.lora import LoRA, LoRALinear, adapted, adapter_tensors, loa
 from fa_train.optim.adamw import adamw, adamw_bf16
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB
+from tests.support.marks import slow
 from tests.support.training import column, composed, tiny
 
 CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ MEMORIES = [
 ]
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", *slow("gelu")])
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_memory_levers_change_nothing(memory, activation):
     assert_like_none(small(memory, activation=activation), activation)
@@ -195,7 +196,7 @@ def test_adapters_are_fp32_whatever_the_precision(precision):
     assert all(p.grad.dtype == torch.float32 for p in adapter_tensors(model).values())
 
 
-@pytest.mark.parametrize("name", ["llama-biased-own-head", "gpt2", "qwen2", "qwen3", "gemma2", "arcee-gelu"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", *slow("llama-biased-own-head", "qwen3", "gemma2", "arcee-gelu")])
 def test_a_saved_adapter_is_the_formula(name, tmp_path):
     """The logits equal those of a transformers model after `scale * B @ A` from the files was added to its weights."""
     base = write_base(name, tmp_path / "base")
@@ -214,7 +215,7 @@ def test_a_saved_adapter_is_the_formula(name, tmp_path):
     torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", *slow("gpt2", "gemma2")])
 def test_peft_and_we_read_each_others_adapters(name, tmp_path):
     peft = pytest.importorskip("peft")
     base = write_base(name, tmp_path / "base")
@@ -325,6 +326,7 @@ def test_bf16_moments_are_refused():
         adamw_bf16(small().bfloat16(), lr=0.1, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-8)
 
 
+@pytest.mark.slow
 def test_a_run_trains_adapters_and_resumes(tmp_path):
     """The loss falls. A run that was stopped and resumed has the same losses as a run that never stopped."""
 

@@ -143,6 +143,7 @@ def test_a_missing_torchao_is_named(monkeypatch, tmp_path):
         training.build(cfg)
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_resumes(tmp_path):
     def run(name: str, *overrides: str) -> dict[int, float]:
         (tmp_path / name).mkdir()

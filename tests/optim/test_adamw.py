@@ -263,6 +263,7 @@ def test_configs_instantiate_and_their_state_is_plain():
     torch.load(saved, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_compiler")
 def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
     """A run of four steps that resumes for two more steps logs the same losses as a run of six steps."""

@@ -43,6 +43,7 @@ def saved_rows(attention, group):
 
 
 # conf/attention/flash.yaml makes a functools.partial of the function
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", [flash_attention, partial(flash_attention)], ids=["function", "partial"])
 def test_flash_attention_keeps_no_gathered_keys(attention, group):
     assert max(saved_rows(attention, group)) == TOTAL

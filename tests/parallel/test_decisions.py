@@ -63,6 +63,7 @@ def ranks_of_srun() -> list[dict[str, str]]:
     return [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks", [pytest.param(lambda: ranks_of_torchrun(2), id="torchrun"), pytest.param(ranks_of_srun, id="srun")]
 )

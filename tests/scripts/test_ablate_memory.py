@@ -376,6 +376,7 @@ def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
         assert found <= 1.03 * (least + 512**2) or dtype == "fp16", passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_compiled_naive_attention_keeps_at_least_one_tensor_of_scores(dtype):
     n, n_heads, kept = 64, 2, []
@@ -397,6 +398,7 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
         assert all(step.compiled == cuda for step in cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
 def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch):
     """A case runs one step that compiles, two warm-up steps and two timed steps. All have 320 tokens if compiled."""

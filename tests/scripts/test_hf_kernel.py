@@ -46,6 +46,7 @@ def load_by_library(variant: Path) -> ModuleType:
     return kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "load",
     [

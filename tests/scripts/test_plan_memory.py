@@ -21,6 +21,7 @@ from scripts.memory_table import memory_table, plan_of_run
 from tests.memory.planner.test_levers import HOST
 from tests.memory.support.plans import GPT2, LLAMA_1B, changed
 from tests.support import processes
+from tests.support.marks import slow
 from tests.support.training import REPOSITORY, composed, quiet_environment, tiny
 
 CUDA = torch.device("cuda")
@@ -54,6 +55,7 @@ def test_what_does_not_fit_gets_advice():
     assert "next lever: data.micro_batch_size=2" in table
 
 
+@pytest.mark.slow
 def test_the_longest_length_is_of_one_row():
     def longest(*overrides: str) -> int:
         table = memory_table(["model=gpt2", "gpu_gib=139", "host_gib=100", *overrides])
@@ -63,6 +65,7 @@ def test_the_longest_length_is_of_one_row():
     assert longest("memory=offload") > longest("memory=selective") > longest() > 100_000
 
 
+@pytest.mark.slow
 def test_auto_is_planned_too():
     few, many = (
         memory_table(["model=llama_1b", "seq_len=131072", "memory=auto", f"gpu_gib={gib}", "host_gib=125"])
@@ -72,12 +75,14 @@ def test_auto_is_planned_too():
     assert "checkpointing=none" not in few and "fits: yes" in few
 
 
+@pytest.mark.slow
 def test_the_longest_length_of_auto_uses_the_best_levers():
     table = memory_table(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
     longest = longest_of_all_levers(changed(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
     assert "checkpointing=none" in table and f"longest seq_len that fits: {longest:,}" in table
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_planned_as_train_does():
     overrides = ["model=llama_1b", "strategy=fsdp", "seq_len=4096", "batch_size=16", "data.micro_batch_size=1"]
     plan = plan_of_run(composed_for_plan([*overrides, "trainer.devices=8"]))
@@ -118,13 +123,17 @@ def test_buckets_are_planned_as_lightning_makes_them(overrides, buckets, tmp_pat
         assert trainer.strategy._ddp_kwargs.get("gradient_as_bucket_view", False) == (buckets == "views")
 
 
-@pytest.mark.parametrize(("devices", "gib"), [("1", 120.0), ("4", 30.0), ("[0,1]", 60.0)])
+@pytest.mark.parametrize(
+    ("devices", "gib"),
+    [("1", 120.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("4", 30.0), ("[0,1]", 60.0)))],
+)
 def test_processes_of_a_machine_share_its_host_memory(devices, gib, monkeypatch):
     monkeypatch.setattr("scripts.memory_table.available_host_bytes", lambda: 120 * GIB)
     table = memory_table(["model=gpt2", f"trainer.devices={devices}", "batch_size=4", "gpu_gib=80"])
     assert f"host                0.00 GiB of {gib}" in table
 
 
+@pytest.mark.slow
 def test_assumptions_of_the_plan_are_printed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assumed = memory_table(["model=gpt2"]).splitlines()[-1]
@@ -136,7 +145,7 @@ def test_assumptions_of_the_plan_are_printed(monkeypatch):
         assert "the plan assumes attention=flash; other kinds of attention may need more memory" in other
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
+@pytest.mark.parametrize("optimizer", ["adamw", *slow("adamw_8bit", "adamw_bf16", "adamw_offload")])
 def test_every_optimizer_is_known(optimizer):
     cfg = composed_for_plan([f"optimizer={optimizer}", "lit_gpt.compile_model=false", "batch_size=1"])
     plan = plan_of_run(cfg)
@@ -321,6 +330,7 @@ def test_the_plan_of_another_attention_has_a_warning():
     assert "attention=naive needs more memory than planned" in printed and "that fits is" not in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("an_h200")
 def test_the_plan_of_float8_has_a_warning():
     printed = planner.summary(predict(changed(GPT2, float8=True)), CUDA, processes=1, attention="flash")

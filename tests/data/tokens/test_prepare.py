@@ -22,6 +22,7 @@ from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.store import Documents, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+from tests.support.marks import slow
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes(corpus, tmp_path):
     chats = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", many_chats(8))))
     for documents, encoder in (
@@ -175,7 +177,7 @@ def test_a_damaged_plan_is_named(tmp_path):
         load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, *slow(2)])
 def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(module, "SHARD", 3)
     bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}

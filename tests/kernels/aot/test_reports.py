@@ -109,6 +109,7 @@ def test_the_key_depends_on_the_compilers(tmp_path, monkeypatch):
     assert names >= {"libtriton.so", "ptxas", "ptxas-blackwell", "nvdisasm", "semantic.py"}
 
 
+@pytest.mark.slow
 def test_every_file_that_a_compile_imports_is_a_source():
     root, environment = reports.ROOT, reports.environment()
     command = [sys.executable, "-c", IMPORTED, *MODULES]

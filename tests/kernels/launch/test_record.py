@@ -17,6 +17,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.launch import record, triton_launcher
 
 
+@pytest.mark.slow
 def test_replayed_launches_are_those_of_triton():
     """Runs in a new process, because this process has imported the kernels for the interpreter."""
     done = subprocess.run(

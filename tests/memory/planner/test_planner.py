@@ -34,6 +34,7 @@ from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA, adapters_of
 from tests.memory.support.plans import GPT2, LLAMA_1B, SMALL, changed, recorded
 from tests.memory.support.simulated import as_on_a_gpu, kept_by_compiled_block, simulate
+from tests.support.marks import slow, slow_if
 
 
 def name_of(measured: dict[str, Any]) -> str:
@@ -82,12 +83,16 @@ def predicted_peak(plan: Plan) -> int:
     return prediction.allocated - prediction.weights - prediction.optimizer - prediction.libraries
 
 
-@pytest.mark.parametrize("mlp_chunk", [None, 4096], ids=["ffn-whole", "ffn-chunks"])
+@pytest.mark.parametrize("mlp_chunk", [None, *slow(4096)], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("model", "precision"),
-    [(GPT2, "32-true"), (GPT2, "bf16-mixed"), (LLAMA_1B, "bf16-mixed"), (LLAMA_1B, "bf16-true")],
-    ids=["gpt2-fp32", "gpt2-mixed", "llama_1b-mixed", "llama_1b-bf16"],
+    [
+        pytest.param(GPT2, "32-true", id="gpt2-fp32", marks=pytest.mark.slow),
+        pytest.param(GPT2, "bf16-mixed", id="gpt2-mixed", marks=pytest.mark.slow),
+        pytest.param(LLAMA_1B, "bf16-mixed", id="llama_1b-mixed"),
+        pytest.param(LLAMA_1B, "bf16-true", id="llama_1b-bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk):
     plan = changed(model, n_layers=1, vocab_size=64, precision=precision, seq_len=16384)
@@ -220,7 +225,7 @@ SIMULATED_LEVERS = {
 }
 # Each case runs without levers. In addition, every second case runs with `offload`, and the others with `offload-all`.
 SIMULATED = [
-    (levers, case)
+    pytest.param(levers, case, marks=slow_if(case not in ("default", "capped-logits")))
     for number, case in enumerate(CASES)
     for levers in SIMULATED_LEVERS
     if EVERY_CASE or levers in ("none", ("offload", "offload-all")[number % 2])
@@ -239,12 +244,15 @@ def test_simulated_peaks(levers, case):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"vocab_size": 259, "seq_len": 32768}, id="backward"),
-        pytest.param({"vocab_size": 259, "seq_len": 2048}, id="first-blocks-backward"),
-        pytest.param({"vocab_size": 259, "seq_len": 2048, "mlp_chunk": 512}, id="ffn-chunks"),
-        pytest.param({"vocab_size": 128256, "seq_len": 8192}, id="loss"),
-        pytest.param({"vocab_size": 128256, "seq_len": 256, "tied": False}, id="embeddings-backward"),
-        pytest.param({"vocab_size": 259, "seq_len": 4096, "precision": "bf16-true"}, id="bf16"),
+        pytest.param(changes, id=name, marks=slow_if(name != "first-blocks-backward"))
+        for name, changes in (
+            ("backward", {"vocab_size": 259, "seq_len": 32768}),
+            ("first-blocks-backward", {"vocab_size": 259, "seq_len": 2048}),
+            ("ffn-chunks", {"vocab_size": 259, "seq_len": 2048, "mlp_chunk": 512}),
+            ("loss", {"vocab_size": 128256, "seq_len": 8192}),
+            ("embeddings-backward", {"vocab_size": 128256, "seq_len": 256, "tied": False}),
+            ("bf16", {"vocab_size": 259, "seq_len": 4096, "precision": "bf16-true"}),
+        )
     ],
 )
 def test_simulated_peaks_with_ddp(changes, buckets, accumulates):

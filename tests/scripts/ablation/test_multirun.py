@@ -15,6 +15,7 @@ from scripts.ablation.cases import Result, measure
 from scripts.ablation.formula import step_formula
 from scripts.ablation.multirun import Report, case_of, run_job
 from tests.scripts.test_ablate_memory import assert_self_contained, inspect
+from tests.support.marks import slow
 from tests.support.training import command_line, composed, tiny
 
 GIB = 2**30
@@ -93,6 +94,7 @@ def job(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_jobs_are_skipped_continued_and_tried_again(job):
     assert job(0, "naive", 64, "ok") == ({"peak_gib": 1.0}, 1)
     assert job(1, "naive", 128, "oom") == ({"peak_gib": 1.0, "oom": 1.0}, 1)
@@ -102,13 +104,16 @@ def test_jobs_are_skipped_continued_and_tried_again(job):
     assert [job(0, "naive", 64, "ok")[1], job(1, "naive", 128, "ok")[1], job(4, "sdpa", 256, "ok")[1]] == [0, 0, 1]
 
 
-@pytest.mark.parametrize("other", ["memory=full", "model.n_layers=3", "max_steps=4", "lit_gpt.compile_model=true"])
+@pytest.mark.parametrize(
+    "other", ["memory=full", *slow("model.n_layers=3", "max_steps=4", "lit_gpt.compile_model=true")]
+)
 def test_jobs_differ_in_attention_and_length_alone(job, other):
     job(0, "naive", 64, "ok")
     with pytest.raises(SystemExit, match="may differ in attention and seq_len only"):
         job(1, "naive", 64, "ok", other)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
     done = command_line(tmp_path, "-m", *ablation(tmp_path, "model.n_kv_heads=3", "attention=naive,sdpa"))
     assert done.returncode == 1 and "n_heads must be a multiple of" in done.stderr.splitlines()[-1], done.stderr
@@ -120,6 +125,7 @@ def with_hydra(cfg):
     return OmegaConf.merge(HydraConfig.instance().cfg, cfg)
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path, capsys):
     with composed(tmp_path, *ablation(tmp_path)) as cfg:
         with pytest.raises(SystemExit, match="1"):

@@ -9,6 +9,7 @@ import torch
 from scripts.bench.decode import CASES, PAGES, Case, candidates, in_pages, markdown, parse_arguments
 
 
+@pytest.mark.slow
 def test_all_candidates_compute_the_same(device):
     torch.manual_seed(0)
     # fp16, because Triton's interpreter computes bf16 incorrectly

@@ -161,6 +161,7 @@ def test_table_and_csv(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_ends_with_one_line():
     done = subprocess.run(
         [sys.executable, "-m", "scripts.bench.host"],

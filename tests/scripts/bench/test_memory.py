@@ -76,6 +76,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     assert (tmp_path / "trace_64_selective_offload.json.gz").exists() and "no kernels" in text
 
 
+@pytest.mark.slow
 def test_going_on_after_a_budget(tmp_path, monkeypatch):
     calls = []
 

@@ -14,6 +14,7 @@ from scripts.bench.peers import build_peer, compile_layers
 from scripts.bench.step import Case, configuration, measure
 from scripts.bench.training_case import StepTimes, our_loss
 from scripts.bench.variants import variant_of
+from tests.support.marks import slow
 from tests.support.operators import Operators
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_both_sides_train_the_same_model(adapter):
         torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("document_len", [64, 16], ids=["dense", "packed"])
+@pytest.mark.parametrize("document_len", [*slow(64), 16], ids=["dense", "packed"])
 def test_transformers_has_the_same_loss_with_our_attention(document_len):
     losses, gradients = [], []
     for name in ("hf", "hf-fa_train"):
@@ -95,6 +96,7 @@ def test_transformers_has_the_same_loss_with_our_attention(document_len):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hf-compiled", "hf-compiled-checkpointing"])
 def test_each_layer_is_compiled(name, monkeypatch):
     """All layers run one graph without breaks, and losses and gradients are those of layers that are not compiled."""
@@ -117,6 +119,7 @@ def test_each_layer_is_compiled(name, monkeypatch):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.slow
 def test_a_graph_break_is_an_error(monkeypatch):
     class Breaks(nn.Module):
         def forward(self, x):

@@ -56,6 +56,7 @@ def profile_step(folder, *overrides):
     return processes.finish("scripts.bench.profile_step", arguments, REPOSITORY, environment)
 
 
+@pytest.mark.slow
 def test_a_step_from_its_command_line(tmp_path):
     done = profile_step(tmp_path, "+commit=abc", "data.num_workers=0", "data.vocab_size=259", "batch_size=2")
     assert done.returncode == 0, done.stderr

@@ -83,6 +83,7 @@ def test_cases_share_the_run_on_one_gpu():
     assert {run.gpu for run in every if run.gpus == 1} == {0, 1}
 
 
+@pytest.mark.slow
 def test_each_run_is_planned_as_its_own_config():
     cases = [parse_case(case) for case in CASES]
     gib = {run.strategy[0]: predicted_gib(run) for run in runs_of(cases[:2], arguments(), 2)}

@@ -56,6 +56,7 @@ def peer_in_this_process(case, timeout):
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 
+@pytest.mark.slow
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that the processes of the cases see no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -116,6 +117,7 @@ def test_a_case_that_fails_says_why(monkeypatch):
     assert row.outcome.startswith("failed: model.norm must be one of") and row.outcome.endswith("got batchnorm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slow_step", "timed", "steps"), [pytest.param(60, 4, 6, id="fast"), pytest.param(1e-9, FEWEST_STEPS, 3, id="slow")]
 )
