@@ -16,6 +16,9 @@ values and their gradients.
 
 The ideal time is the time of `one`, divided by the number of ranks. `alone` shows the time that the ranks would need if
 communication took no time.
+
+With --peer, torch's own context parallelism is measured for the stream `one`, in the same random order
+(scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -46,6 +49,7 @@ from fa_train.parallel.context.operators import gathered, of_keys, register_grou
 from fa_train.parallel.context.traffic import traffic
 from scripts.bench.attention import fill_row
 from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.context_peer import PEER_PARTS, peer_parts
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -58,7 +62,11 @@ START_METHOD = "spawn"
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of all cases. layers: calls of a part that are timed together. device: cuda or cpu."""
+    """The settings of all cases.
+
+    layers: calls of a part that are timed together. device: cuda or cpu. peer: whether to measure torch's context
+    parallelism.
+    """
 
     n_heads: int
     n_kv_heads: int
@@ -66,10 +74,15 @@ class Setting:
     layers: int
     repetitions: int
     device: str
+    peer: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def parts(self, stream: str) -> tuple[str, ...]:
+        """Returns the parts to time for a kind of stream."""
+        return PARTS + PEER_PARTS if self.peer and stream == "one" else PARTS
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,8 @@ class Case:
             whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
             q, k, v, do = _inputs(setting, device, tokens, tokens)
             self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
+        if PEER_PARTS[0] in setting.parts(stream):
+            self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)
 
     def _both_passes(
         self, attention: ContextAttention, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
@@ -168,11 +183,12 @@ def _inputs(setting: Setting, device: torch.device, queries: int, keys: int) -> 
 def measure(stream: str, tokens: int, setting: Setting) -> Result:
     """Measures one kind of stream on all ranks. Every rank returns the same result."""
     ranks = dist.get_world_size()
-    samples: dict[str, list[list[float]]] = {part: [] for part in PARTS}
+    parts = setting.parts(stream)
+    samples: dict[str, list[list[float]]] = {part: [] for part in parts}
     received = []
     for repetition in range(WARM_UP + setting.repetitions):
         case = Case(stream, tokens, repetition, setting)
-        for part in random.Random(repetition).sample(PARTS, len(PARTS)):
+        for part in random.Random(repetition).sample(parts, len(parts)):
             dist.barrier()
             times = [0.0] * ranks
             dist.all_gather_object(times, _milliseconds(case.parts.get(part), setting))
@@ -217,6 +233,21 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     return lines
 
 
+def peer_table(results: Sequence[Result], ranks: int) -> list[str]:
+    """Returns the lines of the table of torch's context parallelism, or no lines if it was not measured."""
+    lines = [
+        f"| tokens | torch on one GPU, ms | torch on {ranks} GPUs, ms | of ideal | ours on {ranks} GPUs, ms |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    measured = [result for result in results if PEER_PARTS[0] in result.ms]
+    for result in measured:
+        one, shared = (result.ms[part] for part in PEER_PARTS)
+        lines.append(
+            f"| {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} | {result.ms['shared']:.2f} |"
+        )
+    return ["", *lines] if measured else []
+
+
 def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.Namespace) -> None:
     """Measures all cases as one of `ranks` processes. Rank 0 prints and writes the results."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -239,7 +270,8 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
         lines += [*(f"- {key}: `{value}`" for key, value in head.items()), ""]
         heads = f"{setting.n_heads} query and {setting.n_kv_heads} KV heads, head_dim {setting.head_dim}"
         lines += [f"{heads}. A time is the mean of {setting.layers} calls with the same documents.", ""]
-        lines += [*table(results, ranks), ""]
+        lines += [*table(results, ranks), *peer_table(results, ranks), ""]
+        print("\n".join(peer_table(results, ranks)), flush=True)
         out: Path = args.out or results_prefix("context", today)
         out.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{out}.md").write_text("\n".join(lines), encoding="utf-8")
@@ -255,10 +287,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4, help="calls that are timed together, with the same documents")
     parser.add_argument("--repetitions", type=int, default=11, help="timed repetitions, each with new documents")
+    parser.add_argument("--peer", action="store_true", help="also measure torch's context parallelism, on GPUs")
     parser.add_argument("--cpu-ranks", type=int, help="processes on the CPU instead of GPUs, to try the script")
     add_results(parser, "scripts/results/context_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     require_positive(parser, args, ("tokens", "n_heads", "n_kv_heads", "head_dim", "layers", "repetitions"))
+    if args.peer and args.cpu_ranks is not None:
+        parser.error("--peer needs GPUs, because cuDNN's attention has no CPU version; got --cpu-ranks")
     args.command = arguments
     return args
 
@@ -271,7 +306,8 @@ def main() -> None:
     if ranks < 2:
         sys.exit(f"bench_context needs at least 2 GPUs; found {ranks}")
     device = "cuda" if args.cpu_ranks is None else "cpu"
-    setting = Setting(args.n_heads, args.n_kv_heads, args.head_dim, args.layers, args.repetitions, device)
+    sizes = args.n_heads, args.n_kv_heads, args.head_dim
+    setting = Setting(*sizes, args.layers, args.repetitions, device, args.peer)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]

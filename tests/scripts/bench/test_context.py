@@ -7,7 +7,8 @@ import torch.distributed as dist
 from fa_train.models.attention import naive_attention
 from fa_train.parallel.context.operators import register_group
 from scripts.bench import context
-from scripts.bench.context import PARTS, STREAMS, Result, Setting, documents, main, measure, table
+from scripts.bench.context import PARTS, STREAMS, Result, Setting, documents, main, measure, peer_table, table
+from scripts.bench.context_peer import PEER_PARTS
 
 
 @pytest.fixture
@@ -65,6 +66,28 @@ def test_the_table_compares_with_the_ideal():
     ms = {"one": 100.0, "shared": 62.5, "alone": 50.0, "moved": 2.0}
     [line] = table([Result("one", 65536, ms, [62.5, 60.0], 0.5)], 2)[2:]
     assert line == "| one | 65,536 | 100.00 | 62.50 | 80.0% | 100.0% | 2.00 | 50% | 62.50, 60.00 |"
+
+
+def test_the_peer_has_a_table_of_its_own():
+    ms = {"one": 100.0, "shared": 62.5, "alone": 50.0, "moved": 2.0}
+    without, peer = Result("window", 65536, ms, [62.5], 0.5), {"torch one": 120.0, "torch shared": 80.0}
+    assert not peer_table([without], 2)
+    line = peer_table([without, Result("one", 65536, ms | peer, [62.5], 0.5)], 2)[-1]
+    assert line == "| 65,536 | 120.00 | 80.00 | 75.0% | 62.50 |"
+
+
+@pytest.mark.parametrize(("stream", "has_peer"), [("one", True), ("log-normal", False)])
+def test_the_peer_is_measured_for_one_document(stream, has_peer, one_rank, monkeypatch):
+    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    monkeypatch.setattr(context, "peer_parts", lambda *sizes: dict.fromkeys(PEER_PARTS, lambda: None))
+    result = measure(stream, 100, Setting(2, 1, 8, 1, 1, "cpu", peer=True))
+    assert result.ms.keys() == {*PARTS, *(PEER_PARTS if has_peer else ())}
+
+
+def test_the_peer_is_refused_on_the_cpu(capsys):
+    with pytest.raises(SystemExit):
+        context.parse_arguments(["--peer", "--cpu-ranks", "2"])
+    assert "--peer needs GPUs" in capsys.readouterr().err
 
 
 def test_one_rank_is_refused(monkeypatch):

@@ -1,0 +1,53 @@
+"""Torch's own context parallelism, as a peer of scripts/bench/context.py.
+
+torch.distributed.tensor.experimental.context_parallel replaces SDPA by an attention that several ranks share. It
+supports one document that fills the stream, and no attention window. SDPA uses cuDNN's kernel, which is faster on
+Hopper GPUs than SDPA's own flash attention.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+PEER_PARTS = ("torch one", "torch shared")
+
+
+def peer_parts(
+    tokens: int, n_heads: int, n_kv_heads: int, head_dim: int, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """Returns functions that run both passes of causal attention in bf16, for the keys of `PEER_PARTS`.
+
+    "torch one" computes the attention of the whole stream on rank 0. Other ranks do not have this part. In "torch
+    shared", all ranks compute this attention together. tokens must be a multiple of twice the number of ranks.
+    """
+    ranks = dist.get_world_size()
+    mesh = DeviceMesh(device.type, list(range(ranks)))
+
+    def inputs(length: int) -> list[Tensor]:
+        shapes = [(1, heads, length, head_dim) for heads in (n_heads, n_kv_heads, n_kv_heads, n_heads)]
+        return [torch.randn(shape, dtype=torch.bfloat16, device=device).requires_grad_() for shape in shapes]
+
+    def both_passes(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> object:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=n_heads != n_kv_heads)
+            return torch.autograd.grad(o, (q, k, v), do)
+
+    own = inputs(tokens // ranks)
+
+    def shared() -> object:
+        # context_parallel takes the length of the stream from a tensor, which it cuts into the shares of the ranks
+        stream = torch.empty(tokens, device=device)
+        with context_parallel(mesh, buffers=[stream], buffer_seq_dims=[0], no_restore_buffers={stream}):
+            return both_passes(*own)
+
+    parts: dict[str, Callable[[], object]] = {"torch shared": shared}
+    if dist.get_rank() == 0:
+        whole = inputs(tokens)
+        parts["torch one"] = lambda: both_passes(*whole)
+    return parts
