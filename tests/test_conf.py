@@ -157,6 +157,7 @@ def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
         training.build(cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

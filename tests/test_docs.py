@@ -93,7 +93,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=page.stem, marks=slow_if(page.stem in ("several_gpus", "data", "finetune", "benchmarks")))
+        pytest.param(page, id=page.stem, marks=slow_if(page.stem not in ("README", "CONTRIBUTING")))
         for page in GUIDES
         if commands(page)
     ],

@@ -264,6 +264,7 @@ def test_no_run_has_a_folder_elsewhere(name):
         settings.run_folder(name)
 
 
+@pytest.mark.slow
 def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
     (tmp_path / "work").mkdir()
     done = command_line(tmp_path / "work", "run_name=../../escaped")

@@ -49,6 +49,7 @@ def test_loss_falls_in_twenty_steps(attention, tmp_path, device):
     assert result["tokens"] == 20 * 4 * 64 and result["perf/peak_gib"] > 0
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing_but_memory(tmp_path):
     losses = [
         list(column(run(tmp_path, f"data.micro_batch_size={size}")[1], "train/loss").values()) for size in (1, 2, 4)
@@ -58,6 +59,7 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_validation_does_not_depend_on_micro_batches(tmp_path):
     """Three rows are validated in micro-batches of 1, 2 and 8. Rows that only fill up a micro-batch do not count."""
     settings = ["max_steps=2", "batch_size=8", "data.val_rows=3", "trainer.val_check_interval=1"]

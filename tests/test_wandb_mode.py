@@ -87,6 +87,7 @@ def test_a_host_that_never_answers(tmp_path, silent_host):
     assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [pytest.param("short", id="malformed"), pytest.param(KEY, id="refused")])
 def test_a_wrong_key_does_not_end_a_run(key, tmp_path, server, monkeypatch):
     monkeypatch.setattr(Answers, "status", 401)
@@ -95,6 +96,7 @@ def test_a_wrong_key_does_not_end_a_run(key, tmp_path, server, monkeypatch):
     assert ("invalid key" if key == KEY else "WANDB_API_KEY invalid") in lines[0]
 
 
+@pytest.mark.slow
 def test_a_key_that_the_server_accepts(tmp_path, server):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}")
     assert (mode, lines) == ("online", [])

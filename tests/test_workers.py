@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 TESTS = """
 import pytest
@@ -21,6 +23,7 @@ def test_case(case, run):
 """
 
 
+@pytest.mark.slow
 def test_a_module_fixture_runs_once_with_two_workers(tmp_path):
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).write_text(TESTS)

@@ -47,7 +47,12 @@ def one_line(done) -> str:
     [
         pytest.param([], ["step_0000004.ckpt", "step_0000005.ckpt"], id="two-by-default"),
         pytest.param(["callbacks.checkpoint.save_top_k=1"], ["step_0000005.ckpt"], id="one"),
-        pytest.param(["callbacks.checkpoint.save_top_k=-1"], [f"step_000000{i}.ckpt" for i in range(1, 6)], id="all"),
+        pytest.param(
+            ["callbacks.checkpoint.save_top_k=-1"],
+            [f"step_000000{i}.ckpt" for i in range(1, 6)],
+            id="all",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_newest_are_kept(overrides, kept, tmp_path):
@@ -232,6 +237,7 @@ def test_a_checkpoint_of_another_model_is_one_line(override, difference, trained
     assert "\n" not in str(caught.value) and not list(tmp_path.rglob("*.ckpt*")), "no half-restored state is saved"
 
 
+@pytest.mark.slow
 def test_last_skips_a_damaged_checkpoint_and_says_so(trained, tmp_path):
     folder = tmp_path / "runs/cut/earlier/checkpoints"
     shutil.copytree(trained / "runs/first/checkpoints", folder)
@@ -246,6 +252,7 @@ def test_last_skips_a_damaged_checkpoint_and_says_so(trained, tmp_path):
     assert not done.stderr.strip(), "resuming must not print a warning"
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_changes_nothing(trained, tmp_path):
     start = trained / "runs/first/checkpoints/step_0000002.ckpt"
     before = {path: path.stat().st_mtime_ns for path in (trained / "runs").rglob("*")}

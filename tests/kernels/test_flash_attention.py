@@ -390,6 +390,7 @@ def test_operator_registration():
     )
 
 
+@pytest.mark.slow
 def test_compiles_without_a_graph_break():
     def attend(q, k, v, cu):
         return flash_attn_packed(q, k, v, causal_schedule(cu, q.shape[0], q.device))

@@ -11,6 +11,7 @@ from fa_kernels.flash_attention.portable.backward import attention_backward
 from fa_kernels.flash_attention.portable.forward import attention_forward
 from fa_kernels.flash_attention.portable.repair import repair_backward, repair_forward, repair_grid
 from fa_kernels.flash_attention.schedule import causal_schedule
+from tests.support.marks import slow
 
 LENGTHS = [50, 0, 100, 61]
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 2, 1
@@ -24,7 +25,7 @@ EVERY = [
 NONE = [pytest.param([], id="none")]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["numbers", "nan"])
+@pytest.fixture(scope="module", params=[*slow(False), True], ids=["numbers", "nan"])
 def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 

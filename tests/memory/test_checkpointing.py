@@ -111,7 +111,7 @@ def test_attention_without_an_operator_is_recomputed(checkpointing, device):
         pytest.param("full", False, ["x"], id="full-eager"),
         pytest.param("full", True, ["x"], id="full-compiled", marks=pytest.mark.slow),
         pytest.param("selective", False, ["x"], id="selective-eager"),  # the policy itself stores o and lse
-        pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled"),
+        pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled", marks=pytest.mark.slow),
     ],
 )
 def test_tensors_that_a_block_keeps(checkpointing, compiled, expected, device):

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fa_train.memory import offload
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+from tests.support.marks import slow
 
 STATE = 24 * 32 * 4  # bytes of a state: tokens x dim in fp32
 EVERYTHING = levers(offload="all", mlp_chunk=5)
@@ -30,7 +31,7 @@ def test_same_loss_and_gradients(n_layers, checkpointing, device):
     assert model.offload.pool.allocated == n_layers - 1
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", *slow("selective", "full")])
 def test_around_compiled_blocks(checkpointing, device):
     batch = stream(device)
     expected = step(small_gpt(levers(), device), batch)
@@ -39,7 +40,7 @@ def test_around_compiled_blocks(checkpointing, device):
     assert model.offload.pool.allocated == 2
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("mlp_chunk", [None, 5])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_everything(qk_norm, mlp_chunk, compiled, device):
@@ -71,7 +72,7 @@ class Watched(nn.Module):
         return self.block(x, *others)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_states_leave_the_device(checkpointing, compiled, device):
     """With offload, only the state of the last block stays on the device, because the backward needs it first.

@@ -8,6 +8,7 @@ from torch import Tensor
 from fa_train.memory import tiled_ffn
 from fa_train.memory.tiled_ffn import _activation_backward, activate, mlp_backward, mlp_forward
 from tests.memory.support.small import LargestTensor, compile_blocks, levers, small_gpt, step, stream
+from tests.support.marks import slow
 from tests.support.tolerance import assert_as_accurate
 
 TOTAL, DIM, FFN_DIM = 50, 16, 24
@@ -170,7 +171,7 @@ def test_frozen_input(device):
     assert torch.equal(arguments[1].grad, expected["d_up"])
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
     """The backward recomputes each chunk once. If checkpointing recomputes a block, the recomputation ends before the

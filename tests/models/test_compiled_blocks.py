@@ -8,6 +8,7 @@ import torch
 
 from fa_kernels import rmsnorm
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
+from tests.support.marks import slow
 
 LAYERS = 3
 ADDS_LATER = [levers(), levers(offload="all"), levers(mlp_chunk=8)]
@@ -36,7 +37,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return calls
 
 
-@pytest.mark.parametrize("memory", ADDS_LATER, ids=str)
+@pytest.mark.parametrize("memory", [ADDS_LATER[0], *slow(*ADDS_LATER[1:])], ids=str)
 def test_both_norms_of_a_block_add(memory, device, passes):
     expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
     assert not passes  # eager mode uses torch's norm, because the planner models its memory
@@ -44,14 +45,14 @@ def test_both_norms_of_a_block_add(memory, device, passes):
     assert len(passes) == 2 * LAYERS
 
 
-@pytest.mark.parametrize("memory", ADDS_AT_ONCE, ids=str)
+@pytest.mark.parametrize("memory", [ADDS_AT_ONCE[0], *slow(*ADDS_AT_ONCE[1:])], ids=str)
 def test_what_is_kept_of_a_blocks_input_is_one_tensor(memory, device, passes):
     expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
     assert_equal(step(compile_blocks(small_gpt(memory, device, n_layers=LAYERS)), stream(device)), expected)
     assert not passes
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("norm", ["rmsnorm", *slow("layernorm")])
 @pytest.mark.parametrize("memory", [levers(), levers("full")], ids=["adds-later", "adds-at-once"])
 def test_one_graph_for_all_blocks(memory, norm, device):
     model = compile_blocks(small_gpt(memory, device, n_layers=LAYERS, norm=norm, positions="none", qk_norm=False))

@@ -199,6 +199,7 @@ def test_every_value_of_a_plan_is_read():
     assert plan_of_run(composed_for_plan(overrides)) == Plan(model, Levers("selective", True, 16384), run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -214,6 +215,7 @@ def test_a_mistake_ends_the_script_with_one_line(arguments, message, tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1 and message in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_help_is_what_the_script_says_of_itself(tmp_path):
     done = processes.finish(REPOSITORY / "scripts" / "plan_memory.py", ["--help"], tmp_path, quiet_environment())
     assert done.returncode == 0 and done.stdout.startswith("Predicts the GPU and host memory") and not done.stderr

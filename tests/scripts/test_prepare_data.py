@@ -41,6 +41,7 @@ def test_train_finds_it_done(tmp_path, overrides, monkeypatch):
         assert instantiate(cfg.data).packing_report().text() == report
 
 
+@pytest.mark.slow
 def test_as_a_command(tmp_path):
     path = write_jsonl(tmp_path / "chats.jsonl", many_chats(10))
     arguments = [

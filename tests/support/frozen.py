@@ -14,3 +14,4 @@ import tests.support.fast_yaml  # noqa: F401
 
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -32,7 +32,8 @@ def start_server() -> None:
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
-        forkserver.set_forkserver_preload(["train", "fa_train.training", "tests.support.frozen"])  # in this order
+        modules = ["tests.support.garbage_collection_off", "train", "fa_train.training", "tests.support.frozen"]
+        forkserver.set_forkserver_preload(modules)  # imports them in this order
         forkserver.ensure_running()
 
 

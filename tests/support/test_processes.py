@@ -10,6 +10,7 @@ import pytest
 from tests.support.processes import finish
 
 
+@pytest.mark.slow
 def test_a_program_over_its_time_ends_with_its_children(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

@@ -8,6 +8,7 @@ import torch
 
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from tests.models.hf.support.checkpoints import YARN, assert_relatively_close, cu_seqlens, edit_config, theirs, tokens
+from tests.support.marks import slow
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ SCALINGS = [
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("name", ["llama", "llama-3.1", "gemma3", "legacy"])
+@pytest.mark.parametrize("name", ["llama", *slow("llama-3.1", "gemma3", "legacy")])
 @torch.no_grad()
 def test_another_scaling_is_exported(name, scaling, checkpoint, tmp_path):
     folder = checkpoint("llama" if name == "legacy" else name)

@@ -116,6 +116,7 @@ def test_running_out_of_memory_is_a_row(monkeypatch):
     assert row.outcome == "out of memory" and row.step_ms == [] and row.peak_gib is not None
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", ForkedModule)
     row = run_apart(replace(CASE, overrides=(*TINY, "model.norm=batchnorm")), timeout=120)

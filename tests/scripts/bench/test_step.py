@@ -111,6 +111,7 @@ def test_a_case_that_takes_too_long():
     assert run_apart(CASE, timeout=0.05).outcome == "failed: not done after 0.05 s"
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", ForkedModule)
     row = run_apart(replace(CASE, overrides=(*TINY, "model.norm=batchnorm")), timeout=120)

@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.support.marks import slow_if
+
 VOCAB = 61
 LENGTHS = [13, 1, 0, 22]
 LLAMA_LIKE: dict[str, Any] = {
@@ -73,7 +75,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-FAMILIES = [pytest.param(name, id=name) for name in CHECKPOINTS]
+FAST = ("gpt2", "llama", "qwen3", "gemma3")
+FAMILIES = [pytest.param(name, id=name, marks=slow_if(name not in FAST)) for name in CHECKPOINTS]
 
 
 def tokens() -> Tensor:
