@@ -92,11 +92,7 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, id=page.stem, marks=slow_if(page.stem not in ("README", "CONTRIBUTING")))
-        for page in GUIDES
-        if commands(page)
-    ],
+    [pytest.param(page, id=page.stem, marks=slow_if(page.stem != "CONTRIBUTING")) for page in GUIDES if commands(page)],
 )
 def test_every_command_names_what_exists(page, monkeypatch):
     for words in commands(page):

@@ -34,7 +34,7 @@ def imports(cwd: Path, *command: str) -> tuple[str, set[str]]:
 @pytest.mark.parametrize(
     ("command", "answer"),
     [
-        pytest.param(command, answer, id=name, marks=slow_if(name not in ("help", "wrong-value", "prepare_data")))
+        pytest.param(command, answer, id=name, marks=slow_if(name != "wrong-value"))
         for name, command, answer in (
             ("help", [TRAIN, "--help"], "logger: csv, tensorboard, wandb"),
             ("config", [TRAIN, "--cfg", "job"], "max_steps: "),

@@ -102,6 +102,7 @@ def test_a_key_that_the_server_accepts(tmp_path, server):
     assert (mode, lines) == ("online", [])
 
 
+@pytest.mark.slow
 def test_the_environment_may_choose_the_mode(tmp_path):
     assert mode_of(tmp_path, WANDB_MODE="disabled", WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY) == ("disabled", [])
 

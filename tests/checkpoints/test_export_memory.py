@@ -37,6 +37,7 @@ def memory(name: str) -> int:
     return int(found[1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_an_export_of_a_sharded_checkpoint_holds_the_model_once(tmp_path):
     trained = build(4096)

@@ -46,7 +46,7 @@ def one_line(done) -> str:
     ("overrides", "kept"),
     [
         pytest.param([], ["step_0000004.ckpt", "step_0000005.ckpt"], id="two-by-default"),
-        pytest.param(["callbacks.checkpoint.save_top_k=1"], ["step_0000005.ckpt"], id="one"),
+        pytest.param(["callbacks.checkpoint.save_top_k=1"], ["step_0000005.ckpt"], id="one", marks=pytest.mark.slow),
         pytest.param(
             ["callbacks.checkpoint.save_top_k=-1"],
             [f"step_000000{i}.ckpt" for i in range(1, 6)],
@@ -69,12 +69,13 @@ class Losses(Callback):
         pl_module.on_validation_epoch_end = lambda: pl_module.log("val/loss", self.losses.pop(0), logger=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("losses", "kept"),
     [
         pytest.param("[3,2,4,5,6]", "2"),
-        pytest.param("[3,2,1,5,6]", "3", marks=pytest.mark.slow),
-        pytest.param("[nan,7,8,9,10]", "2", marks=pytest.mark.slow),
+        pytest.param("[3,2,1,5,6]", "3"),
+        pytest.param("[nan,7,8,9,10]", "2"),
     ],
     ids=str,
 )
@@ -89,6 +90,7 @@ def test_the_best_is_kept_too_if_asked(losses, kept, tmp_path):
     assert [name.strip("step_.ck0") for name in names] == [kept, *newest]
 
 
+@pytest.mark.slow
 def test_a_logger_that_uploads_models_finds_each_checkpoint(tmp_path, monkeypatch):
     seen = []
 
@@ -109,6 +111,7 @@ def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
     assert rest == {step: loss for step, loss in losses.items() if step > 3}
 
 
+@pytest.mark.slow
 def test_the_older_checkpoint_is_removed_when_the_new_one_is_in_place(tmp_path, monkeypatch):
     seen = []
 

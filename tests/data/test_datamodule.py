@@ -190,6 +190,7 @@ def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
     assert len(rest) == 8 // size and rows_of(rest) == rows_of(whole[20:])
 
 
+@pytest.mark.slow
 def test_data_workers_are_forked_whatever_the_default(tmp_path):
     whole = fit(tmp_path / "whole", Recorder(), make())
     multiprocessing.set_start_method("spawn", force=True)
@@ -219,6 +220,7 @@ class CollectsAtTheEnd:
         return copied_by_a_collection() if index == 3 else None
 
 
+@pytest.mark.slow
 def test_a_garbage_collection_copies_no_memory_that_workers_share():
     data = make(num_workers=1)
     data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
@@ -241,6 +243,7 @@ class RecordsFrozen(Recorder):
         return loss
 
 
+@pytest.mark.slow
 def test_objects_can_be_collected_after_a_run_was_killed(tmp_path):
     killed = RecordsFrozen(die_at=1)
     with pytest.raises(Killed):

@@ -69,6 +69,7 @@ def test_each_token_is_the_whole_streams_most_likely(options):
     assert generate(small(**options), PROMPT, max_new_tokens=12, cached=False) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"windows": (5, None)}, {"softcap": 2.0, "softmax_scale": 0.5}], ids=str)
 def test_flash_reads_the_cache(options, device, monkeypatch):
     read = []

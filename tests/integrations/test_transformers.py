@@ -64,6 +64,7 @@ def test_packed_rows_of_a_batch_have_the_gradients_of_eager_attention():
     assert_as_accurate_as_eager(tiny("mistral-window"), ids, torch.randn(2, 11, VOCAB), position_ids=positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [{"position_ids": POSITIONS}, IN_CU_SEQLENS], ids=["position_ids", "cu_seqlens"])
 def test_a_document_does_not_change_the_others_by_a_bit(packed):
     model, weight = tiny("llama-three-to-one"), torch.randn(VOCAB)
@@ -105,6 +106,7 @@ def test_padding_is_left_out(name, mask):
     assert_as_accurate_as_eager(tiny(name), tokens(*mask.shape), weight, exact="sdpa", attention_mask=mask)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_cross_attention_see_no_padding():
     config = transformers.BartConfig(
         vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,

@@ -193,6 +193,7 @@ def test_rows_outside_every_document_give_zero():
     check(q, k, v, do, dlse, cu, cu, causal=True)
 
 
+@pytest.mark.slow
 def test_partial_outputs_in_fp32_merge_to_the_whole():
     """Two outputs, each for one half of the keys, are merged by their lse. The result equals the output for all keys.
 
@@ -266,6 +267,7 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
     assert lse.shape == (3, 4, 21) and torch.equal(lse.transpose(0, 1).flatten(1), packed_lse)
 
 
+@pytest.mark.slow
 def test_non_contiguous_inputs_and_gradient():
     """q and k are slices of one projection, and the memory of v has heads before tokens.
 
@@ -283,8 +285,9 @@ def test_non_contiguous_inputs_and_gradient():
         assert torch.equal(strided, contiguous)
 
 
-@pytest.mark.parametrize("batch", [*slow(1), 2])
-@pytest.mark.parametrize("alibi", [False, *slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("alibi", [False, True])
 def test_a_batch_of_any_layout(batch, alibi):
     """The memory of q, k and v has three layouts: heads before tokens, tokens before heads, and one shared tensor.
 
@@ -353,6 +356,7 @@ def test_nan_shows_in_its_own_document():
     assert torch.isnan(dv[:31]).all() and torch.isfinite(dv[37:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "several"), [([20], False), ([0, 20], True), ([13, 7], True)], ids=str)
 def test_both_passes_know_whether_there_are_several_documents(lengths, several, monkeypatch):
     """Hopper's kernels isolate NaN only if the schedule says that there are several documents."""

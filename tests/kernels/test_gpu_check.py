@@ -112,6 +112,7 @@ def test_portable_kernels_pass_and_wrong_ones_fail(several, short, h100, monkeyp
         portable(several)()
 
 
+@pytest.mark.slow
 def test_decode_kernels_pass_and_wrong_ones_fail(short, h100, monkeypatch):
     cached(h100)()
     wrong = slightly_wrong(cached_attention.flash_attn_with_kvcache)

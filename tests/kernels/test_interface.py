@@ -18,7 +18,6 @@ from fa_kernels.flash_attention.interface import flash_attn_packed, window_of
 from fa_kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
 from fa_kernels.flash_attention.tiles import _has_tf32, precision_of
 from tests.kernels.test_flash_attention import DEVICE, GPU, check, cumulative, draw
-from tests.support.marks import slow
 
 
 def dense_inputs(seqlen_q=9, seqlen_k=11, head_dim=40):
@@ -69,6 +68,7 @@ def test_positional_arguments_and_three_results():
     assert probabilities.shape == (0,) and probabilities.dtype == q.dtype and probabilities.device == q.device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [0, -30.0])
 def test_a_softcap_that_is_not_positive_is_none(softcap):
     q, k, v = (x.detach() for x in dense_inputs(head_dim=8))
@@ -102,6 +102,7 @@ def test_windows_past_what_int32_holds():
     assert torch.equal(flash_attn_varlen_func(q[0], k[0], k[0], cu_q, cu_k, 5, 6, **window), expected[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 5], ids=["pages-of-16", "pages-of-5"])
 def test_keys_in_pages(page_size):
     """Unused pages hold NaN, and unused entries of the block table are invalid. Gradients reach the pages."""
@@ -209,12 +210,15 @@ def test_another_rank_in_a_packed_stream_is_named(shape):
         flash_attn_packed(x, x, x, causal_schedule(None, 5, torch.device("cpu")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "window_size",
     [
         [5, 0],
         torch.tensor([5, 0]),
-        *slow(np.array([5, 0]), (np.int64(5), np.int32(0)), torch.Size([5, 0])),
+        np.array([5, 0]),
+        (np.int64(5), np.int32(0)),
+        torch.Size([5, 0]),
     ],
     ids=["list", "tensor", "array", "numpy-integers", "size"],
 )
@@ -270,7 +274,8 @@ def test_bad_pages_are_named(arguments, message, monkeypatch):
         flash_attn_varlen_func(**right | arguments)
 
 
-@pytest.mark.parametrize("reentrant", [*slow(True), False], ids=["reentrant", "not"])
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
 def test_under_activation_checkpointing(reentrant):
     def attend(q, k, v):
         return flash_attn_func(q, k, v, causal=True)
@@ -329,6 +334,7 @@ def test_no_tf32_product_on_gpus_without(monkeypatch, capability, precision):
         _has_tf32.cache_clear()
 
 
+@pytest.mark.slow
 def test_in_a_functional_call():
     """Like flash-attn, our attention supports functional_call, but not torch.func's grad and vmap."""
     project = torch.nn.Linear(40, 40, device=DEVICE)

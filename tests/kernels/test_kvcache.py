@@ -97,15 +97,16 @@ def test_dtypes(dtype, num_splits):
 SLOPES = torch.tensor([0.02, 0.3, 0.0, 1.0], device=DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "features",
     [
         pytest.param({"softcap": 2.0}, id="softcap"),
-        pytest.param({"slopes": SLOPES}, id="alibi", marks=pytest.mark.slow),
+        pytest.param({"slopes": SLOPES}, id="alibi"),
         pytest.param(
-            {"slopes": torch.stack([SLOPES, SLOPES.flip(0)])}, id="alibi-per-sequence", marks=pytest.mark.slow
+            {"slopes": torch.stack([SLOPES, SLOPES.flip(0)])}, id="alibi-per-sequence"
         ),
-        pytest.param({"softmax_scale": 0.7}, id="scale", marks=pytest.mark.slow),
+        pytest.param({"softmax_scale": 0.7}, id="scale"),
         pytest.param(
             {"softcap": 2.0, "slopes": SLOPES, "window": (30, 0), "softmax_scale": 0.5, "seqlen_new": 6}
             | {"rotary_dim": 16},
@@ -141,6 +142,7 @@ def test_padding_counts_in_positions():
     check([40, 20], leftpad=[7, 20], seqlen_q=3, seqlen_new=3, rotary_dim=16, slopes=SLOPES[:2], causal=True)
 
 
+@pytest.mark.slow
 def test_more_splits_than_blocks():
     check([0, 61], num_splits=20)
 
@@ -156,6 +158,7 @@ def test_defaults_take_the_whole_cache():
     assert not torch.allclose(shorter, o)
 
 
+@pytest.mark.slow
 def test_strided_inputs():
     """The cache has heads before tokens, and q, k and v are slices of one projection."""
     qkv = draw(2, 3, 8, 16)

@@ -72,6 +72,7 @@ def assert_repaired(ours, exact, spoiled):
     assert (ours[~in_tile] == UNTOUCHED).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", SOME + EVERY + NONE)
 def test_forward_of_marked_tiles(problem, device, units):
     (_, q, k, v, *_), masks, (o, lse, *_) = problem

@@ -16,7 +16,6 @@ from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import SelfAttention
 from fa_train.models.rope import RotaryTable
-from tests.support.marks import slow
 
 HEADS = [4, 2, 2]  # number of heads of q, of k and of v
 DIM = 16  # head_dim
@@ -158,9 +157,10 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
     torch.testing.assert_close(d_qkv.double(), exact, rtol=precision, atol=precision * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
-@pytest.mark.parametrize("dtype", [*slow(torch.float32), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
     """The gradients of operations before the rotation are also equal. Outputs that are not used get no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
@@ -174,6 +174,7 @@ def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("implementation")
 def test_qkv_is_differentiable_to_any_order(device):
     qkv, cos, sin = draw(device)
@@ -234,7 +235,8 @@ def test_qkv_keeps_angles_alone(device):
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamic", [False, *slow(True)], ids=["static", "dynamic"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
     """The compiled graph has no break, and no torch.cat of dq, dk and dv, which would read and write them again."""
     graphs = []
@@ -265,6 +267,7 @@ def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
         assert graph[torch.ops.rotary.rotate.default] == 1 and not graph[torch.ops.aten.cat.default]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [[3], [2, 1, 1]], ids=["one-part", "three-parts"])
 def test_operator_registration(heads, device):
     parts = [torch.randn(5, n_heads, 8, device=device, requires_grad=True) for n_heads in heads]

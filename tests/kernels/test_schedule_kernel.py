@@ -90,6 +90,7 @@ def test_wrong_documents_reach_nothing_out_of_bounds(edges, window, total_q, tot
         assert tiles.sort().values.tolist() == [*range(tiles.numel())], "each tile is computed once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -129,6 +130,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch(monkeypatch):
     assert not schedule_kernel.takes(x, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 def test_attention_by_the_kernels_schedule(gradients, monkeypatch):
     """The schedule of a call without gradients has only the tensors that a forward pass reads."""

@@ -102,9 +102,8 @@ def build(memory: str, *overrides: str) -> GPT:
     return instantiate(config.model)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow_if(name not in ("auto", "offload"))) for name in GROUPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROUPS)
 def test_every_group_trains_nano_alike(name, device):
     batch = stream(device)
     overrides = ["memory.mlp_chunk=10"] if name == "offload" else []

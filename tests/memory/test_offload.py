@@ -31,7 +31,8 @@ def test_same_loss_and_gradients(n_layers, checkpointing, device):
     assert model.offload.pool.allocated == n_layers - 1
 
 
-@pytest.mark.parametrize("checkpointing", ["none", *slow("selective", "full")])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_around_compiled_blocks(checkpointing, device):
     batch = stream(device)
     expected = step(small_gpt(levers(), device), batch)
@@ -150,6 +151,7 @@ def test_backward_twice(memory, device):
     assert_equal(list(torch.autograd.grad(objective, list(model.parameters()))), list(once))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "memory", [levers("selective", offload=True), levers(offload=True), EVERYTHING], ids=["selective", "inputs", "all"]
 )

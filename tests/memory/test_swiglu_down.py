@@ -23,7 +23,6 @@ from tests.memory.support import simulated
 from tests.memory.support.plans import LLAMA_1B, changed
 from tests.memory.support.simulated import kept_by_compiled_block
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
-from tests.support.marks import slow
 from tests.support.tolerance import assert_as_accurate
 
 DIM, FFN_DIM = 16, 24
@@ -87,9 +86,10 @@ def test_equals_eager(bias, device, passes):
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bf16_matmul")
 @BIAS
-@pytest.mark.parametrize("autocast", [True, *slow(False)], ids=["mixed", "true"])
+@pytest.mark.parametrize("autocast", [True, False], ids=["mixed", "true"])
 def test_bf16_is_as_accurate_as_eager(autocast, bias, device, passes):
     x, dy = draw(device)
     exact_ffn = feed_forward(device, bias).double()
@@ -148,7 +148,8 @@ def test_compiled_once_for_all_lengths(device, passes):
     assert len(passes) == 4
 
 
-@pytest.mark.parametrize("checkpointing", ["none", *slow("selective", "full")])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_in_the_model(checkpointing, device, passes):
     """The kernel runs once for each of two layers, with every kind of checkpointing."""
     expected = step(small_gpt(levers(), device, n_layers=2), stream(device))
@@ -200,7 +201,8 @@ def test_which_layers_train_plainly(device):
     assert not any(map(trains_plainly, (frozen, sharded, adapted.blocks[0].ffn.down)))
 
 
-@pytest.mark.parametrize("target", ["down_proj", *slow("gate_proj", "q_proj")])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
 def test_adapters_keep_their_path(target, device, passes):
     """The adapter belongs to one of the FFN's layers, or to no layer of the FFN.
 
@@ -217,6 +219,7 @@ def test_adapters_keep_their_path(target, device, passes):
     assert not passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 def test_other_activations_keep_their_path(activation, device, passes):
     ffn, (x, dy) = feed_forward(device, activation=activation), draw(device)

@@ -80,6 +80,7 @@ def test_attention_equals_the_reference(attention, lengths, total, n_heads, n_kv
     check(attention, draw(total, n_heads, n_kv_heads, device), cumulative(lengths, device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scores",
     [
@@ -98,6 +99,7 @@ def test_scores_are_scaled_and_capped(attention, scores, device):
         check(attention, tensors, cu_seqlens, window=6, **scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_one_document_is_scaled_too(attention, device):
     tensors, cu_seqlens = draw(37, 4, 2, device), cumulative([37], device)
@@ -147,6 +149,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "elements"),
     [

@@ -45,14 +45,16 @@ def test_both_norms_of_a_block_add(memory, device, passes):
     assert len(passes) == 2 * LAYERS
 
 
-@pytest.mark.parametrize("memory", [ADDS_AT_ONCE[0], *slow(*ADDS_AT_ONCE[1:])], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [ADDS_AT_ONCE[0], *ADDS_AT_ONCE[1:]], ids=str)
 def test_what_is_kept_of_a_blocks_input_is_one_tensor(memory, device, passes):
     expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
     assert_equal(step(compile_blocks(small_gpt(memory, device, n_layers=LAYERS)), stream(device)), expected)
     assert not passes
 
 
-@pytest.mark.parametrize("norm", ["rmsnorm", *slow("layernorm")])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("memory", [levers(), levers("full")], ids=["adds-later", "adds-at-once"])
 def test_one_graph_for_all_blocks(memory, norm, device):
     model = compile_blocks(small_gpt(memory, device, n_layers=LAYERS, norm=norm, positions="none", qk_norm=False))
@@ -60,6 +62,7 @@ def test_one_graph_for_all_blocks(memory, norm, device):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_one_graph_under_autocast(device, passes):
     model = compile_blocks(small_gpt(levers(), device, n_layers=LAYERS))
     with torch.autocast(device.type, torch.bfloat16):
@@ -68,6 +71,7 @@ def test_one_graph_under_autocast(device, passes):
     assert len(passes) == 2 * LAYERS
 
 
+@pytest.mark.slow
 def test_what_the_first_block_adds_is_let_go(device):
     """The first block adds zeros to its input, and these zeros must not be a leaf of autograd.
 

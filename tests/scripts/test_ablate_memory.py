@@ -291,6 +291,7 @@ def test_other_errors_are_raised():
         measure(case("chunked", overrides=(*TINY, "attention.chunk_size=0")))
 
 
+@pytest.mark.slow
 def test_a_case_that_dies_costs_itself_alone(tmp_path):
     log = tmp_path / "log"
     for code, exitcode in ((7, 7), (-signal.SIGKILL, -signal.SIGKILL)):
@@ -329,6 +330,7 @@ import scripts.ablation.sweep
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_formula_of_a_step():
     tiny = step_formula(case("naive"))
     parameters = 259 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32 + 2 * 32) + 32
@@ -354,6 +356,7 @@ def allocated(run):
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "n_heads"), [("fp32", 4), ("fp16", 4), ("fp16", 8)])
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The measured peak is at least the minimum of the formula.

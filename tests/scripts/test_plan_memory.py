@@ -45,6 +45,7 @@ def test_the_table():
     assert "of 139.0, peak at" in table and "of 125.0" in table
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_gets_advice():
     table = memory_table(["model=llama_1b", "seq_len=131072", "gpu_gib=64", "host_gib=125"])
     assert "fits: no, " in table and "GiB too much for the GPU" in table
@@ -279,6 +280,7 @@ def test_auto_chooses_or_says_why_not():
         planner.fastest_levers(changed(LLAMA_1B, seq_len=2**23), CUDA, 1)
 
 
+@pytest.mark.slow
 def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
     chosen = Levers("selective", True, 32)
     monkeypatch.setattr(planner, "fastest_levers", lambda plan, device, processes: chosen)
@@ -308,6 +310,7 @@ def printed_plan(folder: Path, devices: int, *overrides: str) -> str:
     return printed[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("an_h200")
 def test_train_prints_how_far_auto_reaches(tmp_path):
     printed = [printed_plan(tmp_path, 1, f"memory={memory}") for memory in ("auto", "none")]

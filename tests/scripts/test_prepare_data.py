@@ -25,6 +25,7 @@ def overrides(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_train_finds_it_done(tmp_path, overrides, monkeypatch):
     report = main([*overrides, "workers=1"])
     assert "web: 75.00% of rows" in report and "chats: 25.00% of rows" in report and "labels " in report

@@ -55,6 +55,7 @@ def test_a_report_of_another_key_or_module_is_not_used(compiled, monkeypatch):
     assert compiled == ["a", "a", "a"]
 
 
+@pytest.mark.slow
 def test_recorded_reports_are_used_while_the_code_is_unchanged(compiled, monkeypatch, tmp_path):
     first = reports.compile_all("module", ["a", "b"])
     reports.record()
@@ -72,6 +73,7 @@ def test_recorded_reports_are_used_while_the_code_is_unchanged(compiled, monkeyp
     assert compiled == ["a", "b", "a", "c", "a"]
 
 
+@pytest.mark.slow
 def test_only_code_changes_the_key_of_recorded_reports(monkeypatch):
     code = 'def f(x):\n    """Doc."""\n    return x + 1\n'
     same = 'def f(x):  # a comment\n    """Another\n    text."""\n\n    return x+1\n'

@@ -7,6 +7,7 @@ from tests.kernels.aot.reports import compile_all
 LIMITS = {"sm80": 96, "sm90": 96}  # registers per thread that Triton 3.7 needs, plus a margin
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiles_within_limits():
     for arch, report in compile_all("tests.kernels.aot.schedule", [*LIMITS]).items():

@@ -240,7 +240,7 @@ def test_simulated_peaks(levers, case):
 
 
 @pytest.mark.parametrize("accumulates", [False, True], ids=["one-micro-batch", "accumulates"])
-@pytest.mark.parametrize("buckets", ["views", "copies"])
+@pytest.mark.parametrize("buckets", ["views", *slow("copies")])
 @pytest.mark.parametrize(
     "changes",
     [

@@ -29,7 +29,6 @@ from tests.models.hf.support.checkpoints import (
     theirs,
     tokens,
 )
-from tests.support.marks import slow
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -201,7 +200,8 @@ def test_every_field_that_transformers_writes_is_known(checkpoint):
     load_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", [*slow("gemma2"), "gemma3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 @pytest.mark.parametrize(
     "attention", [flash_attention, partial(chunked_attention, chunk_size=8)], ids=["flash", "chunked"]
 )

@@ -138,6 +138,7 @@ def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path,
     assert "failed: exit status 7" in (tmp_path / "sweep" / "ablation.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_case_has_what_the_formula_needs(tmp_path):
     own = ["memory=full", "optimizer=adamw_8bit", "model.n_layers=3", "attention=naive"]
     with composed(tmp_path, *ablation(tmp_path, *own)) as cfg:

@@ -156,6 +156,7 @@ def test_csv_keeps_every_row(tmp_path: Path) -> None:
     assert (second["outcome"], second["ms"]) == ("oom", "")
 
 
+@pytest.mark.slow
 def test_plot_draws_lines_and_marks_oom(tmp_path: Path) -> None:
     rows = [
         made

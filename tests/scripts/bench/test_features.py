@@ -52,6 +52,7 @@ def test_the_same_attention_of_other_storage(changed, tolerance, device):
     assert (o.float() - expected.float()).abs().max() <= tolerance
 
 
+@pytest.mark.slow
 def test_gradients_are_of_q_k_and_v_and_take_in_those_of_lse(device):
     torch.manual_seed(0)
     inputs = Inputs(device, torch.float16)

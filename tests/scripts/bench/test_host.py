@@ -36,6 +36,7 @@ from scripts.bench.host import (
 SHAPE = Shape(tokens=32, n_heads=4, n_kv_heads=2, head_dim=16)
 
 
+@pytest.mark.slow
 def test_all_candidates_of_one_document_compute_the_same(device):
     results = {}
     for name, candidate in candidates(SHAPE, device).items():

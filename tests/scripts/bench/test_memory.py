@@ -107,6 +107,7 @@ def test_results_of_something_else_are_not_gone_on_with(tmp_path):
         read_results(file, head | {"commit": "def"})
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_a_row(monkeypatch):
     def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")

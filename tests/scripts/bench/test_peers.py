@@ -59,6 +59,7 @@ def copy_adapters(ours, llama):
                 joined.lora_B[name].copy_(single.b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_both_sides_train_the_same_model(adapter):
     """With equal weights and adapters, our model and transformers have equal logits, because sizes, theta, the norm's
@@ -133,6 +134,7 @@ def test_a_graph_break_is_an_error(monkeypatch):
         peer.loss()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reason", "note"), [("", "SDPA: cuDNN"), ("no GPU", "SDPA's kernel is torch's choice: no GPU")]
 )

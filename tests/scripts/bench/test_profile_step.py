@@ -77,6 +77,7 @@ def test_a_step_from_its_command_line(tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_wrong_override_ends_with_one_line(tmp_path):
     done = profile_step(tmp_path, "model.norm=batchnorm")
     assert done.returncode == 1 and "Traceback" not in done.stderr

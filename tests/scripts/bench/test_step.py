@@ -81,6 +81,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["ours-selective", "hf-checkpointing"])
 def test_a_case_in_this_process(variant):
     row = measure(replace(CASE, variant=variant))
@@ -133,6 +134,7 @@ def test_a_slow_case_does_fewer_steps(slow_step, timed, steps):
         assert len(times.milliseconds) == timed and len(times.losses) == steps
 
 
+@pytest.mark.slow
 def test_ours_takes_the_steps_of_a_run(tmp_path):
     """The losses of the benchmark equal those that train.py logs with the same settings."""
     own = ["memory=none", "lit_gpt.compile_model=false", "trainer.log_every_n_steps=1"]
