@@ -40,7 +40,7 @@ class PackedDataModule(L.LightningDataModule):
     reset_positions: whether positions start at 0 in each document.
     packing: "concat" concatenates shuffled documents and cuts them at row ends. "best_fit" does not cut documents that
     fit in a row, and pads the rest of the row.
-    max_doc_len: the length in tokens up to which "best_fit" does not cut a document, by default seq_len.
+    max_doc_len: "best_fit" does not cut documents of at most this number of tokens. The default is seq_len.
     long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
     counts these documents.
     Raises: ValueError if a size is not positive, or an option is unknown. Also ValueError if packing is "concat", but

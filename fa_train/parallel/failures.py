@@ -60,6 +60,6 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) ->
         return "out of memory"
     if isinstance(error, mistakes):
         return "mistake"
-    # compare the class's name, because a mistake may end a rank before torch is imported
+    # compares names, because the class itself would need torch, and a rank can fail before it has imported torch
     is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)
     return "lost connection" if is_of_torch or "gloo/transport" in str(error) else "error"

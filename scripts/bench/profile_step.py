@@ -12,9 +12,9 @@ The exclusive times and the idle time add up to the step's time. Copies and comm
 computes; the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png`
 shows the allocated memory by component over host time, because the host allocates and frees memory.
 
-A kernel counts for the operator that launched it (attention, loss, optimizer). A kernel that none of these operators
-launched counts for the part that matches the kernel's name. On a CPU, the script times torch's operators instead of
-kernels. On a CPU, the time of an operator excludes the operators that it calls.
+A kernel counts for the operator that launched it (attention, loss, optimizer). If none of these operators launched a
+kernel, the kernel's name determines its part. On a CPU, the script times torch's operators instead of kernels. On a
+CPU, the time of an operator excludes the operators that it calls.
 """
 
 import csv

@@ -81,7 +81,7 @@ def plan_error(row: Row) -> float | None:
 
 
 def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of a table line. `of ideal` compares with the runs on one GPU in `rows`."""
+    """Returns the cells of a table line. `of ideal` compares the speed of `row` with the runs on one GPU in `rows`."""
     name = " ".join([row.model, f"{row.seq_len:,}", *([row.strategy] if row.gpus > 1 else []), row.overrides]).strip()
     logs = f" ({row.tokens_per_s_min:,.0f} to {row.tokens_per_s_max:,.0f})" if row.tokens_per_s_min is not None else ""
     return [

@@ -176,8 +176,8 @@ def step_of(events: Sequence[Event]) -> Step:
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A kernel and its launch have the same correlation id. The host thread of the launch shows which operator was
-    # running.
+    # A kernel and its launch have the same correlation id. The operator that ran in the launch's host thread at that
+    # time has launched the kernel.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

@@ -370,8 +370,9 @@ ANY = settings(max_examples=200 if GPU else 6, deadline=None, derandomize=True)
 @ANY
 @given(DOCUMENTS, st.booleans(), WINDOWS, WINDOWS, st.integers(0, 3), st.integers(0, 5), st.booleans())
 def test_any_documents(pairs, causal, left, right, padding, tail, capped):
-    """Both passes equal the reference for any document lengths, padded cu_seqlens and tokens after the last
-    document.
+    """Both passes equal the reference for documents of any length.
+
+    cu_seqlens may be padded, and tokens may follow the last document.
     """
     lengths_q, lengths_k = ([*x, *[0] * padding] for x in zip(*pairs, strict=True))
     q, k, v, do, dlse = draw(sum(lengths_q) + tail + 1, sum(lengths_k) + tail + 1, 2, 1, 8)

@@ -1,6 +1,6 @@
 """Attention over joined q, k and v gives the same results as over separate tensors.
 
-The functions for joined tensors copy nothing, and also join the gradients.
+The functions for joined tensors read q, k and v in place. The gradient of a joined tensor is also one tensor.
 """
 
 import inspect

@@ -120,7 +120,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
 
 
 def compile_without_inductor():
-    """Makes runs of this process compile their models with a backend that needs no C++ compiler, which is faster."""
+    """Compiles the models of this process with a faster backend, which needs no C++ compiler."""
     compile_blocks = GPT.compile_blocks
     GPT.compile_blocks = partialmethod(compile_blocks, backend="aot_eager")
 

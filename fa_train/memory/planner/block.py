@@ -34,7 +34,7 @@ class Block:
     def rounded_weights(self) -> int:
         """Returns the bytes of autocast's weight copies that autograd keeps.
 
-        A tiled FFN does not keep its copies until the backward pass. Sharded blocks need no copies, because FSDP
+        A tiled FFN frees its copies at the end of its forward pass. Sharded blocks need no copies, because FSDP
         gathers their weights in autocast's dtype.
         """
         if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantized):

@@ -425,7 +425,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         ]
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
-        """Returns the places of the values that a repeated call passes to the launcher for the kernel argument x.
+        """Returns where a repeated call finds the values for the kernel argument x.
 
         Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several places, and
         any other argument has one place.

@@ -155,8 +155,9 @@ class Step:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Makes code on the CPU allocate memory as on a GPU: fused RMSNorm, in-place loss, accumulating matmuls, and host
-    memory.
+    """Patches code so that the code allocates the same memory on the CPU as on a GPU.
+
+    The patches replace RMSNorm, the cross entropy, the accumulating matmuls and the pool of host memory.
     """
 
     def cross_entropy(logits: Tensor, labels: Tensor, *terms: float) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ def copy_weights(ours, llama):
 
 
 def copy_adapters(ours, llama):
-    """Gives every B random values, and copies the peer's adapters to our model."""
+    """Sets each matrix B of the peer's adapters to random values. Then copies these adapters to our model."""
     for block, layer in zip(ours.blocks, llama.layers, strict=True):
         for joined in (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down):
             for name in joined.rows:

@@ -164,8 +164,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum.
 
-    If prepared.semaphores is not None, the additions to dq_sum have a fixed order. fused_config.config_of must support
-    the call, and descriptors.loadable must be True for q, k, v and do.
+    If prepared.semaphores is not None, the additions to dq_sum have a fixed order. fused_config.config_of must not
+    return None for the call, and descriptors.loadable must be True for q, k, v and do.
     marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
     """
     rows, _, dq_sum, semaphores = prepared
