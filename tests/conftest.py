@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -33,8 +34,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Start files with slow tests first. If such a file started last, the other workers of pytest-xdist would be idle.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    # Files of mostly slow tests start first, because a long file that starts last leaves other workers idle.
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: 2 * slow[item.path] < tests[item.path])
     if kernels_are_compiled():
         return
     skip = pytest.mark.skip(reason="needs CUDA and TRITON_INTERPRET unset")
