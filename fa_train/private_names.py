@@ -24,7 +24,8 @@ def require_parameters(package: Package, function: str, found: Iterable[str], wa
     different = sorted(set(found) ^ set(wanted))
     if different:
         raise ImportError(
-            f"{_installed(package)} has other parameters of {function}: {', '.join(different)}. {_advice(package)}"
+            f"in {_installed(package)}, {function} has other parameters than expected; they differ in "
+            f"{', '.join(different)}. {_advice(package)}"
         )
 
 

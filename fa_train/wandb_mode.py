@@ -28,7 +28,7 @@ def _mode() -> str:
             return "offline"
         _require_login()
     except Exception as error:  # a run must not end because its login failed
-        print(f"wandb: no login within {TIMEOUT} seconds ({error}), so this run is logged offline", flush=True)
+        print(f"wandb: login failed ({error}), so this run is logged offline", flush=True)
         return "offline"
     return "online"
 

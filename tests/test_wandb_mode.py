@@ -69,7 +69,7 @@ def server():
 @pytest.mark.slow
 def test_a_key_in_the_environment_without_a_network(tmp_path):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY)
-    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
+    assert mode == "offline" and len(lines) == 1 and "login failed" in lines[0]
 
 
 @pytest.mark.slow
@@ -78,13 +78,13 @@ def test_a_key_in_a_netrc_file_without_a_network(tmp_path):
     netrc.write_text(f"machine 127.0.0.1:9\n  login user\n  password {KEY}\n")
     netrc.chmod(0o600)
     mode, lines = mode_of(tmp_path, NETRC=str(netrc), WANDB_BASE_URL=NOBODY)
-    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0], "the file was not read"
+    assert mode == "offline" and len(lines) == 1 and "login failed" in lines[0], "the file was not read"
 
 
 @pytest.mark.slow
 def test_a_host_that_never_answers(tmp_path, silent_host):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=silent_host)
-    assert mode == "offline" and len(lines) == 1 and "no login within 5 seconds" in lines[0]
+    assert mode == "offline" and len(lines) == 1 and "login failed" in lines[0]
 
 
 @pytest.mark.slow

@@ -157,7 +157,9 @@ class Checkpoint(CheckpointCallback):
         finite = all_finite(local(p) for p in pl_module.parameters() if p.requires_grad)
         if not trainer.strategy.reduce_boolean_decision(finite, all=True):
             if not self._warned:
-                trainer.print(f"warning: step {trainer.global_step} is not saved: its weights are not finite")
+                trainer.print(
+                    f"warning: no checkpoint at step {trainer.global_step}: the weights contain NaN or infinity"
+                )
             self._warned = True
             return False
         if trainer.is_global_zero:

@@ -17,7 +17,9 @@ def require_own_targets(config: object, where: str) -> None:
     """
     if isinstance(config, Mapping):
         if "_target_" in config and not _is_own(config["_target_"]):
-            raise ValueError(f"{where} must name targets of {PACKAGE} only; got _target_: {config['_target_']}")
+            raise ValueError(
+                f"{where} must contain only targets that {PACKAGE} defines; got _target_: {config['_target_']}"
+            )
         for value in config.values():
             require_own_targets(value, where)
     elif isinstance(config, Sequence) and not isinstance(config, str | bytes):

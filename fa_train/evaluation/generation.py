@@ -240,6 +240,6 @@ def _require_settings(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
     if not 0.0 <= temperature < float("inf"):
-        raise ValueError(f"temperature must be at least 0; got {temperature}")
+        raise ValueError(f"temperature must be finite and at least 0; got {temperature}")
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be more than 0 and at most 1; got {top_p}")

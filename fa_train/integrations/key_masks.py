@@ -113,7 +113,9 @@ class Keys(NamedTuple):
         Raises: ValueError if the mask has more columns than there are keys.
         """
         if mask.shape[-1] > seqlen_k:
-            raise ValueError(f"attention_mask must be of at most {seqlen_k} keys; got {tuple(mask.shape)}")
+            raise ValueError(
+                f"attention_mask must have at most {seqlen_k} columns, one per key; got {tuple(mask.shape)}"
+            )
         return kept(mask, (cls, seqlen_k), lambda: cls._build(mask, seqlen_k))
 
     @classmethod

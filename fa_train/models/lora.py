@@ -394,9 +394,11 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     folder = Path(folder)
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter_tensors(model).items()}
     if not tensors:
-        raise ValueError("only a model trained with adapter=lora or adapter=qlora has an adapter to save")
+        raise ValueError(
+            "an adapter can only be exported from a run with adapter=lora or adapter=qlora; got adapter=none"
+        )
     if (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists():
-        raise ValueError(f"the export's folder must be new or without an adapter; got {folder}")
+        raise ValueError(f"an export needs a new folder or one without an adapter; {folder} contains an adapter")
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{ADAPTER_WEIGHTS}.partial"
     save_file(tensors, str(partial), metadata={"format": "pt"})
@@ -434,7 +436,7 @@ def load_adapter(model: GPT, folder: Path) -> None:
     places = adapter_tensors(model)
     if stored.keys() != places.keys():
         missing, unknown = sorted(places.keys() - stored.keys()), sorted(stored.keys() - places.keys())
-        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} has no place in this model"
+        what = f"{missing[0]} is missing" if missing else f"{unknown[0]} belongs to no adapter of this model"
         raise ValueError(f"{path}: tensor {what}")
     for name, tensor in stored.items():
         if tensor.shape != places[name].shape:

@@ -71,7 +71,8 @@ def adamw_bf16(
         raise ValueError("optimizer=adamw_bf16 cannot train adapters, which are fp32; choose optimizer=adamw")
     if others:
         raise ValueError(
-            f"optimizer=adamw_bf16 needs bfloat16 weights, trainer.precision=bf16-true; got {', '.join(sorted(others))}"
+            "optimizer=adamw_bf16 needs bfloat16 weights (trainer.precision=bf16-true); "
+            f"got {', '.join(sorted(others))}"
         )
     optimizer = RoundingAdamW(
         groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, bf16_stochastic_round=True

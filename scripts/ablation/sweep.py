@@ -70,7 +70,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
     sender.close()  # so that recv raises EOFError if the other process ends
     try:
         if not receiver.poll(timeout):
-            raise ProcessError(f"not done after {timeout:g} s")
+            raise ProcessError(f"timed out after {timeout:g} s")
         value, error = receiver.recv()
         process.join(10)  # waits for the process to end, which frees its memory
     except EOFError:

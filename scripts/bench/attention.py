@@ -372,7 +372,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         type=int,
         nargs="*",
         default=[2**n for n in range(10, 17)],
-        help="tokens; without a value, skip dense workloads",
+        help="lengths in tokens of dense workloads; without a value, dense workloads are not measured",
     )
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--groups", type=int, nargs="+", default=[1], help="query heads per KV head")
@@ -386,7 +386,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add_results(parser, "scripts/results/attention_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     if not all(0 < head_dim <= 256 for head_dim in args.head_dims):
-        parser.error(f"--head-dims must lie between 1 and 256; got {args.head_dims}")
+        parser.error(f"--head-dims must be from 1 to 256; got {args.head_dims}")
     most = args.model_dim // max(args.head_dims)
     if most < 1:
         parser.error(
@@ -397,7 +397,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     if args.packed_tokens < 1:
         parser.error(f"--packed-tokens must be positive; got {args.packed_tokens}")
     if not all(0 < group <= most for group in args.groups):
-        parser.error(f"--groups must lie between 1 and the {most} query heads; got {args.groups}")
+        parser.error(f"--groups must be from 1 to {most}, the number of query heads; got {args.groups}")
     if any(seqlen < 1 for seqlen in args.seqlens):
         parser.error(f"--seqlens must be positive; got {args.seqlens}")
     return args
@@ -405,7 +405,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    require_gpu("bench_attention")
+    require_gpu("scripts.bench.attention")
     today = date.today()
     out: Path = args.out or results_prefix("attention", today)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     chats = commands.add_parser("chats", help="write the chats")
-    chats.add_argument("path", type=Path)
+    chats.add_argument("path", type=Path, help="the .jsonl file to write")
     run = commands.add_parser("run", help="compare a run")
     run.add_argument("run", type=Path, help="the run's folder, with .hydra/config.yaml and metrics.csv")
     run.add_argument("--steps", type=int, help="number of steps to compare; default: all")

@@ -285,7 +285,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--n-heads", type=int, default=32)
     parser.add_argument("--n-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4, help="calls that are timed together, with the same documents")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="number of calls, with the same documents, whose mean time is taken"
+    )
     parser.add_argument("--repetitions", type=int, default=11, help="timed repetitions, each with new documents")
     parser.add_argument("--peer", action="store_true", help="also measure torch's context parallelism, on GPUs")
     parser.add_argument("--cpu-ranks", type=int, help="processes on the CPU instead of GPUs, to try the script")
@@ -301,10 +303,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if args.cpu_ranks is None:
-        require_gpu("bench_context")
+        require_gpu("scripts.bench.context")
     ranks = args.cpu_ranks or torch.cuda.device_count()
     if ranks < 2:
-        sys.exit(f"bench_context needs at least 2 GPUs; found {ranks}")
+        sys.exit(f"scripts.bench.context needs at least 2 GPUs, or --cpu-ranks of at least 2; got {ranks}")
     device = "cuda" if args.cpu_ranks is None else "cpu"
     sizes = args.n_heads, args.n_kv_heads, args.head_dim
     setting = Setting(*sizes, args.layers, args.repetitions, device, args.peer)

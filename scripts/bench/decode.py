@@ -168,7 +168,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    require_gpu("bench_decode")
+    require_gpu("scripts.bench.decode")
     today = date.today()
     out: Path = args.out or results_prefix("decode", today)
     out.parent.mkdir(parents=True, exist_ok=True)

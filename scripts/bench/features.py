@@ -282,7 +282,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    require_gpu("bench_features")
+    require_gpu("scripts.bench.features")
     today = date.today()
     out: Path = args.out or results_prefix("features", today)
     out.parent.mkdir(parents=True, exist_ok=True)

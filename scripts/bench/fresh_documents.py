@@ -174,7 +174,7 @@ def table(samples: Mapping[tuple[str, str], Samples], shape: Shape, documents: S
 
 def parse_arguments(arguments: list[str], backends: Sequence[str] = ("ours", "fa3", "fa4")) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens per call")
     parser.add_argument("--backends", nargs="+", choices=backends, help="default: all that are installed")
     parser.add_argument("--rounds", type=int, default=11, help="samples of each pass")
     parser.add_argument(
@@ -188,7 +188,7 @@ def parse_arguments(arguments: list[str], backends: Sequence[str] = ("ours", "fa
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    require_gpu("bench_fresh_documents")
+    require_gpu("scripts.bench.fresh_documents")
     today = date.today()
     out: Path = args.out or results_prefix("fresh_documents", today)
     head = describe(shlex.join(["python", "-m", "scripts.bench.fresh_documents", *sys.argv[1:]]), args.commit, today)

@@ -315,7 +315,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    require_gpu("bench_host")
+    require_gpu("scripts.bench.host")
     today = date.today()
     out: Path = args.out or results_prefix("host", today)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -314,7 +314,7 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
             if limit == remaining:
                 left.append(f"{case.combination} at {case.seq_len:,}")
                 return
-            row = Row(case.seq_len, case.combination, f"failed: not done after {limit:g} s")
+            row = Row(case.seq_len, case.combination, f"failed: timed out after {limit:g} s")
         to.append(row)
         print(profile_text(row) if case.trace else " | ".join(cells(row)), flush=True)
         write()

@@ -44,7 +44,7 @@ def measure(lengths: np.ndarray, seq_len: int, runs: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--documents", type=int, default=1_000_000, help="number of documents")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[2048, 8192, 32768], help="tokens per row")
     parser.add_argument("--runs", type=int, default=3, help="runs per length; the fastest and the slowest are shown")
     parser.add_argument("--seed", type=int, default=0)

@@ -169,7 +169,7 @@ def main() -> None:
     add_results(parser, "scripts/results/planner_<gpu>_<yyyymm>")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench_planner needs a CUDA GPU; torch sees none on this machine")
+        sys.exit("scripts.bench.planner needs a CUDA GPU; torch sees none on this machine")
     today, begin, rows = date.today(), time.monotonic(), list[dict[str, Any]]()
     out: Path = args.out or results_prefix("planner", today)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -223,7 +223,7 @@ class Process:
         errors = [line for line in lines if line.startswith("error: ")]
         reason = (errors or lines or [f"exit status {status}"])[-1].removeprefix("error: ")
         if status is None:
-            reason = f"not done after {self.timeout:.0f} s"
+            reason = f"timed out after {self.timeout:.0f} s"
         print("\n".join([f"--- {self.log}", *lines[-FAILED_LINES:], "---"]), file=sys.stderr, flush=True)
         return replace(row, outcome=f"failed: {reason}")
 
@@ -371,10 +371,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if args.cpu_ranks is None:
-        require_gpu("bench_scaling")
+        require_gpu("scripts.bench.scaling")
     gpus = args.cpu_ranks or torch.cuda.device_count()
     if gpus < 2:
-        sys.exit(f"bench_scaling needs at least 2 GPUs; found {gpus}")
+        sys.exit(f"scripts.bench.scaling needs at least 2 GPUs, or --cpu-ranks of at least 2; got {gpus}")
     runs = runs_of(args.cases, args, gpus)
     with errors_in_one_line(MISTAKES):
         predictions = {run: predicted_gib(run) for run in runs}

@@ -212,7 +212,7 @@ def run_apart(case: Case, timeout: float) -> Row:
         process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        return Row(case.seq_len, case.variant, f"failed: not done after {timeout:g} s")
+        return Row(case.seq_len, case.variant, f"failed: timed out after {timeout:g} s")
     if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
         return Row(case.seq_len, case.variant, "oom", note="the host's memory")
     if process.returncode:

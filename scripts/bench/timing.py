@@ -17,7 +17,7 @@ def require_gpu(script: str) -> None:
     if not torch.cuda.is_available():
         sys.exit(f"{script} needs a CUDA GPU; torch sees none on this machine")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit(f"{script} times compiled kernels; unset TRITON_INTERPRET")
+        sys.exit(f"{script} times compiled kernels, so TRITON_INTERPRET must not be 1. Run `unset TRITON_INTERPRET`")
 
 
 def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object]:

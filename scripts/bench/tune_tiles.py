@@ -373,7 +373,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     which.add_argument("--near", action="store_true", help="try the table's entries and tiles one step from them")
     which.add_argument("--tiles", type=parse_tiles, nargs="+", help="tiles as block_m,block_n,num_warps,num_stages")
     parser.add_argument(
-        "--dtype", choices=get_args(Products), default="bfloat16", help="tf32: fp32 with one TF32 matmul"
+        "--dtype",
+        choices=get_args(Products),
+        default="bfloat16",
+        help="tf32 means fp32 tensors with one TF32 matmul per product",
     )
     parser.add_argument("--seqlen", type=int, default=16384, help="tokens")
     parser.add_argument("--warmup", type=float, default=30, help="milliseconds of warm-up per timing")
@@ -394,7 +397,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
-    require_gpu("tune_tiles")
+    require_gpu("scripts.bench.tune_tiles")
     today = date.today()
     device = torch.device("cuda", torch.cuda.current_device())
     arch = arch_of(device)

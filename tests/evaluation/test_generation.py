@@ -173,7 +173,7 @@ def test_stop_tokens_end_the_text_and_are_in_it():
         pytest.param({"prompt": []}, "at least 1 token", id="empty"),
         pytest.param({"prompt": [VOCAB]}, "vocab_size=50; got 50", id="vocabulary"),
         pytest.param({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0", id="tokens"),
-        pytest.param({"temperature": -1.0}, "temperature must be at least 0; got -1.0", id="temperature"),
+        pytest.param({"temperature": -1.0}, "temperature must be finite and at least 0; got -1.0", id="temperature"),
         pytest.param({"top_p": 0.0}, "top_p must be more than 0 and at most 1; got 0.0", id="top-p"),
     ],
 )

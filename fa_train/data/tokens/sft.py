@@ -110,7 +110,7 @@ class ChatEncoder:
                 continue
             if rendered == text:
                 raise ValueError(
-                    f"a chat template must render {name}; {self._name}'s omits those of {chat.where}. Set "
+                    f"a chat template must render {name}; that of {self._name} omits the {name} of {chat.where}. Set "
                     f"data.chat_template=<file> to a template that renders them, or remove {name} from the chat"
                 )
 

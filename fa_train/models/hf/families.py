@@ -163,7 +163,7 @@ def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
     size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both this field and sliding_window
     if size not in (None, config.sliding_window):
-        raise ValueError(f"sliding_window_size must be sliding_window={config.sliding_window}; got {size}")
+        raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
     family = dataclasses.replace(
         arguments["family"],
         windows=_windows(config),
@@ -180,7 +180,9 @@ def _gemma3(config: Any) -> dict[str, Any]:
     by_kind = config.rope_parameters
     local_theta, local_scaling = _rope(by_kind["sliding_attention"], config.max_position_embeddings)
     if local_scaling is not None:
-        raise ValueError(f"rope_parameters.sliding_attention must be unscaled; got {by_kind['sliding_attention']}")
+        raise ValueError(
+            f"rope_parameters.sliding_attention must have rope_type=default; got {by_kind['sliding_attention']}"
+        )
     if config.sliding_window is None:  # only layers with a window use local_rope_theta
         raise ValueError("sliding_window must be a number of tokens; got null")
     config.rope_parameters = by_kind["full_attention"]
@@ -229,7 +231,7 @@ def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[
     scaling = parse_rope_scaling(fields, max_seq_len)
     if isinstance(scaling, DynamicNTKScaling) and scaling.original_max_position_embeddings != max_seq_len:
         raise ValueError(  # transformers would ignore original_max_position_embeddings
-            f"original_max_position_embeddings of rope_type=dynamic must be max_position_embeddings={max_seq_len}; "
+            f"for rope_type=dynamic, original_max_position_embeddings must equal max_position_embeddings={max_seq_len}; "
             f"got {scaling.original_max_position_embeddings}"
         )
     return float(theta), None if scaling is None else scaling_fields(scaling)

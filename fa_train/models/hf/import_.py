@@ -92,7 +92,7 @@ def load_pretrained(
     known = model.config.vocab_size
     if vocab_size is not None and vocab_size > known:
         raise ValueError(
-            f"the data's tokenizer has {vocab_size} tokens, the checkpoint {pretrained} only {known}. "
+            f"data.tokenizer must have at most {known} tokens, the vocabulary of {pretrained}; got {vocab_size}. "
             f"Choose data.tokenizer={pretrained}"
         )
     generation_config = folder / "generation_config.json"
@@ -141,7 +141,7 @@ def save_pretrained(
     if folder.exists() and (
         not folder.is_dir() or any(folder.glob("*.safetensors*")) or (folder / "config.json").exists()
     ):
-        raise ValueError(f"the export's folder must be new or without a model; got {folder}")
+        raise ValueError(f"an export needs a new folder or one without a model; {folder} is a file or contains a model")
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(model, tokenizer)
     written = None if dtype is None else _dtype(dtype)
@@ -254,10 +254,12 @@ def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
         if _signature(described) == _signature(model.config):
             architecture = FAMILIES[candidate["model_type"]].architecture
             return {"architectures": [architecture], **candidate, "transformers_version": __version__}
+    own = model.config
     raise ValueError(
-        "no supported family of Hugging Face checkpoints has this architecture. Supported are llama (norm=rmsnorm "
-        "positions=rope activation=swiglu), qwen3 (llama with qk_norm=true), arcee (llama with activation=gelu) and "
-        "gpt2 (norm=layernorm positions=learned activation=gelu bias=true)"
+        "an export needs the architecture of llama (norm=rmsnorm positions=rope activation=swiglu), qwen3 (llama with "
+        "qk_norm=true), arcee (llama with activation=gelu) or gpt2 (norm=layernorm positions=learned activation=gelu "
+        f"bias=true); got norm={own.norm} positions={own.positions} activation={own.activation} "
+        f"bias={str(own.bias).lower()} qk_norm={str(own.qk_norm).lower()}"
     )
 
 

@@ -98,14 +98,15 @@ def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout
                 if place_name is None:
                     if _is_unused(name, model.config.tied):
                         continue
-                    raise ValueError(f"{path}: tensor {name} has no place in this model")
+                    raise ValueError(f"{path}: tensor {name} is not part of the model that config.json describes")
                 place = places[place_name]
                 shape = model.get_parameter(place.parameter).shape
                 dtype = _require_fit(file.get_slice(name), place, shape, f"{path}: tensor {name}")
                 found.append(Stored(path, name, place, dtype))
                 missing.discard(place_name)
     if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, {', '.join(sorted(missing)[:3])} among them")
+        listed = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
+        raise ValueError(f"{folder} must hold all tensors of the model; {len(missing)} missing: {listed}")
     return found
 
 
@@ -153,7 +154,8 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
     stored_dtype = header.get_dtype()
     if stored_dtype not in STORED_DTYPES:
         raise ValueError(
-            f"{what} must be of float32, bfloat16 or float16; got {_dtype_name(stored_dtype)}: it is quantized"
+            f"{what} must be float32, bfloat16 or float16; got {_dtype_name(stored_dtype)}. Quantized checkpoints are "
+            "not supported"
         )
     wanted = _shape((place.rows.stop - place.rows.start, *shape[1:]), place)
     if tuple(header.get_shape()) != wanted:

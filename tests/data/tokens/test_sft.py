@@ -151,8 +151,12 @@ def test_what_the_template_refuses_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        pytest.param(CHATML.replace(TOOLS, ""), "must render tools; .* omits those of chats.jsonl, line 1", id="tools"),
-        pytest.param(TOOLS + PLAIN, "must render tool_calls; .* omits those of chats.jsonl, line 1", id="calls"),
+        pytest.param(
+            CHATML.replace(TOOLS, ""), "must render tools; .* omits the tools of chats.jsonl, line 1", id="tools"
+        ),
+        pytest.param(
+            TOOLS + PLAIN, "must render tool_calls; .* omits the tool_calls of chats.jsonl, line 1", id="calls"
+        ),
     ],
 )
 def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):

@@ -172,7 +172,7 @@ def test_without_a_gpu_it_ends_with_one_line():
         text=True,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines() == ["bench_host needs a CUDA GPU; torch sees none on this machine"]
+    assert done.stderr.splitlines() == ["scripts.bench.host needs a CUDA GPU; torch sees none on this machine"]
 
 
 @pytest.mark.parametrize(

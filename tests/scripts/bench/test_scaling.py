@@ -143,7 +143,7 @@ def test_a_run_that_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "REPOSITORY", tmp_path)
     process = Process(replace(RUN, workload=Workload("nano", 128)), [0, 1], 0.0, tmp_path / "run")
     row = process.result(None)
-    assert row.outcome == "failed: not done after 0 s" and process._process.poll() is not None
+    assert row.outcome == "failed: timed out after 0 s" and process._process.poll() is not None
 
 
 def test_runs_after_the_budget_are_left_out(tmp_path, capsys):
@@ -204,7 +204,7 @@ def test_bad_arguments_end_with_a_message(words, message, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--cpu-ranks", "1"], "at least 2 GPUs; found 1"),
+        (["--cpu-ranks", "1"], "at least 2 GPUs, or .*; got 1"),
         (["--cpu-ranks", "2", "--cases", "nano:64:ddp", "--", "model.layers=2"], "unknown key model.layers"),
     ],
 )

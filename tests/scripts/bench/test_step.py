@@ -109,7 +109,7 @@ def test_running_out_of_memory_is_a_row(monkeypatch):
 
 
 def test_a_case_that_takes_too_long():
-    assert run_apart(CASE, timeout=0.05).outcome == "failed: not done after 0.05 s"
+    assert run_apart(CASE, timeout=0.05).outcome == "failed: timed out after 0.05 s"
 
 
 @pytest.mark.slow
