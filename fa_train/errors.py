@@ -45,7 +45,7 @@ def explain(error: BaseException) -> str:
     unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
     if unknown is not None:  # an override names a key that is not in the config
         text = unknown_key(vars(unknown)["full_key"], vars(unknown)["parent_node"])
-        return text if unknown is error else f"{text} (a + before it adds a parameter that conf/ does not list)"
+        return text if unknown is error else f"{text} (to add a parameter that conf/ does not list, write + before it)"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     text = str(said).partition("Config search path")[0].partition("full_key")[0]  # removes Hydra's search path
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

@@ -80,9 +80,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="tokens of a training step")
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"), default="bf16-mixed" if cuda else "32-true")
     parser.add_argument("--attention-seq-lens", type=int, nargs="+", default=alone, help="tokens of attention alone")
-    parser.add_argument("--n-heads", type=int, nargs="+", default=[16, 32] if cuda else [4, 8])
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128] if cuda else [32, 64])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16", "fp32"] if cuda else ["fp32"])
+    parser.add_argument(
+        "--n-heads", type=int, nargs="+", default=[16, 32] if cuda else [4, 8], help="heads of attention alone"
+    )
+    parser.add_argument(
+        "--head-dims",
+        type=int,
+        nargs="+",
+        default=[64, 128] if cuda else [32, 64],
+        help="channels per head of attention alone",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=["bf16", "fp32"] if cuda else ["fp32"],
+        help="dtypes of attention alone",
+    )
     parser.add_argument("--steps", type=int, default=10 if cuda else 3, help="maximum number of timed steps of a case")
     parser.add_argument("--seconds", type=float, default=5.0, help="seconds after which a case starts no further step")
     parser.add_argument(

@@ -167,7 +167,7 @@ def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
             "error: model.vocab_size must be at least the tokenizer's vocabulary, 259",
             id="vocabulary",
         ),
-        pytest.param("no_such_key=1", "error: unknown key no_such_key (a + before it adds", id="key"),
+        pytest.param("no_such_key=1", "error: unknown key no_such_key (to add a parameter", id="key"),
     ],
 )
 def test_a_mistake_ends_the_command_with_one_line(override, message, tmp_path):

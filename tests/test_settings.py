@@ -234,7 +234,7 @@ def test_a_mistake_is_said_in_the_users_words(override, line):
         pytest.param("model.n_layer=3", "unknown key model.n_layer; did you mean model.n_layers?", id="parameter"),
         pytest.param("modle=gpt2", "unknown key modle; did you mean model?", id="group"),
         pytest.param(
-            "zzz=1", "unknown key zzz (a + before it adds a parameter that conf/ does not list)", id="none-near"
+            "zzz=1", "unknown key zzz (to add a parameter that conf/ does not list, write + before it)", id="none-near"
         ),
     ],
 )

@@ -301,7 +301,7 @@ def test_files_that_are_not_there_or_broken(tmp_path):
         lora(path=str(tmp_path))(small_gpt(levers(), CPU))
     model = lora()(small_gpt(levers(), CPU))
     save_adapter(model, tmp_path / "a", None)
-    with pytest.raises(ValueError, match="needs a new folder or one without an adapter; .* contains an adapter"):
+    with pytest.raises(ValueError, match=r"needs a new folder or one without an adapter; .* contains an adapter"):
         save_adapter(model, tmp_path / "a", None)
     stored = load_file(tmp_path / "a/adapter_model.safetensors")
     save_file(stored | {"base_model.model.lm_head.weight": torch.zeros(1)}, tmp_path / "a/adapter_model.safetensors")

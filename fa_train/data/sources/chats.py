@@ -211,7 +211,7 @@ def _list(value: Any, name: str, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list; {where} has a {type(value).__name__}")
     if not value:
-        raise ValueError(f"{name} must not be empty; {where} has none")
+        raise ValueError(f"{name} must have at least one entry; {where} has an empty list")
     return value
 
 

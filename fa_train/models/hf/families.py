@@ -231,7 +231,7 @@ def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[
     scaling = parse_rope_scaling(fields, max_seq_len)
     if isinstance(scaling, DynamicNTKScaling) and scaling.original_max_position_embeddings != max_seq_len:
         raise ValueError(  # transformers would ignore original_max_position_embeddings
-            f"for rope_type=dynamic, original_max_position_embeddings must equal max_position_embeddings={max_seq_len}; "
+            f"with rope_type=dynamic, original_max_position_embeddings must be max_position_embeddings={max_seq_len}; "
             f"got {scaling.original_max_position_embeddings}"
         )
     return float(theta), None if scaling is None else scaling_fields(scaling)

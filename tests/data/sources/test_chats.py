@@ -56,7 +56,7 @@ def with_message(**changes):
     [
         ({"text": "2"}, "must have messages, conversations, or prompt and completion; .*line 2 has text"),
         ({"prompt": "2", "completion": None}, "or prompt and completion; .*line 2 has prompt"),
-        ({"messages": []}, "messages must not be empty; .*line 2 has none"),
+        ({"messages": []}, "messages must have at least one entry; .*line 2 has an empty list"),
         ({"messages": "hello"}, "messages must be a list; .*line 2 has a str"),
         ({"prompt": 2, "completion": "4"}, "prompt must be a list; .*line 2 has a int"),
         ({"messages": ["hello"]}, "a message must be an object; .*line 2, message 0 is a str"),

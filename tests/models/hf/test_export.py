@@ -52,7 +52,9 @@ def test_trained_weights_are_exported(name, checkpoint, tmp_path):
 
 def test_an_export_does_not_mix_with_another(checkpoint):
     folder = checkpoint("llama")
-    with pytest.raises(ValueError, match="needs a new folder or one without a model; .* is a file or contains a model"):
+    with pytest.raises(
+        ValueError, match=r"needs a new folder or one without a model; .* is a file or contains a model"
+    ):
         save_pretrained(load_pretrained(folder), folder)
 
 
@@ -93,7 +95,7 @@ def test_own_models_are_exported(name, tmp_path):
     ],
 )
 def test_a_model_of_no_family_is_not_exported(arguments, tmp_path):
-    with pytest.raises(ValueError, match="an export needs the architecture of llama .*; got norm="):
+    with pytest.raises(ValueError, match=r"an export needs the architecture of llama .*; got norm="):
         save_pretrained(build(**arguments), tmp_path)
     assert not (tmp_path / "config.json").exists()
 

@@ -92,5 +92,5 @@ def test_the_peer_is_refused_on_the_cpu(capsys):
 
 def test_one_rank_is_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench_context", "--cpu-ranks", "1"])
-    with pytest.raises(SystemExit, match="at least 2 GPUs, or .*; got 1"):
+    with pytest.raises(SystemExit, match=r"at least 2 GPUs, or .*; got 1"):
         main()
