@@ -222,9 +222,13 @@ def test_every_backend_has_a_style() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(["--head-dims", "512"], "between 1 and 256; got [512]", id="head-dim"),
-        pytest.param(["--groups", "64"], "the 16 query heads; got [64]", id="groups"),
-        pytest.param(["--groups", "64", "--model-dim", "4096"], "the 32 query heads; got [64]", id="groups-of-more"),
+        pytest.param(["--head-dims", "512"], "from 1 to 256; got [512]", id="head-dim"),
+        pytest.param(["--groups", "64"], "from 1 to 16, the number of query heads; got [64]", id="groups"),
+        pytest.param(
+            ["--groups", "64", "--model-dim", "4096"],
+            "from 1 to 32, the number of query heads; got [64]",
+            id="groups-of-more",
+        ),
         pytest.param(["--model-dim", "64"], "largest of --head-dims, 128; got 64", id="model-dim"),
         pytest.param(["--packed-tokens", "0"], "--packed-tokens must be positive; got 0", id="packed-tokens"),
         pytest.param(["--batch-tokens", "0"], "--batch-tokens must be positive; got 0", id="batch-tokens"),
