@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch.profiler import profile
 
+from fa_train.data.packing.collate import Batch
 from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.data.sources.corpus import StdlibCorpus
 from fa_train.memory.loss import LinearCrossEntropy
@@ -45,7 +46,7 @@ def lengths_of_files(total: int) -> list[int]:
     return taken
 
 
-def stream() -> dict[str, torch.Tensor]:
+def stream() -> Batch:
     boundaries = torch.tensor([0, *lengths_of_files(TOTAL)]).cumsum(0).to(torch.int32)
     tokens = torch.randint(VOCAB, (TOTAL,), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1)
@@ -67,12 +68,13 @@ def model() -> GPT:
     return gpt
 
 
-def loss_of(gpt: GPT, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def loss_of(gpt: GPT, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
     batch = move_data_to_device(batch, torch.device("cuda", torch.cuda.current_device()))
     autocast = torch.autocast("cuda", dtype) if dtype != torch.float32 else nullcontext()
     with autocast:
-        values = (batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels"))
-        loss: torch.Tensor = gpt(*values, TOTAL, batch.get("traffic"))
+        loss: torch.Tensor = gpt(
+            batch["tokens"], batch["cu_seqlens"], batch["position_ids"], batch["labels"], TOTAL, batch.get("traffic")
+        )
     return loss
 
 
@@ -95,7 +97,9 @@ def gradients(rank: int, shared: bool, dtype: torch.dtype, traced: Path | None =
             torch.cuda.synchronize()
         if isinstance(recorder, profile):
             recorder.export_chrome_trace(str(traced))
-    found = {"loss": loss.detach(), **{name: p.grad for name, p in gpt.named_parameters()}}
+    of_parameters = {name: p.grad for name, p in gpt.named_parameters() if p.grad is not None}
+    assert len(of_parameters) == len(list(gpt.parameters()))
+    found = {"loss": loss.detach(), **of_parameters}
     if shared:
         for value in found.values():
             dist.all_reduce(value)
