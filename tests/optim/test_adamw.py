@@ -229,7 +229,7 @@ def test_low_memory_optimizers_on_a_gpu(name):
 def test_low_memory_optimizers_say_what_they_need():
     with pytest.raises(ValueError, match="optimizer=adamw_offload needs a model on a CUDA GPU; got cpu"):
         adamw_offload(small_model(), **SETTINGS)
-    with pytest.raises(ValueError, match=r"adamw_bf16 needs bfloat16 weights, .*bf16-true; got float32"):
+    with pytest.raises(ValueError, match=r"adamw_bf16 needs bfloat16 weights .*bf16-true\); got float32"):
         adamw_bf16(small_model(), **SETTINGS)
 
 

@@ -214,7 +214,7 @@ def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
     card = (out / "README.md").read_text()
     assert "library_name: peft" in card and "| Base model | base |" in card
-    with pytest.raises(ValueError, match="an adapter is written in float32"):
+    with pytest.raises(ValueError, match="--adapter writes float32, so --dtype must not be given; got bfloat16"):
         trained_model.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
     if kind == "lora":  # the trained adapter, on the base model on which it was trained
         model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
@@ -279,12 +279,12 @@ def test_a_base_that_a_seed_drew_is_drawn_again(kind, tmp_path):
     checkpoint = train(tmp_path, *tiny(tmp_path, *own))
     assert all("lora_" in name for name in torch.load(checkpoint, weights_only=True)["state_dict"])
     trained_model.export(checkpoint, tmp_path / "out", [], "float32")
-    with pytest.raises(ValueError, match="trained on weights drawn from a seed with the SHA-256"):
+    with pytest.raises(ValueError, match="trained on: weights drawn from a seed with SHA-256"):
         trained_model.export(checkpoint, tmp_path / "other", ["seed=1"], None)
 
 
 def test_only_a_run_with_an_adapter_has_one(scratch, tmp_path):
-    with pytest.raises(ValueError, match="only a model trained with adapter=lora"):
+    with pytest.raises(ValueError, match="an adapter can only be exported from a run with adapter=lora"):
         trained_model.export(scratch, tmp_path / "out", [], None, adapter=True)
 
 
