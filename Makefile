@@ -14,13 +14,17 @@ train: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
 
+# Without bytecode files, each of the many processes of the tests would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Triton's interpreter uses one thread, so each pytest worker gets one thread. JOBS should be the number of cores.
 test: $(VENV)/.installed-dev
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # The tests to run at each change. `test` runs all of them.
 test-fast: $(VENV)/.installed-dev
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
+		-m "not slow and not gpu" $(ARGS)
 
 # Compiles a case of each kernel and head_dim with the oldest supported Triton (CASES= compiles all), and replays
 # launches. Most other tests need Triton's interpreter, which in this old version does not work with NumPy 2.4.

@@ -10,6 +10,15 @@ def slow(*values: Any) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def slow_except(kept: list[str], cases: list[Any]) -> list[Any]:
+    """Returns the cases (each a `pytest.param` with an id). All cases except those named in `kept` are marked slow."""
+    assert {*kept} <= {case.id for case in cases}, kept
+    return [
+        case if case.id in kept else pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.slow])
+        for case in cases
+    ]
+
+
 def slow_if(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Returns the `marks` of a `pytest.param`: slow if the condition is true."""
     return (pytest.mark.slow,) if condition else ()

@@ -168,6 +168,7 @@ def test_unknown_names(name):
         levers_of(name)
 
 
+@pytest.mark.slow
 def test_levers_are_in_the_configuration():
     memory = configuration(replace(CASE, combination="full+offload+mlp_chunk=16+loss_chunk=all")).model.memory
     assert (memory.checkpointing, memory.offload, memory.mlp_chunk, memory.loss.chunk_size) == ("full", True, 16, 64)

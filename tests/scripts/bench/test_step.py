@@ -186,6 +186,7 @@ def test_unknown_variants(name):
         variant_of(name)
 
 
+@pytest.mark.slow
 def test_a_variant_is_in_the_configuration():
     config = configuration(replace(CASE, variant="ours-full-compiled"))
     assert config.model.memory.checkpointing == "full" and config.lit_gpt.compile_model and config.seq_len == 64
