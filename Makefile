@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Triton's interpreter uses one thread, so each pytest worker gets one thread. JOBS should be the number of cores.
 test: $(VENV)/.installed-dev
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
 # The tests to run at each change. `test` runs all of them.
 test-fast: $(VENV)/.installed-dev

@@ -33,6 +33,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After each file, excludes the remaining objects again, because a run with data workers calls gc.unfreeze."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Files of mostly slow tests start first, because a long file that starts last leaves other workers idle.
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
