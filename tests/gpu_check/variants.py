@@ -29,9 +29,13 @@ HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160,
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
 ARCHS: tuple[Arch, ...] = (*SHARED_LIMIT, "unknown")
-# Bytes of shared memory per program on GPUs older than those in the tables, on RTX 30 to 50, on A100, and on H100 and
-# B200.
-SHARED_SIZES = tuple(kib * 1024 for kib in (64, 99, 163, 227))
+# Bytes of shared memory that one program may use.
+SHARED_SIZES = (
+    64 * 1024,  # GPUs older than those in the tile tables
+    99 * 1024,  # RTX 30 to 50
+    163 * 1024,  # A100
+    227 * 1024,  # H100 and B200
+)
 DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head, one for each tile height
 
 

@@ -35,7 +35,7 @@ FEATURES = {
     "only windows": {"family": Family(windows=[4, 9])},
     "norms": {"qk_norm": True, "n_kv_heads": 1},
     "cap": {"family": Family(softcap=20.0, logit_softcap=30.0)},
-    "cap and norms": {"family": Family(softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
+    "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
 # {name: (attention, features, checkpointing, compiled, ranks that share a stream)}
 # Each compiled case has two ranks. In the run `all` of RUNS, four ranks train a compiled model.
@@ -46,8 +46,7 @@ CASES = {
     "sdpa-4": (sdpa_attention, "windows", "none", False, 4),
     "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, 2),
     "flash-2": (partial(flash_attention), "windows", "selective", True, 2),
-    "flash-4": (flash_attention, "only windows", "none", False, 4),
-    "flash-cap": (flash_attention, "cap and norms", "full", False, 4),
+    "flash-4": (flash_attention, "all", "full", False, 4),
 }
 SETTINGS = (
     "seq_len=96",

@@ -1,4 +1,7 @@
-"""Two processes on the CPU train, save, resume and export as one process does, and stop when they get a signal."""
+"""Tests runs of two processes on the CPU.
+
+The two processes train, save, resume and export with the same results as one process. They stop when they get a signal.
+"""
 
 import os
 import pickle

@@ -181,10 +181,10 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
 
 
 def summary(prediction: Prediction, device: torch.device, processes: int, attention: str, auto: bool = False) -> str:
-    """Returns three lines of text that a run on a GPU prints before it starts, and a fourth line with float8.
+    """Returns the lines of text that a run on a GPU prints before it starts.
 
-    The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention. The fourth
-    line says that the prediction does not include the effects of float8.
+    There are three lines. A run with float8 gets a fourth line, because the prediction does not include the effects of
+    float8. The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
     auto: if true, the reported seq_len is the longest that fits with any combination of levers. If false, it is the
     longest that fits with the run's levers.
     """

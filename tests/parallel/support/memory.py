@@ -1,5 +1,7 @@
 """Measures how much private memory a process uses at most."""
 
+import ctypes
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +26,12 @@ class Peak:
 
 @contextmanager
 def peak_growth() -> Iterator[Peak]:
-    """Samples private memory every half millisecond. Samples continue while torch's operators work on large tensors."""
+    """Samples private memory every half millisecond. Samples continue while torch's operators work on large tensors.
+
+    Freed memory goes back to the system first, because the allocator would otherwise use it again without any growth.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before, peak, stop = private_bytes(), Peak(), threading.Event()
 
     def sample() -> None:

@@ -42,7 +42,7 @@ def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monk
     monkeypatch.setattr(context, "WINDOW", 7)
     outputs = []
     for part in ("one", "shared", "alone"):
-        torch.manual_seed(0)  # each part draws its own inputs when the case is made
+        torch.manual_seed(0)  # each new case draws its inputs again, and the same seed gives the same inputs
         monkeypatch.setattr(context, "_inputs", drawn_once())
         case = context.Case(stream, 96, 0, Setting(2, 1, 8, 1, 1, "cpu"))
         outputs.append(case.parts[part]())
