@@ -38,11 +38,11 @@ def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[No
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
-    """Returns the metric that a sweeper optimizes, or NaN if the run ran out of memory.
+    """Returns the metric that a sweeper optimizes, or NaN if the run ran out of memory or had nothing to do.
 
     Raises: ValueError if the run has no such metric.
     """
-    if metric not in result and "oom" not in result:
+    if result and metric not in result and "oom" not in result:
         raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")
     return result.get(metric, float("nan"))
 

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fa_train import compat, settings
+from fa_train import compat, copied_keys, settings
 from fa_train.errors import RankFailedError
 from fa_train.parallel.ranks import told
 
@@ -27,6 +27,7 @@ def sweep_group() -> str | None:
 def launch_ranks(n_ranks: int) -> dict[str, float]:
     """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
 
+    The result is empty if the run had nothing to do.
     Raises: fa_train.errors.RankFailedError if a rank fails. If memory runs out in a multirun, the function raises no
     error and returns {"oom": 1.0}.
     """
@@ -42,14 +43,15 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
             raise
         print(f"error: {error}", file=sys.stderr)
         return {"oom": 1.0}
-    result: dict[str, float] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    file = folder / "result.json"
+    result: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return result
 
 
 def check(cfg: DictConfig) -> None:
     """Checks all keys and values of a config. Replaces each `_target_` of an earlier version with its current name.
 
-    Raises: ValueError, which names the first key that is unknown or has an invalid value.
+    Raises: ValueError, which names the first key that is unknown, has an invalid value or contradicts another key.
     """
     for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
         OmegaConf.update(cfg, key, target)
@@ -61,7 +63,9 @@ def check(cfg: DictConfig) -> None:
         if option != chosen.get(group):
             raise ValueError(f"choices.{group} only records the option; choose one with {group}={option}")
     settings.require_given(to_container(cfg, resolve=False))
-    settings.check(to_container(cfg))
+    config = to_container(cfg)
+    settings.check(config)
+    copied_keys.require_one_value(config, HydraConfig.get().runtime.output_dir)
 
 
 def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:

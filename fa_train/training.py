@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from fa_train import preflight, settings
-from fa_train.callbacks.checkpoint import export_last, require_checkpoint
+from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
 from fa_train.callbacks.monitor import results
 from fa_train.checkpoints import resume
 from fa_train.fit import fit
@@ -128,6 +128,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     if nothing_to_do := decided_by_rank_zero("steps", partial(resume.finished, ckpt_path, cfg.max_steps)):
         trainer.print(nothing_to_do)
+        if cfg.export and ckpt_path is not None:
+            export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), to_container(cfg))
         return results(trainer)
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     config = to_container(cfg)

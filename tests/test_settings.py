@@ -371,6 +371,7 @@ def test_a_type_hint_is_said_in_words(hint, words):
 def test_a_sweeper_gets_the_metric_that_it_optimizes():
     assert train.optimized({"val/loss": 2.5, "tokens": 8.0}, "val/loss") == 2.5
     assert math.isnan(train.optimized({"oom": 1.0}, "val/loss"))
+    assert math.isnan(train.optimized({}, "val/loss")), "the run had nothing to do"
     message = "optimized_metric must be a metric of this run: tokens, train/loss; got val/loss"
     with pytest.raises(ValueError, match=message):
         train.optimized({"train/loss": 2.5, "tokens": 8.0}, "val/loss")

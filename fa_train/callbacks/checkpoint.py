@@ -1,5 +1,6 @@
 """A callback that saves and removes a run's checkpoints, and a function that exports the last checkpoint."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,6 +266,22 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
         if checkpoint.saved:
             advice = f"`python -m scripts.export_hf {checkpoint.saved[-1]} <folder>` exports the newest checkpoint"
         raise ValueError(f"export=true needs finite weights at the last step; got NaN or infinity. {advice}")
+    _export(trainer, checkpoint.saved[-1], build, config, results(trainer))
+
+
+def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any]) -> None:
+    """Exports a checkpoint of an earlier run that has done all steps. The export belongs to the folder of this run.
+
+    Raises: the errors of fa_train.models.hf.export.export_run.
+    """
+    result = checkpoint.absolute().parent.parent / "result.json"
+    metrics = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+    _export(trainer, checkpoint, build, config, metrics)
+
+
+def _export(
+    trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any], metrics: Mapping[str, float]
+) -> None:
     if trainer.is_global_zero:
-        folders = export_run(checkpoint.saved[-1], Path(trainer.default_root_dir), build, config, results(trainer))
+        folders = export_run(checkpoint, Path(trainer.default_root_dir), build, config, metrics)
         trainer.print("".join(f"exported: {folder}\n" for folder in folders), end="")

@@ -223,8 +223,11 @@ class Monitor(Callback):
 
 
 def monitor_of(trainer: L.Trainer) -> Monitor:
-    """Returns the run's Monitor."""
-    return next(callback for callback in trainer.callbacks if isinstance(callback, Monitor))  # type: ignore[attr-defined]
+    """Returns the run's Monitor. Raises: ValueError if the trainer has none."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, Monitor):
+            return callback
+    raise ValueError("the trainer's callbacks must contain a Monitor; got none")
 
 
 def is_logged(trainer: L.Trainer, step: int) -> bool:

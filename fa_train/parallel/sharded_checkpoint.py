@@ -6,6 +6,7 @@ restrictions.
 
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import IO, Any
 
@@ -142,7 +143,9 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
     reader = FolderReader(folder)
     reader.read_metadata()  # if `.metadata` is damaged, this raises an error before torch logs a traceback
     try:
-        dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
+        with warnings.catch_warnings():  # torch warns that one process loads the checkpoint, as `alone` asks for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise first if isinstance(first, CheckpointError) else damaged(folder, first) from error

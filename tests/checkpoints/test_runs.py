@@ -272,6 +272,19 @@ def test_a_finished_run_says_so_and_changes_nothing(trained, tmp_path):
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+def test_a_finished_run_can_still_be_exported(trained, tmp_path, capsys):
+    start = trained / "runs/first/checkpoints/step_0000002.ckpt"
+    folder = tmp_path / "again"
+    folder.mkdir()
+    with composed(folder, *tiny(trained, *TWO_STEPS, f"ckpt_path={start}", "export=true")) as cfg:
+        training.train(cfg)
+    exported = folder / "exported"
+    assert capsys.readouterr().out.splitlines()[-1] == f"exported: {exported}"
+    assert (exported / "model.safetensors").exists()
+    card = (exported / "README.md").read_text()
+    assert "| Optimizer steps | 2 |" in card and "| Training loss, nats per token |" in card
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -199,6 +199,17 @@ def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, t
             run_config.launch_ranks(2)
 
 
+def test_a_run_that_had_nothing_to_do_has_no_result(tmp_path, monkeypatch):
+    hydra = SimpleNamespace(runtime=SimpleNamespace(output_dir=str(tmp_path)))
+    monkeypatch.setattr(run_config, "HydraConfig", SimpleNamespace(get=lambda: hydra))
+    monkeypatch.setattr(run_config, "in_sweep", lambda: False)
+    monkeypatch.setattr(run_config, "sweep_group", lambda: None)
+    monkeypatch.setattr(launch, "launch", lambda *arguments, **told: None)
+    assert run_config.launch_ranks(2) == {}
+    (tmp_path / "result.json").write_text('{"tokens": 8}')
+    assert run_config.launch_ranks(2) == {"tokens": 8}
+
+
 NCCL = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
 
 

@@ -1,0 +1,66 @@
+"""Refuses settings of single nodes that contradict the settings of the whole run."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fa_train.settings import shown
+
+# {key: the key that it copies}. With two different values, data, schedule and metrics would belong to different runs.
+COPIES = {
+    "data.seq_len": "seq_len",
+    "data.batch_size": "batch_size",
+    "data.max_steps": "max_steps",
+    "trainer.max_steps": "max_steps",
+    "trainer.strategy": "strategy",
+    "strategy.devices": "trainer.devices",
+    "strategy.num_nodes": "trainer.num_nodes",
+    "strategy.accelerator": "trainer.accelerator",
+    "callbacks.monitor.seq_len": "seq_len",
+    "callbacks.monitor.batch_size": "batch_size",
+    "callbacks.out_of_memory.seq_len": "seq_len",
+    "callbacks.out_of_memory.micro_batch_size": "data.micro_batch_size",
+}
+# {key of Lightning's Trainer: (the values that a run supports, what to do instead)}
+UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trainer.accumulate_grad_batches": (
+        (1,), "Set data.micro_batch_size instead: the rest of batch_size is accumulated",
+    ),
+    "trainer.limit_train_batches": ((None, 1.0), "Set max_steps instead"),
+    "trainer.overfit_batches": ((0.0,), "Train on a small file instead, with data=text and data.path"),
+}  # fmt: skip
+
+
+def require_one_value(config: Mapping[str, Any], folder: str) -> None:
+    """Checks that no node contradicts the settings of the run.
+
+    config: a config that fa_train.settings.check has checked. folder: the run's folder.
+    Raises: ValueError, which names the key to set instead.
+    """
+    for key, original in COPIES.items():
+        value, wanted = value_of(config, key), value_of(config, original)
+        if value not in (..., wanted):
+            of_run = f"={shown(wanted)}" if not isinstance(wanted, Mapping) else ""
+            raise ValueError(f"{key} must be a copy of {original}{of_run}; got {shown(value)}. Set {original} instead")
+    for key, (supported, advice) in UNSUPPORTED.items():
+        value = value_of(config, key)
+        if value is not ... and value not in supported:
+            raise ValueError(f"{key} must be {shown(supported[-1])}; got {shown(value)}. {advice}")
+    if value_of(config, "trainer.default_root_dir") not in (..., folder):
+        raise ValueError(
+            f"trainer.default_root_dir must be the run's folder, {folder}; got "
+            f"{value_of(config, 'trainer.default_root_dir')}. Set hydra.run.dir instead"
+        )
+    if value_of(config, "callbacks.monitor") in (None, ...):
+        raise ValueError(
+            "callbacks.monitor must be a node, because checkpoints and logs need its measurements; got null"
+        )
+
+
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a key such as "trainer.max_steps", or ... if the config does not have the key."""
+    value: Any = config
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return ...
+        value = value[name]
+    return value

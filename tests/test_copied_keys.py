@@ -1,0 +1,59 @@
+"""A key that copies another key cannot get another value, and a setting that a run would ignore is refused."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from fa_train import run_config
+from fa_train.copied_keys import COPIES, require_one_value, value_of
+from tests.support.training import composed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        pytest.param(
+            ["data.batch_size=9"], "data.batch_size must be a copy of batch_size=8; got 9. Set batch_size instead",
+            id="copied-number",
+        ),
+        pytest.param(
+            ["trainer.strategy=ddp"], "trainer.strategy must be a copy of strategy; got ddp. Set strategy instead",
+            id="copied-node",
+        ),
+        pytest.param(
+            ["+trainer.accumulate_grad_batches=4"],
+            "trainer.accumulate_grad_batches must be 1; got 4. Set data.micro_batch_size instead", id="ignored",
+        ),
+        pytest.param(
+            ["+trainer.limit_train_batches=0.5"],
+            r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
+        ),
+        pytest.param(["trainer.default_root_dir=/tmp"], "trainer.default_root_dir must .*hydra.run.dir", id="folder"),
+        pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got null", id="no-monitor"),
+        pytest.param(["~callbacks.monitor"], "callbacks.monitor must be a node, .*; got null", id="monitor-removed"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_names_the_key_to_set(overrides, line, tmp_path):
+    with (
+        composed(tmp_path, "preset=cpu", "batch_size=8", *overrides) as cfg,
+        pytest.raises(ValueError, match=f"^{line}"),
+    ):
+        run_config.check(cfg)
+
+
+def test_equal_values_pass(tmp_path):
+    overrides = [
+        "batch_size=8",
+        "data.batch_size=8",
+        "+trainer.accumulate_grad_batches=1",
+        "+trainer.fast_dev_run=true",
+    ]
+    with composed(tmp_path, "preset=cpu", *overrides) as cfg:
+        run_config.check(cfg)
+
+
+def test_every_copied_key_copies_its_original_in_conf(tmp_path):
+    with composed(tmp_path, "preset=cpu") as cfg:
+        raw, resolved = (OmegaConf.to_container(cfg, resolve=resolve) for resolve in (False, True))
+    for key, original in COPIES.items():
+        assert value_of(raw, key) == f"${{{original}}}"
+    require_one_value(resolved, str(tmp_path))
