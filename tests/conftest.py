@@ -11,7 +11,7 @@ import torch
 
 import tests.support.fast_yaml  # noqa: F401
 
-gc.disable()  # until all tests are collected, because the imports create many objects and little garbage
+gc.disable()  # while pytest collects tests: the imports create many objects, but little garbage
 
 # Set TRITON_INTERPRET before any test module imports a kernel, because Triton reads it when a kernel is defined.
 if not torch.cuda.is_available():

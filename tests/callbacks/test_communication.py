@@ -98,7 +98,7 @@ def test_the_progress_line_summarises_waiting():
 
 def test_host_memory_is_what_this_process_holds(monkeypatch):
     before = resident_bytes()
-    with mmap.mmap(-1, 64 * 2**20) as held:  # new pages, where a bytearray could use pages that Python holds already
+    with mmap.mmap(-1, 64 * 2**20) as held:  # maps new pages; a bytearray could reuse pages that Python already holds
         held[:: 2**12] = b"x" * len(held[:: 2**12])  # touches each page
         assert 48 * 2**20 < resident_bytes() - before < 128 * 2**20
     monkeypatch.setattr("fa_train.callbacks.monitor.Path", lambda path: SimpleNamespace(exists=lambda: False))

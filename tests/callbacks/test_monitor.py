@@ -77,7 +77,8 @@ def test_logged_values_belong_to_the_logged_step(validates_every, tmp_path, caps
     [
         pytest.param([UNSAVED], [9, 17, 20], id="the-next-micro-batch"),
         pytest.param([UNSAVED, "trainer.val_check_interval=4"], [8, 16, 20], id="a-validation-reads-first"),
-        # at steps 8 and 10, the checkpoint waits once more, to measure how long training stands still
+        # at steps 8 and 10, the host waits a second time, because the checkpoint measures how long training stands
+        # still
         pytest.param(
             ["callbacks.checkpoint.every_n_train_steps=8"], [9, 16, 16, 20, 20], id="a-checkpoint-reads-first"
         ),
@@ -155,8 +156,8 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
     monkeypatch.setattr("fa_train.callbacks.timestamp.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr("fa_train.callbacks.monitor.RECENT_LOGS", 2)
     trainer = fit(tmp_path, Synchronous(), UNSAVED, "trainer.val_check_interval=2")
-    # The run starts at 0 s, and logs steps 4, 8 and 10 at 3, 8 and 11 s. Four validations do not count: from 1 to 2 s,
-    # from 4 to 5 s, from 6 to 7 s and from 9 to 10 s.
+    # The run starts at 0 s, and logs steps 4, 8 and 10 at 3, 8 and 11 s. The training time leaves out four validations:
+    # from 1 to 2 s, from 4 to 5 s, from 6 to 7 s and from 9 to 10 s.
     assert column(tmp_path, "perf/step_ms") == pytest.approx({4: 2e3 / 4, 8: 3e3 / 4, 10: 2e3 / 2})
     assert monitor_of(trainer).latest_step == STEPS
     rates = column(tmp_path, "perf/tokens_per_s")

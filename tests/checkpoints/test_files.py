@@ -166,7 +166,7 @@ def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
 
 
 def test_no_copy_is_made_in_memory_or_elsewhere(tmp_path, monkeypatch):
-    """The limits of the test leave no room for a copy of the 64 MB checkpoint, neither in memory nor in $TMPDIR."""
+    """The checkpoint has 64 MB, and memory may grow by at most 32 MB. The folder $TMPDIR does not exist."""
     monkeypatch.setenv("TMPDIR", "/nonexistent")
     weights = torch.zeros(2**24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -198,7 +198,7 @@ def test_data_workers_are_forked_whatever_the_default(tmp_path):
         assert all(map(torch.equal, fit(tmp_path / "forked", Recorder(), make(num_workers=1)), whole))
     finally:
         multiprocessing.set_start_method(None, force=True)
-    assert gc.get_freeze_count() == 0  # objects can be collected after a run
+    assert gc.get_freeze_count() == 0  # after a run, no object is excluded from garbage collection
 
 
 def private_mib():

@@ -1,4 +1,4 @@
-"""Lists all tile sizes that the GPU of this machine can run: those in the tables for any GPU, and smaller ones for less
+"""Lists all tile sizes that the GPU of this machine can run: those in the tables, and smaller ones for GPUs with less
 shared memory.
 """
 

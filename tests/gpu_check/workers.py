@@ -1,6 +1,6 @@
 """Processes that run cases.
 
-If an illegal memory access has destroyed the GPU context of a process, a new process replaces it.
+After an illegal memory access, a process can no longer use the GPU. A new process then takes its place.
 """
 
 import multiprocessing
@@ -91,7 +91,7 @@ def _serve(pipe: Connection) -> None:
 
     from tests.kernels.support.poison import poisoned_memory
 
-    torch.set_num_threads(1)  # all worker processes share the CPU cores
+    torch.set_num_threads(1)  # one thread, because all worker processes share the CPU cores
     kernels: set[str] = set()
     knobs.runtime.jit_post_compile_hook = lambda **call: kernels.add(f"{call['fn'].name} {call['key']}")
     alive = True

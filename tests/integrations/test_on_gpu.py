@@ -18,7 +18,7 @@ MODELS = [
         "llama-three-to-one", SIZES | {"hidden_size": 384, "num_attention_heads": 6, "head_dim": 64}, id="llama"
     ),
     pytest.param("gemma2-soft-cap", SIZES | {"head_dim": 128, "sliding_window": 100}, id="gemma2"),
-    # in bf16, a choice of experts could differ between the compared models
+    # one expert, because in bf16 the compared models could choose different experts
     pytest.param(
         "gpt_oss-sinks", SIZES | {"head_dim": 64, "sliding_window": 128, "num_local_experts": 1}, id="gpt_oss"
     ),
@@ -64,7 +64,7 @@ def test_a_packed_document_does_not_change_the_other_by_a_bit(name, fields, devi
     assert torch.equal(packed[:, :200], changed[:, :200]) and not torch.equal(packed, changed)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])  # generate compiles with a static cache
+@pytest.mark.parametrize("cache", ["dynamic", "static"])  # with a static cache, generate compiles the model
 @pytest.mark.parametrize(("name", "fields"), MODELS)
 def test_generation_is_that_of_eager_attention(name, fields, cache, device):
     fa.register()

@@ -149,7 +149,7 @@ def test_tokens_after_right_padded_prompts_leave_the_padding_out():
     cache = model(ids, attention_mask=RIGHT, use_cache=True).cache
     mask = torch.cat([RIGHT, torch.ones_like(later)], dim=1)
     positions = torch.tensor([[11, 12, 13], [7, 8, 9]])
-    for new in (slice(0, 2), slice(2, 3)):  # first several new tokens at once, then a single one
+    for new in (slice(0, 2), slice(2, 3)):  # first two new tokens in one call, then one token
         logits = model(
             later[:, new], attention_mask=mask[:, : 11 + new.stop], position_ids=positions[:, new], cache=cache
         ).logits
@@ -249,7 +249,7 @@ def test_compiled_decoding_with_a_static_cache_leaves_keys_in_place():
 
     forward, compiled = model.forward, torch.compile(model.forward, fullgraph=True, backend=record)
     model.forward = lambda **inputs: (compiled if inputs["input_ids"].shape[1] == 1 else forward)(**inputs)
-    # generate would compile only on a GPU
+    # the test compiles the model itself, because generate would compile it only on a GPU
     sequences = model.generate(**inputs, **settings, cache_implementation="static", disable_compile=True)
     assert torch.equal(sequences, expected)
     assert any("decode" in name for name in operators) and not any("gather" in name for name in operators)

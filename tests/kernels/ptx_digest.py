@@ -94,7 +94,7 @@ def digest(case: str) -> tuple[str, dict[str, str]]:
 def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
     """Returns the hashes of a kernel's source and of its code.
 
-    The source is not compiled if `CODE` already maps its hash to the hash of its code.
+    A source whose hash is in `CODE` is not compiled.
     """
     with contextlib.suppress(Known):
         compiled = compile()

@@ -397,7 +397,7 @@ def test_any_wrong_documents_stay_in_bounds(edges, causal):
     assert torch.isfinite(o).all()
 
 
-# test_flash_attention.py tests these head_dims. The interpreter is too slow to test all head_dims in both files.
+# test_flash_attention.py tests these head_dims. They are not tested again here, because the interpreter is slow.
 ELSEWHERE = {8, 16, 40, 64, 80, 96, 128, 192, 256}
 OTHER_HEAD_DIMS = [d for d in range(8, 257, 8) if d not in ELSEWHERE] if GPU else [24, 136, 224]
 

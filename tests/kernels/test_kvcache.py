@@ -27,8 +27,8 @@ def test_one_query_a_sequence(page_size, num_splits):
 @SPLITS
 @PAGED
 def test_append(page_size, num_splits):
-    """After the call, the new tokens must be at their positions in the cache, even if they span several pages. Nothing
-    else in the cache must change.
+    """After the call, the new tokens must be at their positions in the cache, even if they span several pages. All
+    other elements of the cache must stay the same.
     """
     check([0, 15, 58], seqlen_q=3, seqlen_new=5, causal=True, page_size=page_size, num_splits=num_splits)
 

@@ -33,9 +33,10 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions would use torch, so the fixture patches the kernels in.
+    On the CPU, the functions would use torch, so the fixture replaces torch's implementation by the kernels.
     """
-    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)  # so that each program has several rows
+    # one multiprocessor, so that each program has several rows
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", module._forward_by_kernel)
         monkeypatch.setattr(module, "_backward_plainly", module._backward_by_kernel)

@@ -40,7 +40,7 @@ def rotated(x, cos, sin, n_rotated):
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernel.
 
-    On the CPU, the operator would use torch, so the fixture patches the kernel in.
+    On the CPU, the operator would use torch, so the fixture replaces torch's implementation by the kernel.
     """
     if request.param == "kernel" and device.type == "cpu":
 
@@ -230,7 +230,7 @@ def test_qkv_keeps_angles_alone(device):
     gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
     (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
     assert kept == [cos.shape, sin.shape]
-    # the hook negates cos and sin, and the backward rotates in the other direction, which negates sin again
+    # The hook negates cos and sin. The backward rotates in the other direction, and therefore negates sin once more.
     exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -238,7 +238,7 @@ def test_qkv_keeps_angles_alone(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
-    """The compiled graph has no break, and no torch.cat of dq, dk and dv, which would read and write them again."""
+    """The compiled graph has no break, and no torch.cat of dq, dk and dv. A torch.cat would copy all three."""
     graphs = []
 
     def counted(graph, inputs):

@@ -7,7 +7,8 @@ from fa_kernels import rows as module
 from fa_kernels.rows import add_rows, copy_rows
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-# The tensors need less than one tile, several tiles with unused columns, or rows with more columns than a tile.
+# In the first case, each tensor fits in one tile. In the second, tiles have unused columns. In the third, a row is
+# wider than a tile.
 HEADS = pytest.mark.parametrize("heads", [[(2, 8)], [(3, 24), (1, 24)], [(9, 128), (2, 128)]], ids=str)
 ROWS = 37
 
@@ -16,7 +17,7 @@ ROWS = 37
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions would use torch, so the fixture patches the kernels in.
+    On the CPU, the functions would use torch, so the fixture replaces torch's implementation by the kernels.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_copy_plainly", module._copy_in_kernel)

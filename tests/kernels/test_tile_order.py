@@ -21,7 +21,7 @@ def meta(total, heads, head_dim, dtype=torch.bfloat16):
     ],
 )
 def test_keys_and_values_of_a_section_fit(total, n_heads, n_kv_heads, expected):
-    """With head_dim 64, K and V of one KV head of 2^17 tokens fill the L2 budget."""
+    """With head_dim 64 and 2^17 tokens, K and V of one KV head fill the L2 budget."""
     k = meta(total, n_kv_heads, 64)
     assert heads_per_section(k, k, n_heads) == expected
 
@@ -50,7 +50,8 @@ def test_queries_of_a_section_fit(total, expected):
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
     """Each head has 64 tiles.
 
-    128 programs need two tiles each, so four heads run at the same time, although one head fills the L2 budget.
+    Each of 128 programs should have two tiles, so four heads run at the same time. One head alone would fill the L2
+    budget.
     """
     q = meta(2**13, 4 * n_kv_heads, 128)
     assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected

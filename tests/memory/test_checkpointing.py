@@ -53,7 +53,7 @@ def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
     ],
 )
 def test_flash_has_the_same_loss_and_gradients(checkpointing, times, compiled, device, monkeypatch):
-    """Also counts how often the forward of flash attention runs: a second time only with full checkpointing."""
+    """The forward of flash attention runs twice with full checkpointing, and otherwise once."""
     expected = step_without_levers("flash", device)
     calls = []
     forward = backend.forward
@@ -91,7 +91,7 @@ def test_how_often_torchs_attention_runs(documents, checkpointing, times, device
     batch = stream(device)
     if documents == "one":
         del batch["cu_seqlens"]
-    # without grouped heads, because torch's CPU kernel would fall back to materialised scores
+    # no grouped heads: with them, torch's CPU kernel would materialise the scores
     model = small_gpt(levers(checkpointing), device, "sdpa", N_LAYERS, n_kv_heads=None)
     with Operators() as operators:
         step(model, batch)
@@ -110,7 +110,8 @@ def test_attention_without_an_operator_is_recomputed(checkpointing, device):
     [
         pytest.param("full", False, ["x"], id="full-eager"),
         pytest.param("full", True, ["x"], id="full-compiled", marks=pytest.mark.slow),
-        pytest.param("selective", False, ["x"], id="selective-eager"),  # the policy itself stores o and lse
+        # the policy stores o and lse where no saved-tensor hook sees them
+        pytest.param("selective", False, ["x"], id="selective-eager"),
         pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled", marks=pytest.mark.slow),
     ],
 )

@@ -47,7 +47,7 @@ def test_around_compiled_blocks(checkpointing, device):
 def test_everything(qk_norm, mlp_chunk, compiled, device):
     """Blocks offload all tensors that they keep for the backward.
 
-    Results are bitwise equal, and the second step reuses host memory.
+    Results are bitwise equal to those without offload. All later steps reuse the host memory of the first step.
     """
     batch = stream(device)
     expected = step(small_gpt(levers(mlp_chunk=mlp_chunk), device, qk_norm=qk_norm), batch)
@@ -166,7 +166,7 @@ def test_a_dropped_graph_gives_its_buffers_back(memory, device):
 
 
 def test_an_error_in_a_block_leaves_nothing_behind(device):
-    """After a run that was out of memory, a sweep must be able to continue."""
+    """A sweep must be able to continue after one of its runs has run out of memory."""
     model, states = small_gpt(levers("selective", offload=True), device), []
     for i, block in enumerate(model.blocks):
         model.blocks[i] = Watched(block, states)

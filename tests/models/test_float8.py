@@ -100,7 +100,9 @@ def test_compiled_blocks_compute_the_same_in_one_graph(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("checkpointing", "again"), [("selective", set()), ("full", {(32, 64), (80, 32), (32, 160)})])
 def test_selective_checkpointing_keeps_the_scales_of_weights(checkpointing, again):
-    """Only full checkpointing makes the backward graph read the weights to compute their scales again."""
+    """With full checkpointing, the backward graph computes the scales of weights again. With selective checkpointing,
+    it does not.
+    """
     largest: list[tuple[int, ...]] = []
 
     def record(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -215,7 +217,9 @@ def test_a_missing_torchao_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_trains_and_its_checkpoint_continues_without_float8(tmp_path, monkeypatch):
-    """Runs train.py with float8, which the CPU emulates, and without. Then a run without float8 resumes the first."""
+    """One run trains with float8, which the CPU emulates, and a second run trains without float8. A third run resumes
+    the first run without float8.
+    """
     compile_blocks = GPT.compile_blocks
     monkeypatch.setattr(training, "require_float8_gpu", lambda device: None)
     monkeypatch.setattr("fa_train.lit_gpt.use_float8", partial(use_float8, emulate=True))

@@ -57,7 +57,7 @@ def randomised(model: GPT) -> GPT:
 def small(memory: Memory | None = None, settings: LoRA | None = None, **overrides: Any) -> GPT:
     """Builds a model. Every call gives the model the same weights and adapters."""
     if overrides.get("activation") == "gelu":
-        overrides["qk_norm"] = False  # no qk_norm, as in Arcee's models: no family has both GELU and qk_norm
+        overrides["qk_norm"] = False  # no model family has both GELU and qk_norm
     return randomised((settings or lora())(small_gpt(memory or levers(), CPU, **overrides)))
 
 
@@ -169,8 +169,8 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """The other memory levers compile the same graphs as these cases, because offload happens outside the graphs, and
-    `all` also has full checkpointing.
+    """The cases that are left out compile no other graphs: offload happens outside the graphs, and `all` includes full
+    checkpointing.
     """
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 

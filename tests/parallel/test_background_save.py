@@ -104,7 +104,7 @@ def test_a_failing_run_does_not_wait_forever(background, tmp_path):
 
 
 class KilledWhileSaving(Callback):
-    """Kills a rank in the middle of the checkpoint of step 6, after step 7."""
+    """After step 7, kills a rank that is still writing the checkpoint of step 6."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.save, self.step_seven = rank, torch.save, threading.Event()
@@ -126,7 +126,7 @@ class KilledWhileSaving(Callback):
 
 SETTINGS = ("data.val_rows=4", "max_steps=8", "trainer.val_check_interval=3")
 FSDP = (*SETTINGS, "strategy=fsdp")
-BEST = (  # the validation at step 3 is better than the one at step 6
+BEST = (  # the validation loss is lower at step 3 than at step 6
     "callbacks.checkpoint.every_n_train_steps=3", "callbacks.checkpoint.save_top_k=1",
     "callbacks.checkpoint.keep_best=true", "+callbacks.losses._target_=tests.checkpoints.test_runs.Losses",
     "+callbacks.losses.losses=[2,3]",

@@ -25,7 +25,9 @@ def group():
 
 
 def saved_rows(attention, group):
-    """Returns the number of rows of each 3-D fp32 tensor that is kept for the backward pass, and 0 for the others."""
+    """Returns a list with one entry for each tensor that is kept for the backward pass. The entry of a 3-D fp32 tensor
+    is its number of rows. The entry of any other tensor is 0.
+    """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
     schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")

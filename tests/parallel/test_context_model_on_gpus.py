@@ -37,7 +37,9 @@ BYTES_PER_TOKEN = 4  # in source code, about
 
 
 def lengths_of_files(total: int) -> list[int]:
-    """Returns lengths in tokens of files of Python's standard library, in random order. They add up to `total`."""
+    """Returns the numbers of tokens in files of Python's standard library, in random order. The numbers add up to
+    `total`.
+    """
     sizes = [path.stat().st_size // BYTES_PER_TOKEN for path in StdlibCorpus().paths]
     lengths = np.random.default_rng(0).permutation([size for size in sizes if size]).tolist()
     taken: list[int] = []

@@ -112,7 +112,9 @@ def test_documents_limit_what_is_received(ranks):
 
 
 def test_whole_documents_change_their_rank():
-    """Documents of four chunks in the second half have almost all of the work. Ranks swap them without cutting any."""
+    """Documents of four chunks in the second half have almost all of the work. The plan balances the work of the ranks
+    by swaps of whole documents.
+    """
     size = CHUNK_SIZES[0]
     short, long = [size // 4] * 4 * 16, [4 * size] * 4
     boundaries = boundaries_of([*short, *long])
@@ -203,7 +205,7 @@ def test_buffers_have_few_sizes_and_a_row_that_no_query_sees():
 
 @settings(max_examples=60, deadline=None)
 @given(DOCUMENTS, WINDOWS, st.integers(0, 3), st.sampled_from(["short", "medium"]))
-@example([12, 21, 77], None, 2, "medium")  # keys that no query sees follow the keys of the last document
+@example([12, 21, 77], None, 2, "medium")  # the keys of the last document are followed by keys that no query sees
 def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class):
     boundaries, total = boundaries_of([*lengths, 70, 70]), sum(lengths) + 140 + 9
     dealt = deal(boundaries, total, 4)

@@ -1,9 +1,9 @@
 """Two and four processes compute the same losses, gradients and weights as one process, with every strategy and memory
 lever.
 
-By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, enough cases run to cover every pair of values of
-two settings (strategy, accumulation, memory, compilation), and one more run fine-tunes a checkpoint. With
-SHARDING_CASES=all, all combinations run.
+The settings of a case are strategy, accumulation, memory and compilation. By default, a few cases run, as in CI. With
+SHARDING_CASES=pairwise, the cases cover every pair of values of any two settings. With SHARDING_CASES=all, all
+combinations run. Both choices also fine-tune a checkpoint.
 """
 
 import json

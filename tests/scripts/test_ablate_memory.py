@@ -126,7 +126,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # interrupts the second case, or the third on a slow machine
+        time.sleep(0.5)  # so that the signal interrupts the second case, or the third on a slow machine
         os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # like a terminal, which signals every process of the group
         sweep_of_long_cases.join(30)
     finally:
@@ -182,7 +182,7 @@ def test_chromium_shows_the_page_and_no_request_leaves_it(parts, tmp_path):
     assert requests == []
     asking = tmp_path / "asking.html"
     asking.write_text('<img src="http://127.0.0.1:9/a.png">')
-    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # shows that requests are recorded at all
+    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # proves that a request would have been recorded
 
 
 def opened(html, folder):
@@ -404,7 +404,9 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
 def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch):
-    """A case runs one step that compiles, two warm-up steps and two timed steps. All have 320 tokens if compiled."""
+    """A case runs one step that compiles, two warm-up steps and two timed steps. If the case is compiled, all five
+    steps have 320 tokens.
+    """
     lengths, compiled = [], []
     block = GPT.compile_blocks
     monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))

@@ -1,7 +1,8 @@
-"""Imports what most runs import late, and excludes all objects created so far from garbage collection.
+"""Imports modules that train.py imports only when it needs them, and excludes all objects created so far from garbage
+collection.
 
-The server of tests.support.processes imports this module once. Otherwise each run would import these modules again, and
-would scan all objects that imports have created.
+The server of tests.support.processes imports this module once. Without it, each run would import these modules again,
+and its garbage collections would scan all objects from the imports.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter three times as fast.
 
-Triton's language is patched once per launch. The original interpreter patches the language again for every call of a
-device function. Here, NumPy checks integer operations for overflow. The original interpreter runs nine operators to
-check one operation, and ignores the result.
+The original interpreter patches Triton's language at every call of a device function. Here, the language is patched
+once per launch. To check one integer operation for overflow, the original interpreter runs nine operators, and ignores
+the result. Here, NumPy makes the check.
 """
 
 from collections.abc import Callable, Iterator

@@ -40,7 +40,7 @@ def test_ranks_and_rounds_have_like_work(size):
 
 
 def test_a_known_deal():
-    # Long rows share micro-batches with short rows, as in 9 + 1, 8 + 2, 7 + 3 and 6 + 4.
+    # Each micro-batch has an expensive row and a cheap row, with costs 9 + 1, 8 + 2, 7 + 3 or 6 + 4.
     dealt = deal(np.array([1, 2, 3, 4, 6, 7, 8, 9]), 2, 2)
     assert {frozenset(pair) for pair in dealt.reshape(-1, 2).tolist()} == {
         frozenset(pair) for pair in ([0, 7], [1, 6], [2, 5], [3, 4])
@@ -99,4 +99,5 @@ def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
     # the mean over tokens is (48 * 8 + 16 * 4) / 64 = 7: six documents have 8 tokens, and four documents have 4
     assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}
-    assert all(type(batch["mean_seqlen"]) is int for batch in batches)  # Lightning would move a tensor to the GPU
+    # int, because Lightning would move a tensor to the GPU
+    assert all(type(batch["mean_seqlen"]) is int for batch in batches)

@@ -1,6 +1,4 @@
-"""Best-fit decreasing packing drops no token without counting it, pads little, and is a pure function of its
-arguments.
-"""
+"""Best-fit decreasing packing counts every token that it drops, pads little, and depends only on its arguments."""
 
 import re
 

@@ -125,8 +125,8 @@ def record() -> Path:
 def recorded_key() -> str:
     """Returns a hash of the code that determines a report, without comments and docstrings.
 
-    The hash is the same on every machine. Triton's version is in the name of the file with the recorded reports.
-    Environment variables that change how kernels are compiled change the hash.
+    The hash is the same on every machine. It does not depend on Triton's version, because each version has a file of
+    recorded reports. Environment variables that change how kernels are compiled change the hash.
     """
     code = [(path.relative_to(ROOT).as_posix(), code_of(path.read_text())) for path in recorded_sources()]
     return hashlib.sha256(repr((code, compiler_variables())).encode()).hexdigest()

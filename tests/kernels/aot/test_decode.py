@@ -5,8 +5,8 @@ import pytest
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT
 from tests.kernels.aot.reports import compile_all
 
-# {case: (registers per thread, bytes of spill stores, tensor-core instruction)}. A limit is the most that Triton 3.6 or
-# 3.7 needs, plus a margin. A tile for one query has 16 rows, too few for wgmma. Paged cases use every feature.
+# {case: (registers per thread, bytes of spill stores, tensor-core instruction)}. A limit is the larger value of Triton
+# 3.6 and 3.7, plus a margin. A tile for one query has 16 rows, too few for wgmma. Paged cases use every feature.
 LIMITS = {
     "sm80-64-1-dense": (104, 0, "HMMA"),
     "sm80-128-1-dense": (248, 0, "HMMA"),

@@ -17,8 +17,8 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
 
-# {dtype-head_dim-group-softcap-marks: allowed bytes of spill stores}. A limit is the most that Triton 3.6 or 3.7 needs,
-# plus a margin. Few of the allowed spills are inside the inner loops.
+# {dtype-head_dim-group-softcap-marks: allowed bytes of spill stores}. A limit is the larger value of Triton 3.6 and
+# 3.7, plus a margin. Few of the allowed spills are inside the inner loops.
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,
@@ -82,7 +82,7 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 
 def test_registers_of_three_groups():
-    """The first warp group gets the registers that the other warp groups leave.
+    """The first warp group gets all registers that the other warp groups do not use.
 
     The first warp group needs as many registers as the second, because both compute.
     """
@@ -124,7 +124,7 @@ def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype)
 
 @pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
 def test_only_requested_buffers_are_prepared(device, sums, ordered):
-    """Every word of the requested buffers is written, and nothing outside them."""
+    """`prepare` writes every word of the requested buffers, and no word outside these buffers."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
         empty = torch.empty

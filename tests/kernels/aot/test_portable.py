@@ -5,8 +5,8 @@ import pytest
 from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT
 from tests.kernels.aot.reports import compile_all
 
-# {(arch, head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} for one document. The
-# limits are the most that Triton 3.6 or 3.7 needs, plus a margin. `CONTAINING` is for several documents on sm90.
+# {(arch, head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} for one document. A
+# limit is the larger value of Triton 3.6 and 3.7, plus a margin. `CONTAINING` is for several documents on sm90.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),
@@ -87,7 +87,7 @@ REPAIRS = {
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
 # {(arch, head_dim, pass): (bytes of spill stores, tensor-core instruction)} of fp32 kernels with three TF32 matmuls per
-# product. Registers have no limit here. If a tile has fewer than 64 rows, the instruction is HMMA everywhere.
+# product. Registers have no limit here. If a tile has fewer than 64 rows, the instruction is HMMA on every GPU.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),

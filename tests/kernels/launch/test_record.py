@@ -32,7 +32,7 @@ def test_replayed_launches_are_those_of_triton():
 
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
-    """A kernel that is launched without the function `launch` would be missing when a call is replayed."""
+    """Only the function `launch` records a launch. Any other launch would be missing when a call is replayed."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
     assert past == ["decode.py"]  # decoding is not replayed
@@ -46,7 +46,7 @@ def on_gpu_0(monkeypatch):
 
 @pytest.fixture
 def recording(monkeypatch):
-    """Makes CPU tensors report that they are on a GPU, and records calls as on a GPU."""
+    """Makes CPU tensors report that they are on a GPU, and makes the recorder record calls with these tensors."""
     monkeypatch.setattr(record, "current_device", lambda: 0)
     monkeypatch.setattr(record, "current_stream", lambda _: 7)
     monkeypatch.setattr(record, "has_launch_hooks", lambda: False)

@@ -99,7 +99,7 @@ def compare(
         inputs = [x.to(reference_device) for x in inputs]
         do, dlse = do.to(reference_device), dlse.to(reference_device)
         sinks = sinks if sinks is None else sinks.to(reference_device)
-    exact_inputs = [x.to(truth) for x in inputs]  # gradients then also have the dtype `truth`
+    exact_inputs = [x.to(truth) for x in inputs]  # in the dtype `truth`, so that their gradients have this dtype too
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
     # A score is a sum of head_dim products. `floor` is the fp32 rounding error of such a sum if its largest products

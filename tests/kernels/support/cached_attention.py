@@ -97,8 +97,8 @@ def check(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
 ) -> None:
-    """Checks that the outputs are as accurate as dense attention in the same dtype, and that afterwards the cache is
-    bitwise equal to the expected cache.
+    """Checks the outputs and the cache after the call. The outputs must be as accurate as dense attention in the same
+    dtype. The cache must contain the new keys and values, and all its other elements must keep every bit.
 
     Before the call, the cache holds NaN before leftpad and after length. Unused entries of the block table are out of
     range. The reference is computed on the CPU, so that many test processes can share a GPU.

@@ -2,7 +2,7 @@
 
     python -m tests.kernels.support.jittered FILE    # writes FILE.
 
-Run the module in a new process: a kernel is compiled only once, together with the functions that it calls. At each
+Run the module in a new process. A process that has already compiled a kernel would reuse it without the sleeps. At each
 synchronisation, one warp in 8 sleeps for up to 4 us. If the code leaves the order of two events open, the sleeps change
 that order.
 """

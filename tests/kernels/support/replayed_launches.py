@@ -274,7 +274,8 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Makes three calls with the same key, and returns whether the third is replayed, so that `call` runs only twice.
+    """Makes three calls with the same key, and returns whether the third call is replayed. A replay does not run
+    `call`.
 
     first: the inputs of the first two calls. third: the inputs of the third call.
     """
@@ -321,8 +322,7 @@ def misplaced() -> list[str]:
 def launchers() -> list[str]:
     """Returns an error message if a second key makes new launchers for kernels that already have launchers.
 
-    Different keys use the same launchers, because making a new launcher would take longer than the replayed launches
-    save.
+    Different keys must share launchers, because it takes longer to make a launcher than replayed launches save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:
@@ -334,8 +334,8 @@ def launchers() -> list[str]:
 
 
 def schedules() -> list[str]:
-    """Returns an error message for each schedule that Triton launches itself, and for each schedule that is launched
-    with other arguments than Triton would use.
+    """Returns an error message for each schedule whose kernel is launched by Triton itself, or with other arguments
+    than Triton would use.
     """
     found = []
     for n_docs, total in ((1, 128), (2, 128), (300, 1001)):

@@ -39,7 +39,7 @@ def main(head_dim, dtype, softcap):
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
     q, k, v = tensors[2:5]
-    schedule = schedule._replace(crosses_documents=False)  # a repair would hide the error
+    schedule = schedule._replace(crosses_documents=False)  # with several documents, a repair would hide errors
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)

@@ -12,7 +12,7 @@ import traceback
 from types import SimpleNamespace
 
 import torch
-import torch._dynamo  # torch would import it at the first call, in each of the processes
+import torch._dynamo  # otherwise, each forked process would import it at the first call
 import torch.utils.flop_counter
 import triton.language  # noqa: F401
 
@@ -73,7 +73,7 @@ def passes(path: str) -> bool:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a forked process does not get the threads of its parent
+    torch.set_num_threads(1)  # a forked process does not have the other threads of its parent
     with patched_once_a_launch():
         failed = [path for path in NAMES if not passes(path)]
     print(f"failed: {failed}" if failed else f"{len(NAMES)} names are not needed")

@@ -1,9 +1,8 @@
 """Compares the memory planner's predictions with the real model on fake tensors and on the CPU, and with peaks on
 GPUs.
 
-By default, some cases are left out. Any two settings of most tests still occur with all combinations of their values.
-The other tests leave out some cases of offload and compiled blocks. PLANNER_CASES=all also runs the cases that are left
-out by default.
+By default, some cases are left out. Most tests still run every pair of values of any two settings. The other tests
+leave out some cases of offload and compiled blocks. PLANNER_CASES=all also runs the cases that are left out by default.
 """
 
 import json
@@ -152,8 +151,8 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
         return changed(plan, adapters=adapters_of(adapted())), adapted
 
 
-# The model, the precision, checkpointing and the chunks of the FFN: any two of them occur with all combinations of
-# their values.
+# The four settings are the model, the precision, checkpointing and the chunks of the FFN. Every pair of values of any
+# two settings occurs.
 PAIRWISE = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]
 
 
@@ -217,7 +216,7 @@ CASES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
     # With fewer tokens or a larger vocabulary, the gradient of the tied embedding would determine the peak. Autograd
-    # adds the gradient of the tied embedding to the head's gradient in place, but not for simulated tensors.
+    # adds this gradient to the head's gradient in place, but not in the simulation.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
@@ -239,7 +238,7 @@ SIMULATED_LEVERS = {
     "offload": Levers("selective", True, 8192),
     "offload-all": Levers("none", "all", 8192),
 }
-# Each case runs without levers. In addition, every second case runs with `offload` or `offload-all`, in turn.
+# Each case runs without levers. Every second case also runs with `offload` or `offload-all`, which alternate.
 SIMULATED = [
     pytest.param(levers, case, marks=slow_if(case not in ("default", "capped-logits")))
     for number, case in enumerate(CASES)

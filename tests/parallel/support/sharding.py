@@ -153,7 +153,7 @@ def train(case: Case, rank: int = 0) -> Recorder:
 
 
 def finetune_overrides(folder: Path) -> list[str]:
-    """Returns overrides of experiment=finetune on chats and a checkpoint in this folder."""
+    """Returns overrides for experiment=finetune with the chats and the checkpoint in `folder`."""
     return [
         "experiment=finetune", "preset=cpu", f"data.path={folder}/chats.jsonl", f"model.pretrained={folder}/base",
         f"data.cache_dir={folder}/cache", "data.num_workers=0", "data.micro_batch_size=2", "seq_len=64", "batch_size=4",

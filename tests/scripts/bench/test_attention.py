@@ -169,9 +169,9 @@ def test_plot_draws_lines_and_marks_oom(tmp_path: Path) -> None:
             row("ours", 4096, head_dim=head_dim, direction=direction),
         )
     ]
-    rows.append(row("flex", 65536, section="packed documents"))  # this row cannot be plotted against a length
+    rows.append(row("flex", 65536, section="packed documents"))  # rows of packed documents are not plotted
     figure = draw(rows, "made up")
-    assert len(figure.axes) == 6  # one plot each for forward, backward and memory, for each head_dim
+    assert len(figure.axes) == 6  # for each head_dim, one plot for forward, one for backward and one for memory
     for axes in figure.axes:
         assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
         lines = {line.get_label(): line for line in axes.get_lines()}
