@@ -1,4 +1,4 @@
-"""Maps old `_target_` names in configs to current names, so that the configs of old runs and of users still work."""
+"""Maps old `_target_` names in configs to current names. Older configs therefore still work."""
 
 from typing import Any
 

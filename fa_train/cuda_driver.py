@@ -1,4 +1,4 @@
-"""Asks the CUDA driver whether there is a GPU, without importing torch. The import of torch would take seconds."""
+"""Asks the CUDA driver whether there is a GPU, without importing torch. Importing torch would take seconds."""
 
 import ctypes
 import runpy
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def has_gpu() -> bool:
-    """Returns the result of torch.cuda.is_available() in a CUDA build of torch, and False in a CPU build.
+    """Returns whether a CUDA build of torch could use a GPU. In a CPU build of torch, returns False.
 
-    The environment variable CUDA_VISIBLE_DEVICES applies. Like torch.cuda.is_available(), has_gpu() initialises CUDA in
-    this process.
+    The result is that of torch.cuda.is_available(), so GPUs that CUDA_VISIBLE_DEVICES hides do not count. Like
+    torch.cuda.is_available(), has_gpu() initialises CUDA in this process.
     """
     runtime = torch_cuda_version()
     if runtime is None:
@@ -30,7 +30,7 @@ def has_gpu() -> bool:
 
 
 def torch_cuda_version() -> str | None:
-    """Returns torch.version.cuda, the CUDA version that torch was built for, such as "12.8", or None in a CPU build."""
+    """Returns torch.version.cuda, for example "12.8". In a CPU build of torch, the result is None."""
     torch = find_spec("torch")
     assert torch is not None and torch.origin is not None
     cuda: str | None = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]

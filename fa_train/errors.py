@@ -1,4 +1,4 @@
-"""Errors that end a run. A mistake of the user is reported in one line, without a traceback."""
+"""Errors that end a run. A user's mistake is reported in one line, without a traceback."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ class RankFailedError(RuntimeError):
 
 @contextmanager
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Ends the program with one line if an error of these types occurs. HYDRA_FULL_ERROR=1 shows a traceback."""
+    """If an error of these types occurs, prints one line and ends the program. HYDRA_FULL_ERROR=1 shows a traceback."""
     try:
         yield
     except mistakes as error:

@@ -16,16 +16,17 @@ def fit(
     data: L.LightningDataModule,
     ckpt_path: str | None,
 ) -> bool:
-    """Trains the model. Returns True if all steps were done, and False if memory ran out.
+    """Trains the model. Returns True if all steps were done, and False if the only rank ran out of memory.
 
-    A signal ends the process with status 143, or 138 for SIGUSR1. If training diverges, all ranks raise DivergedError.
-    Raises: OutOfMemoryError if memory runs out in one of several ranks. Without the error, the other ranks would wait
-    for this rank.
+    SIGUSR1 ends the process with exit status 138. Ctrl-C and SIGTERM end it with 143. If training diverges, all ranks
+    raise DivergedError.
+    Raises: OutOfMemoryError if there are several ranks and this rank ran out of memory. Without the error, the other
+    ranks would wait for this rank.
     """
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
     except SIGTERMException:  # Lightning alone would exit with status 0
-        # all ranks wait until rank 0 has closed its logs, because the launcher ends all ranks as soon as one exits
+        # the launcher ends all ranks as soon as one exits, so every rank first waits until rank 0 has closed its logs
         trainer.strategy.barrier()
         sys.exit(exit_status(trainer))
     except DivergedError:

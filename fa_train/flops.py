@@ -1,4 +1,4 @@
-"""The FLOPs of a training step and the peak FLOP/s of GPUs, which give the MFU (model FLOPs utilisation)."""
+"""The FLOPs of a training step and the peak FLOP/s of GPUs. Both determine the MFU (model FLOPs utilisation)."""
 
 from typing import TypeVar
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from fa_train.models.config import ModelConfig
 
-# (part of the device name, peak in FLOP/s) from data sheets, for dense bf16 and fp16 with fp32 accumulation. The first
-# entry that matches is used.
+# (part of the device name, peak in FLOP/s). The first entry whose name matches is used.
+# The peaks come from data sheets. They are for dense bf16 or fp16 matrices and fp32 accumulation.
 PEAKS = (
     ("B200", 2250e12),
     ("H100 PCIe", 756e12),
@@ -33,14 +33,14 @@ def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -
     """Returns the model FLOPs of the forward and backward pass, without recomputed activations.
 
     The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S, where T is total_tokens and S is sum_sq_doc_len,
-    the sum of squared document lengths. N is the number of weights in all matrices and the head, without embeddings,
-    norms and biases.
+    the sum of squared document lengths. N counts the weights of all matrices, including the head. Embeddings, norms and
+    biases are not in N.
     The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention,
     in which Q K^T and P V need 4 * head_dim FLOPs per head for each pair of a query and a visible key. With causal
-    attention, there are `S / 2` pairs of a query and a visible key. For weights and for attention, the backward
-    needs twice as many FLOPs as the forward. Frozen weights are counted as well, although LoRA computes no gradients
-    for them. The MFU of LoRA is therefore overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the
-    host does not wait for the GPU.
+    attention, there are `S / 2` pairs of a query and a visible key. For both terms, the backward needs twice as many
+    FLOPs as the forward. Frozen weights are counted as well, although LoRA computes no gradients for them. The MFU of
+    LoRA is therefore overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait
+    for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
     attention = 6 * model.n_layers * model.query_dim

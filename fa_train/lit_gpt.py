@@ -1,4 +1,4 @@
-"""The LightningModule: trains a GPT on next-token loss, averaged over all labels of an optimizer step."""
+"""The LightningModule, which trains a GPT. The next-token loss is averaged over all labels of an optimizer step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
-# each seed contains one of these numbers, so that micro-batches and updates draw different random numbers
+# each seed is computed from one of these numbers, so that micro-batches and updates get different random numbers
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2
 
 
@@ -34,7 +34,7 @@ class LitGPT(L.LightningModule):
     Each optimizer step sets three tensors on the device. Each tensor covers all micro-batches and ranks of the step.
     `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping.
     `step_squared_lengths` is the sum of squared document lengths.
-    float8: how the blocks' linear layers compute in float8 (fa_train.models.float8), or None for no float8.
+    float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
     Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. Also raises the errors
     of use_float8.
     """
@@ -71,7 +71,7 @@ class LitGPT(L.LightningModule):
         if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
             if strategy.context > 1:
                 self.model.share_context(CONTEXT_GROUP)
-            self.trainer.precision_plugin.convert_module(self)  # Lightning would convert the model only after sharding
+            self.trainer.precision_plugin.convert_module(self)  # Lightning would convert dtypes only after sharding
             strategy.shard(self.model, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
@@ -182,7 +182,8 @@ class LitGPT(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the frozen base model's weights to the checkpoint.
 
-        Raises: CheckpointError if the checkpoint is from another model, or its adapter has another base model.
+        Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
+        model.
         """
         restore_base(self.model, checkpoint)
         for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
@@ -215,7 +216,8 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
     Shapes: scale () fp32, skipped () bool.
     """
     if optimizer.defaults.get("fused"):
-        # torch's fused kernels divide by grad_scale, and skip the update if found_inf is 1, as for torch.amp.GradScaler
+        # torch.amp.GradScaler sets the same attributes. Fused kernels divide the gradients by grad_scale, and skip the
+        # update if found_inf is 1.
         optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
     elif skipped.item():
         optimizer.zero_grad(set_to_none=True)  # an optimizer skips parameters without gradient

@@ -1,4 +1,4 @@
-"""Checks the settings of a run before it starts. A check that fails raises a ValueError."""
+"""Checks a run's settings before the run starts. A check that fails raises a ValueError."""
 
 import torch
 
@@ -17,7 +17,8 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
 def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
     """Checks that the model supports the length of the longest possible document.
 
-    The limit is the number of learned positions or the context length of the pretrained checkpoint.
+    A model with learned positions supports as many tokens as it has positions. A pretrained model with RoPE supports
+    the context length of its checkpoint, or any length if its rope_type is dynamic.
     seq_len, max_doc_len: in tokens, as in fa_train.data.datamodule.PackedDataModule.
     Raises: ValueError if a document can be longer than the model supports.
     """
@@ -58,7 +59,7 @@ def ranks_per_copy(devices: int, replicas: int) -> int:
 def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
     """Returns how DDP stores gradients in a run, or "none" if the run does not use DDP.
 
-    strategy: the chosen option of conf/strategy. `auto` is DDP if there are several devices.
+    strategy: the chosen option of conf/strategy. `auto` uses DDP if there are several devices.
     devices: the number of devices on all machines. views: the setting strategy.gradient_as_bucket_view.
     """
     if strategy == "fsdp" or (strategy == "auto" and devices == 1):

@@ -1,4 +1,4 @@
-"""Checks the config of a run that Hydra has composed, before torch or Lightning is imported."""
+"""Checks a run's config after Hydra has composed it, and before torch or Lightning is imported."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from fa_train.parallel.ranks import told
 
 
 def in_sweep() -> bool:
-    """Returns whether this run is part of a multirun of Hydra."""
+    """Returns whether this run is part of a Hydra multirun."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
@@ -28,8 +28,8 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
 
     The result is empty if the run had nothing to do.
-    Raises: fa_train.errors.RankFailedError if a rank fails. If memory runs out in a multirun, the function raises no
-    error and returns {"oom": 1.0}.
+    Raises: fa_train.errors.RankFailedError if a rank fails. If memory runs out in a multirun, the function returns
+    {"oom": 1.0} instead.
     """
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 

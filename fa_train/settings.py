@@ -51,8 +51,8 @@ class Node:
 class Root(TypedDict):
     """The keys at the root of the config, in the order in which they are checked.
 
-    A node (a mapping with a `_target_`) comes before all nodes that contain a copy of the node. An error in the copied
-    part therefore names the original key.
+    Some nodes contain a copy of another node. The original node is checked first, so that an error names the original
+    key.
     """
 
     seq_len: PositiveInt
@@ -168,7 +168,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each key of a config with its value and its type hint. For a node, yields the keys within the node.
+    """Yields each key of a config with its value and its type hint. Yields the keys within a node instead of the node.
 
     Raises: ValueError if a key is unknown or a required key is missing.
     """
@@ -247,7 +247,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     """Returns the keys that a node accepts, from the parameters of its `_target_`.
 
     node: the node's key, for error messages.
-    partial: whether the node has `_partial_: true`. A partial requires only its keyword-only parameters, because
+    partial: whether the node has `_partial_: true`. Such a node requires only keyword-only parameters, because its
     positional parameters are passed later.
     """
     try:
@@ -263,7 +263,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # The class itself sets the positional parameters of `other`, so they are optional in a config.
+        # The class itself passes the positional parameters of `other`, so a config may omit them.
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}
@@ -292,7 +292,7 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """Returns a function's parameters, with evaluated type hints if possible, or None if the signature is unknown."""
+    """Returns a function's parameters, with evaluated type hints if possible. Returns None for an unknown signature."""
     try:
         return inspect.signature(function, eval_str=True).parameters
     except (NameError, AttributeError, TypeError):  # a quoted hint cannot be evaluated

@@ -14,7 +14,10 @@ TIMEOUT = 5  # the server must accept the API key within this number of seconds
 
 
 def wandb_mode() -> str:
-    """Returns the `mode` for wandb.init: $WANDB_MODE if set, "offline" without API key or network, else "online"."""
+    """Returns the `mode` for wandb.init, which is $WANDB_MODE if this variable is set.
+
+    Otherwise, the mode is "offline" if there is no API key or the login fails, and "online" if the login succeeds.
+    """
     mode: str = decided_by_rank_zero("wandb_mode", _mode)
     return mode
 
@@ -36,9 +39,9 @@ def _mode() -> str:
 def _require_login() -> None:
     """Raises an error if the server does not answer or does not accept the API key.
 
-    wandb.Api is used only without an API key, because it asks the server through wandb's service process. If the server
-    does not answer, the service process can still be waiting when the program ends. The program then waits for the
-    service process.
+    If there is an API key, this function does not use wandb.Api. wandb.Api asks the server through wandb's service
+    process. If the server does not answer, the service process can still be waiting when the program ends. The program
+    then waits for the service process.
     """
     settings = wandb.setup().settings
     if settings.api_key is None:  # a login by identity token

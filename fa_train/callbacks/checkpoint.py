@@ -45,12 +45,13 @@ class Checkpoint(CheckpointCallback):
     """Saves a checkpoint every every_n_train_steps steps and at the end of a run.
 
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
-    keep_best: whether to save a checkpoint also after each validation with a new lowest val/loss. The checkpoint with
-    the lowest val/loss is kept in addition to the newest ones.
-    save_on_exception: whether to save a checkpoint also on SIGTERM, on Ctrl-C and, in a run of one process, on errors.
-    asynchronous: whether training goes on while a checkpoint is written, if the run has several ranks. The ranks first
-    copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is written. A rank
-    that cannot write ends the run.
+    keep_best: whether each validation with a new lowest val/loss also saves a checkpoint. The checkpoint with the
+    lowest val/loss is kept in addition to the newest ones.
+    save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. In a run
+    of one process, this setting also saves a checkpoint if an error ends the run.
+    asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this setting. The
+    ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is
+    written. If a rank cannot write its part, the run ends.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
     Logs perf/save_stall_s, the seconds that training stood still for a save, and perf/save_s, the seconds of the whole
@@ -123,7 +124,7 @@ class Checkpoint(CheckpointCallback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Several ranks can save only if all are at the same step, which is certain only after GracefulInterrupt.
+        # Several ranks can save only if all are at the same step, as GracefulInterrupt ensures after a signal.
         # Diverged weights must not replace an older checkpoint.
         self._logs_times = False  # Record has closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
@@ -209,12 +210,12 @@ class Checkpoint(CheckpointCallback):
             self.saved.append(save.path)
 
     def _end_background(self, trainer: L.Trainer) -> None:
-        """Waits for a save in flight. Every later save makes training wait."""
+        """Waits for a save in flight. Later saves do not run in the background."""
         self._finish(trainer)
         self._background = None
 
     def _complete(self, trainer: L.Trainer, save: Save, seconds: float) -> None:
-        """Records a checkpoint that has got its final name, and removes older checkpoints."""
+        """Records a checkpoint that has its final name, and removes older checkpoints."""
         self.saved.append(save.path)
         if save.is_best:
             self.best_model_path = str(save.path)

@@ -15,12 +15,12 @@ from fa_train.private_names import private, private_module, replace_private
 
 Span = tuple[Timestamp, Timestamp]
 FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-# FSDP's functions that gather weights, wait for weights and reduce gradients on the compute stream
+# FSDP's functions in which the compute stream can wait: they gather weights, wait for weights or reduce gradients
 FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
 class CommunicationTimer:
-    """Collects the spans of a step in which the device waits for communication and computes nothing.
+    """Collects the spans of a step in which the device computes nothing, because it waits for communication.
 
     With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
     of a function in `FSDP_STEPS` is a span. Communication that overlaps with computation does not count. The host never
@@ -89,7 +89,7 @@ class RankComparison:
 
 
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns each number's mean over the ranks, and each number's largest value as <name>_max.
+    """For each number, returns the mean over the ranks as <name> and the largest value as <name>_max.
 
     A rank's own time is its data wait plus its compute time. perf/slowest_rank is the rank whose own time is longest.
     perf/slowest_over_mean is the longest own time divided by the mean of all ranks' own times.

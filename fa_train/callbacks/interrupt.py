@@ -19,9 +19,9 @@ TERMINATED, REQUEUED = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # exit status
 class GracefulInterrupt(Callback):
     """Ends a run on a signal: finishes the micro-batch, lets Checkpoint save, and exits.
 
-    Ctrl-C and SIGTERM end the run with status 143. SIGUSR1, which SLURM can send before a job's time is over, ends the
-    run with status 138. A job script can then requeue the job. Any of the ranks may receive the signal. A second signal
-    ends the run immediately.
+    Ctrl-C and SIGTERM end the run with status 143. SIGUSR1 ends the run with status 138. SLURM can send SIGUSR1 before
+    a job's time is over. The status 138 tells the job script to requeue the job. Any of the ranks may receive the
+    signal. A second signal ends the run immediately.
     """
 
     status = TERMINATED  # equal on all ranks once the run ends
@@ -35,7 +35,7 @@ class GracefulInterrupt(Callback):
         # Lightning ends the run when received_sigterm is set.
         self._connector = private("lightning", trainer, "_signal_connector")
         replace_private("lightning", self._connector, "_sigterm_notifier_fn", self._on_signal)
-        # otherwise, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
+        # without this line, Lightning would broadcast from rank 0 after every micro-batch, and wait for the device
         replace_private("lightning", trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -59,7 +59,7 @@ class GracefulInterrupt(Callback):
         self._agree()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Ends this rank if another rank has ended. Lightning would wait for the GPU, which waits for that rank."""
+        """Ends this rank if another rank has ended. Lightning would wait forever: the GPU waits for the ended rank."""
         if trainer.world_size > 1 and kind_of(exception) == "lost connection":
             for logger in trainer.loggers:
                 logger.finalize("failed")
@@ -80,11 +80,11 @@ class GracefulInterrupt(Callback):
         if self._asked_at is None:
             self._asked_at = time.monotonic()
             self._asked_for = REQUEUED if signum == signal.SIGUSR1 else TERMINATED
-            if self._trainer.is_global_zero:  # print is not safe in a handler
+            if self._trainer.is_global_zero:  # print is not safe in a signal handler
                 os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 self._stop(self._asked_for)
-        elif time.monotonic() - self._asked_at > 1:  # an earlier second signal is torchrun's, for the same Ctrl-C
+        elif time.monotonic() - self._asked_at > 1:  # within a second, torchrun may repeat a Ctrl-C
             os._exit(128 + signum)
 
 

@@ -25,7 +25,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.fsdp import is_sharded
 
 GIB = 2**30
-RECENT_LOGS = 1000  # the number of most recent logs whose median speed `summary` returns
+RECENT_LOGS = 1000  # `summary` returns the median speed of this number of recent logs
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Reading:
     steps: int  # the number of steps since the last reading
     lr: float
     memory: dict[str, float]
-    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory; read them only after `end`
+    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory; read them only after waiting for `end`
     start: Timestamp
     end: Timestamp
     validations: list[Span]  # between start and end
@@ -49,19 +49,19 @@ class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
     A log needs one copy from the device to the host. Training makes no other copies to the host. The host reads this
-    copy after it has launched the next micro-batch, so the device never waits for the host. A pending log is finished
-    before a validation, before a checkpoint and at the end of a run. With several ranks, a log also needs one small
-    collective between the hosts of the ranks.
+    copy after it has launched the next micro-batch, so the device never waits for the host. Until then, the log is
+    pending. A pending log is finished before a validation, before a checkpoint and at the end of a run. With several
+    ranks, a log also needs one small collective, which does not use the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
-    `tokens`, the number of tokens that were trained on so far, which is the x-axis in W&B. The metrics perf/* cover the
-    steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown.
-    train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
+    `tokens`, the number of tokens that were trained on so far. W&B uses `tokens` as its x-axis. The metrics perf/*
+    cover the steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are
+    unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
     perf/compute_ms cover the logged step alone. With several ranks, step_ms, data_wait_ms, communication_ms, compute_ms
-    and host_gib are means over the ranks, and <name>_max is the largest value of a rank.
-    Units: losses in nats per label, tokens_per_s over all devices, *_ms in milliseconds per step, other *_gib in GiB on
-    rank 0.
+    and host_gib are means over the ranks. <name>_max is the largest value of a rank.
+    Units: losses in nats per label, tokens_per_s over all devices, *_ms in milliseconds per step, *_gib in GiB.
+    peak_gib and reserved_gib are those of rank 0.
     """
 
     def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:
@@ -73,7 +73,7 @@ class Monitor(Callback):
         self._lr = 0.0
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
-        self._comparison: RankComparison | None = None  # both are None in a run of one rank
+        self._comparison: RankComparison | None = None  # _comparison and _timer are None in a run of one rank
         self._timer: CommunicationTimer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -126,7 +126,7 @@ class Monitor(Callback):
         self._validations.clear()
 
     def log_reading(self, trainer: L.Trainer, *, together: bool = True) -> None:
-        """Finishes a pending log, if there is one: waits until the device has finished the step, and logs its values.
+        """If a log is pending, waits until the device has finished the logged step, and logs the values of this step.
 
         together: whether all ranks call log_reading at the same point of the run. If `together` is false, ranks are not
         compared.

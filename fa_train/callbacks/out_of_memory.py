@@ -47,6 +47,6 @@ def out_of_memory_advice(trainer: L.Trainer) -> str:
 def is_out_of_memory(exception: BaseException) -> bool:
     """Returns whether the exception says that the GPU or the host ran out of memory.
 
-    For host memory, torch raises a RuntimeError.
+    If host memory runs out, torch raises a RuntimeError that names DefaultCPUAllocator.
     """
     return isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(exception)

@@ -88,7 +88,7 @@ def describe(metrics: dict[str, float]) -> str:
 
 
 def waiting(metrics: dict[str, float]) -> list[str]:
-    """Returns short texts that say which shares of a step's time were waits, and which rank was slowest."""
+    """Returns short texts: the fractions of a step's time that were spent waiting, and the slowest rank."""
     texts = []
     if metrics.get("perf/data_wait_ms", 0) > 0.01 * metrics.get("perf/step_ms", 0):
         texts.append(f"data wait {metrics['perf/data_wait_ms'] / metrics['perf/step_ms']:.0%}")

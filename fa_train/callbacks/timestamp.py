@@ -6,9 +6,9 @@ import torch
 
 
 class Timestamp:
-    """A point in a device's work: the end of all work that the host has launched so far.
+    """A point in a device's work: the end of all work that the host launched before it created this object.
 
-    A GPU records the time when it reaches this point. On a CPU, this point is reached when the object is created.
+    A GPU records the time when it reaches this point. A CPU reaches this point when the object is created.
     """
 
     def __init__(self, device: torch.device) -> None:

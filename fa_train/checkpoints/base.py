@@ -20,8 +20,8 @@ PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
     """Replaces frozen weights in LitGPT's checkpoint with a reference to the base model.
 
-    The reference is the base model's name, hash and vocabulary size. If no weights are frozen, the checkpoint does not
-    change.
+    The reference holds the base model's name, hash and vocabulary size. If no weights are frozen, the checkpoint does
+    not change.
     device: the device that drew the base model's random weights. CPUs and GPUs draw different weights from the same
     seed.
     """
@@ -41,7 +41,8 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
 def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
     """Adds the model's frozen weights to LitGPT's checkpoint, which does not contain them.
 
-    Raises: CheckpointError if a weight's name or shape is not that of the model, or the adapter has another base model.
+    Raises: CheckpointError if the names or shapes of the weights differ from the model's, or the adapter was trained on
+    another base model.
     """
     weights = checkpoint.get("state_dict")
     if weights is None:  # FullyShardedStrategy has already loaded and checked the weights
@@ -58,8 +59,7 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
     A checkpoint holds all weights, or only the adapters and a reference to the base model.
 
     stored: the shapes of the stored weights, by their names in LitGPT.
-    reference: the name and hash of the base model that the checkpoint holds, or None if the checkpoint holds all
-    weights.
+    reference: the checkpoint's reference to the base model, or None if the checkpoint holds all weights.
     checkpoint: the checkpoint's name, for error messages.
     Raises: CheckpointError, which names the first difference.
     """
@@ -76,7 +76,9 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
 
 
 def base_hash(model: GPT) -> str:
-    """Returns the SHA-256 of the base model: of its config.json and weight files, or of its random weights.
+    """Returns the SHA-256 of the base model.
+
+    The hash covers config.json and the weight files. A base model without files has a hash of its random weights.
 
     The hash does not depend on precision, 4-bit quantization or sharding. A process reads each weight file only once.
     """

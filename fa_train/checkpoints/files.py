@@ -1,4 +1,7 @@
-"""Checkpoint files and folders. A checkpoint is written as `.partial`, flushed to the disk and then renamed."""
+"""Checkpoint files and folders.
+
+A checkpoint is written with the suffix `.partial`, flushed to the disk and then renamed.
+"""
 
 import io
 import math
@@ -87,14 +90,15 @@ def remove(path: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes unfinished checkpoints, which a killed process may have left, from a run's checkpoint folder."""
+    """Removes unfinished checkpoints from a run's checkpoint folder. A killed process may have left them."""
     for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
         remove(path)
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Reads into CPU memory what `write_file` has written. Unpickles only tensors and plain values.
+    """Reads a file that `write_file` has written. Unpickles only tensors and plain values.
 
+    The tensors are in CPU memory.
     Raises: CheckpointError if the file is damaged, or was not written by `write_file`.
     """
     try:
@@ -175,7 +179,7 @@ def shapes(weights: Mapping[str, Tensor]) -> Shapes:
 
 
 def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
-    """Checks that a checkpoint has the names and shapes of the model's weights.
+    """Checks that a checkpoint's weights have the same names and shapes as the model's weights.
 
     checkpoint: the checkpoint's name, for the error message.
     Raises: CheckpointError, which names the first difference.

@@ -35,7 +35,7 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
 
 
 def finished(ckpt_path: str | None, max_steps: int) -> str | None:
-    """Returns a message for the user if the checkpoint has already trained for max_steps steps, otherwise None."""
+    """Returns a message for the user if the checkpoint has reached max_steps. Otherwise returns None."""
     done = global_step(Path(ckpt_path)) if ckpt_path else 0
     if done < max_steps:
         return None
