@@ -1,4 +1,4 @@
-"""Checks the pages: Python code in the pages runs, commands parse, and links have a target."""
+"""Checks the pages: The Python code in the documentation runs, its commands can be parsed, and its links have targets."""
 
 import argparse
 import importlib

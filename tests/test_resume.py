@@ -1,4 +1,6 @@
-"""A resumed run draws the same random numbers as a run that never stopped, and uses its own settings."""
+"""A resumed run draws the same random numbers as a run that never stopped. Changed settings take effect in its first
+step.
+"""
 
 import os
 from pathlib import Path

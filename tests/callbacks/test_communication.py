@@ -1,4 +1,4 @@
-"""Tests how runs measure the times in which ranks wait for data and for each other. tests/parallel runs two ranks."""
+"""Tests how a run measures the time that its ranks wait for data and for each other. tests/parallel runs two ranks."""
 
 import mmap
 import time

@@ -1,4 +1,4 @@
-"""A mixture has the requested shares in any range of consecutive rows, and depends only on the seed and the
+"""Any range of consecutive rows of a mixture has the requested shares. The rows depend only on the seed and the
 position.
 """
 

@@ -1,4 +1,4 @@
-"""Generation with a KV cache gives the same tokens as a forward pass over the whole text, and as transformers."""
+"""Generation with a KV cache gives the same tokens as transformers, and as forward passes over the whole text."""
 
 import sys
 from functools import partial

@@ -1,4 +1,5 @@
-"""Runs every compiled form of every kernel once on a GPU, and compares it with torch (python -m tests.gpu_check).
+"""Runs every compiled form of every kernel once on a GPU, and compares the results with torch's (python -m
+tests.gpu_check).
 
 The cases of the check come from the tile tables. The portable kernels run with the tile sizes of every GPU in the
 tables. They also run with smaller tile sizes, which `fit` finds for GPUs with less shared memory. Hopper's kernels run

@@ -128,7 +128,7 @@ def _require_isolation(
     dlse: Tensor,
     lengths: list[int],
 ) -> None:
-    """Requires that NaN in the fourth document changes the results of other documents at most by a rounding error.
+    """Requires that NaN in the fourth document changes the results of other documents by no more than rounding errors.
 
     Repair kernels sometimes recompute tiles of other documents, and round differently from the forward and backward
     kernels.

@@ -95,7 +95,9 @@ def hopper_cases() -> Iterator[Case]:
 
 
 def decode_cases(device: torch.device) -> Iterator[Case]:
-    """Yields a case for each dtype, each width, a dense or paged cache, and each tile size of the decoding kernel."""
+    """Yields cases of the decoding kernel for each dtype, each width, both kinds of cache (dense and paged) and each
+    tile size.
+    """
     page_sizes, options = cycle(PAGE_SIZES), cycle(range(4))
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)

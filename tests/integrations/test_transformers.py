@@ -102,7 +102,7 @@ def test_every_layer_runs_our_operator_and_no_other_attention():
 )
 def test_padding_is_left_out(name, mask):
     weight = torch.randn(*mask.shape, VOCAB) * mask[..., None]
-    # In fp64, the mask of eager attention becomes -inf, which gives NaN for queries that are padding.
+    # In fp64, the mask of eager attention becomes -inf, and queries that are padding get NaN.
     assert_as_accurate_as_eager(tiny(name), tokens(*mask.shape), weight, exact="sdpa", attention_mask=mask)
 
 

@@ -192,7 +192,7 @@ def test_other_lengths_compile_nothing_anew():
 )  # fmt: skip
 @pytest.mark.parametrize("kept", [False, True])
 def test_bad_input_is_named(arguments, message, kept, monkeypatch):
-    """A call with bad input raises its error whether or not an earlier call has left a schedule in the cache."""
+    """A call with bad input always raises its error, even if an earlier call has left a schedule in the cache."""
     monkeypatch.setattr(schedule_cache, "_KEPT", {})
     inputs = dict(zip("qkv", dense_inputs(), strict=True))
     if kept:
@@ -427,8 +427,8 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """A max_seqlen below `LONG_DOCUMENT` is ignored, so that one document of 513 tokens does not slow down shorter
-    ones.
+    """A max_seqlen below `LONG_DOCUMENT` is ignored, so that one document of 513 tokens does not slow down the shorter
+    documents.
     """
     asked = []
     build = interface.build_schedule

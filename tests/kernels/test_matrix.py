@@ -54,8 +54,8 @@ def n_rounds(dtype, width) -> int:
 def combinations(dtype, width, round_):
     """Yields the combinations of one round.
 
-    The combinations of head counts, features and layouts have a fixed order, in which each round continues where the
-    previous round stopped.
+    The combinations of head counts, features and layouts have a fixed order. Each round starts where the previous round
+    stopped.
     """
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)

@@ -1,4 +1,4 @@
-"""Attention over joined q, k and v gives the same results as over separate tensors.
+"""Attention over joined q, k and v gives the same results as attention over separate q, k and v.
 
 The functions for joined tensors read q, k and v in place. The gradient of a joined tensor is also one tensor.
 """

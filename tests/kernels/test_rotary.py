@@ -27,8 +27,8 @@ def angles(total, half, device):
 
 
 def rotated(x, cos, sin, n_rotated):
-    """Rotates x (total, heads, head_dim) in fp64; the two halves of a head are a complex number's real and imaginary
-    part.
+    """Rotates x (total, heads, head_dim) in fp64; the two halves of a head are the real and the imaginary parts of
+    complex numbers.
     """
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]

@@ -87,8 +87,8 @@ def test_queries_go_document_by_document():
     # tile 7 has tokens of the documents with 300 and 500 tokens; tile 11 has tokens of the last two documents, and
     # padding
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
-    # Tiles of 192 tokens: tile 0 has tokens of the first two documents, and tile 7 of the last two. Tile 3 has tokens
-    # of the documents with 512 and 300 tokens. Tile 4 has tokens of the documents with 300 and 500 tokens.
+    # Tiles of 192 tokens: tile 0 has tokens of the first two documents, and tile 7 has tokens of the last two. Tile 3
+    # has tokens of the documents with 512 and 300 tokens. Tile 4 has tokens of the documents with 300 and 500 tokens.
     assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 8]
 
 
@@ -160,7 +160,7 @@ def test_one_document_is_known_from_the_call_alone(cu, expected):
 
 @pytest.mark.parametrize("cu", [[0, 5], [0, 3], [0, 2, 5]], ids=str)
 def test_given_documents_may_end_before_the_tokens_do(cu):
-    """NaN after the last document must not spread into that document, whose end only the GPU knows."""
+    """NaN after the last document must not spread into that document. Only the GPU knows where the document ends."""
     cu = torch.tensor(cu, dtype=torch.int32)
     assert causal_schedule(cu, 5, CPU).crosses_documents
     assert build_schedule(cu, cu, 5, 5, causal=False).crosses_documents

@@ -1,4 +1,4 @@
-"""Tests the helper function of the kernels that computes the online softmax recurrence, on textbook cases."""
+"""Tests the helper function that computes online softmax in the kernels. The cases are textbook examples."""
 
 import math
 

@@ -26,7 +26,8 @@ COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "com
 
 
 CASES = [(*case, False) for case in product(OTHER_ATTENTIONS, ("selective", "full"))]
-# Naive attention has no operator that selective checkpointing could keep, and chunked attention is not compiled.
+# Naive attention and chunked attention are compiled in one case each. Selective checkpointing cannot keep the results
+# of naive attention, and chunked attention itself is not compiled.
 CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "full", True), ("chunked", "full", True)]
 
 

@@ -118,7 +118,7 @@ def test_layers_without_adapters_are_in_4_bits_too():
 
 
 def test_shapes_on_meta_are_the_real_ones():
-    """The planner and the export need the shapes on the meta device to equal the real ones."""
+    """The shapes on the meta device must equal the real shapes, because the planner and the export use them."""
     real = QLORA(small_gpt(levers(), CPU))
     with torch.device("meta"):
         on_meta = QLORA(small_gpt(levers(), torch.device("meta")))

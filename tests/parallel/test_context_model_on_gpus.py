@@ -81,7 +81,7 @@ def loss_of(gpt: GPT, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
 
 
 def gradients(rank: int, shared: bool, dtype: torch.dtype, traced: Path | None = None) -> dict[str, torch.Tensor]:
-    """Returns the gradients of all parameters, and under "loss" the loss.
+    """Returns a dictionary with the gradients of all parameters, and with the loss under the key "loss".
 
     traced: the file to which the profiler writes all communication of the second of two passes.
     """
@@ -158,7 +158,7 @@ def test_a_rank_receives_the_planned_bytes_only(rank, folder):
     messages = [event["args"] for event in events if event.get("cat") == "cpu_op" and "args" in event]
     received = [args for args in messages if args.get("Collective name", "").startswith("all_to_all")]
     traffic = ContextShard(rank, RANKS, [*dict.fromkeys(WINDOWS)])(stream())["traffic"]
-    # A layer receives keys and values in the forward pass and in the backward pass, and gradients of the keys it sent.
+    # In each pass, a layer receives keys and values. In the backward pass, it also receives gradients of what it sent.
     rows = [2 * sum(traffic[window].sizes[1]) + sum(traffic[window].sizes[0]) for window in WINDOWS]
     print(f"received {sum(rows) / (3 * LAYERS * TOTAL / RANKS):.1%} of the other rank's keys")
     assert {args["dtype"] for args in received} == {"BFloat16"}

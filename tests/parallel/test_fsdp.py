@@ -403,7 +403,9 @@ def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[
 
 
 def compare_gradients(rank: int) -> None:
-    """The loss on each rank equals that of an unsharded model, and the gradients equal the mean over both ranks."""
+    """The loss on each rank equals that of an unsharded model. The gradients equal the unsharded model's mean gradients
+    for the data of both ranks.
+    """
     torch.backends.mkldnn.set_flags(False)  # on some CPUs, oneDNN has no bf16
     mesh = init_device_mesh("cpu", (2,))
     streams = torch.randint(67, (2, 18), generator=torch.Generator().manual_seed(1))

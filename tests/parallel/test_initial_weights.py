@@ -189,8 +189,8 @@ def test_drawing_leaves_torchs_generator_alone():
 
 @pytest.mark.gpu
 def test_a_cpu_can_hold_what_a_gpu_draws():
-    """Weights can be drawn on a GPU and held in host memory. An export of an adapter must draw the base weights on a
-    GPU, as training does. A CPU draws other values from the same seed.
+    """Weights can be drawn on a GPU and held in host memory. A GPU and a CPU draw different weights from the same seed.
+    If training drew the base weights on a GPU, the export of an adapter must do the same.
     """
     with drawn_on(torch.device("cuda")):
         held = build(LLAMA)

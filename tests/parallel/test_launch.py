@@ -40,7 +40,9 @@ class Fails(Callback):
 
 
 class Slow(Callback):
-    """Makes rank 1 compute half a second longer in each step, and rank 0 wait 50 ms longer for each micro-batch."""
+    """Slows down both ranks: in each step, rank 1 sleeps for half a second, and rank 0 gets each micro-batch 50 ms
+    late.
+    """
 
     def on_fit_start(self, trainer, pl_module) -> None:
         if trainer.global_rank == 0:

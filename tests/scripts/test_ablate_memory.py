@@ -69,7 +69,7 @@ def environment():
 
 @pytest.mark.slow
 def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
-    """Cases whose scores need 274 GB fail, and longer ones are skipped. Checks the files and the offline W&B runs."""
+    """Cases whose scores need 274 GB fail, and longer cases are skipped. Checks the files and the offline W&B runs."""
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
     arguments += ["--attention-seq-lens", "64", "131072", "262144", "--n-heads", "4", "--head-dims", "16"]
     arguments += ["--max-step-seconds", "1e9"]

@@ -40,8 +40,8 @@ def write_base(folder: Path, **fields: int | None) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    """Runs train.py on the command line for three steps, so that the folder .hydra is written, and returns the
-    checkpoint.
+    """Runs train.py for three steps and returns the checkpoint. The run uses the command line, because only then is the
+    folder .hydra written.
     """
     done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
     assert done.returncode == 0, done.stderr

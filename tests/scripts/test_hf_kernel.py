@@ -1,5 +1,5 @@
-"""Tests that Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes, even in a process
-that has imported fa_kernels.
+"""Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes. The process may have imported
+fa_kernels before.
 """
 
 import json

@@ -89,7 +89,7 @@ def finish(
 
 
 class ForkedModule:
-    """Stands in for the subprocess.Popen of `python -m module arguments`, and runs the module by `finish`."""
+    """Replaces subprocess.Popen for the command `python -m module arguments`. It runs the module with `finish`."""
 
     def __init__(
         self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, **options: object

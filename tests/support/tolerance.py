@@ -6,7 +6,8 @@ from torch import Tensor
 def assert_as_accurate(
     name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0
 ) -> None:
-    """Requires that the error of `ours` is at most `factor` times the sum of the error of `baseline` and one rounding.
+    """Requires that the error of `ours` is at most `factor` times the sum of the error of `baseline` and one rounding
+    error.
 
     Args:
         name: what is compared, for the error message.

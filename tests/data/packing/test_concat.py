@@ -1,4 +1,4 @@
-"""Packing loses no token, gives no label across documents, and reports the right document boundaries."""
+"""Packing loses no token, takes no label from another document, and reports the right document boundaries."""
 
 import numpy as np
 import pytest

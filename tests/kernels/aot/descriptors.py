@@ -6,7 +6,7 @@ added to a 64-bit address whose high half is zero. ptxas 12.8 sometimes adds the
 overwritten with an address or with another operand's descriptor. A kernel with this error reads the wrong shared memory
 or ends with an illegal access.
 
-The error occurred on an H100 in attention kernels that split the head columns in two blocks and load rows through
+The error occurred on an H100 in attention kernels that split the head columns into two blocks and load rows through
 registers. ptxas 12.9 compiles the same PTX correctly.
 """
 

@@ -3,7 +3,7 @@
 A case is arch-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte means fp8, 2
 bytes mean bf16, and 4 bytes mean fp32. The tile sizes come from the tile table, and `precision_of` gives the precision
 of matmuls. The kernels are for one document, without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel
-for several documents: it isolates NaN in its document. `repair_fwd` is the kernel that recomputes tiles marked as
+for several documents: it keeps NaN in its own document. `repair_fwd` is the kernel that recomputes tiles marked as
 containing NaN.
 """
 
@@ -47,7 +47,8 @@ INDEX_POINTERS = {
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
 # The tensor-core instruction of a kernel: its name in PTX, and its name in machine code. wgmma and tcgen05 read their
-# operands from shared memory, mma.sync from registers. Tests search the PTX, because cuobjdump takes 0.6 s per kernel.
+# operands from shared memory. mma.sync reads its operands from registers. Tests search the PTX, because cuobjdump takes
+# 0.6 s per kernel.
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 

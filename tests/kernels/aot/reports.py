@@ -1,4 +1,4 @@
-"""Runs the modules that compile kernels without a GPU, in separate processes, and caches their reports."""
+"""Caches the reports of the modules that compile kernels without a GPU. The modules run in separate processes."""
 
 import ast
 import functools
@@ -123,7 +123,7 @@ def record() -> Path:
 
 
 def recorded_key() -> str:
-    """Returns a hash of the code that determines a report, without comments and docstrings.
+    """Returns a hash of the code that determines a report. Comments and docstrings do not change the hash.
 
     The hash is the same on every machine. It does not depend on Triton's version, because each version has a file of
     recorded reports. Environment variables that change how kernels are compiled change the hash.

@@ -149,7 +149,7 @@ UNUSUAL = (
 )
 MODULE = "tests.kernels.aot.portable"
 # Only a machine with a GPU compiles the cases in the lists whose names start with `SLOW`. Without a GPU, the tests
-# compile one head_dim of sm80 and of sm100, and some of the kernels of sm90.
+# compile kernels of one head_dim for sm80 and sm100, and some of the kernels for sm90.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE = {("sm90", head_dim) for head_dim, _ in SLOW_CONTAINING} | {("sm80", 128), ("sm100", 128)}
 SLOW = [entry for entry in LIMITS if entry[:2] not in HERE or (entry[0] == "sm100" and entry[2] != "fwd")]

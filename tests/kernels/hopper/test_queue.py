@@ -30,7 +30,9 @@ def run(one):
 
 
 def problems(head_dim):
-    """Yields pairs of forward calls and, if the backward kernel adds partial sums to dQ, pairs of backward calls."""
+    """Yields pairs of forward calls. If the backward kernel adds partial sums to dQ, also yields pairs of backward
+    calls.
+    """
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
     if config_of(head_dim, torch.bfloat16, softcap=0.0) is not None:

@@ -1,4 +1,4 @@
-"""Tests the softmax of the Hopper forward on a GPU, with row maxima that rise late, by a little or by much."""
+"""Tests the softmax of the Hopper forward on a GPU. The row maxima rise late, by a little or by much."""
 
 import math
 

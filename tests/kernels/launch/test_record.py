@@ -299,8 +299,8 @@ def recorded(recorder, addresses, outputs=()):
 
 
 def addresses_of(made):
-    """Returns the addresses that a replayed call gives to temporary tensors of these sizes, and its number of
-    allocations.
+    """Returns the addresses that a replayed call gives to temporary tensors of these sizes, and the number of
+    allocations of the call.
     """
     recorder = record._Recorder([])
 

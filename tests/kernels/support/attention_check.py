@@ -85,7 +85,8 @@ def compare(
     dlse: Tensor,
     reference_device: str = DEVICE,
 ) -> dict[str, tuple[float, float]]:
-    """Returns the largest error of `ours` and of torch in the same dtype, for each output and gradient.
+    """For each output and gradient, returns the largest error of `ours` and the largest error of torch in the same
+    dtype.
 
     Shapes: q, k, v in `inputs` as in flash_attn_varlen_func; do like o; dlse (n_heads, total_q). The exact values come
     from dense attention in fp32, or in fp64 if the inputs are fp32. Torch computes the exact values on

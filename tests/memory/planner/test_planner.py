@@ -1,5 +1,5 @@
-"""Compares the memory planner's predictions with the real model on fake tensors and on the CPU, and with peaks on
-GPUs.
+"""Compares the memory planner's predictions with runs of the real model, on fake tensors or on the CPU, and with peaks
+that were measured on GPUs.
 
 By default, some cases are left out. Most tests still run every pair of values of any two settings. The other tests
 leave out some cases of offload and compiled blocks. PLANNER_CASES=all also runs the cases that are left out by default.
@@ -43,7 +43,8 @@ def name_of(measured: dict[str, Any]) -> str:
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
 # The peaks were measured by scripts/bench/planner.py, or by the command in an entry's field `run`. An entry with
-# `first` is a step before the optimizer had states. A peak in peaks_h100.json is that of each of two ranks.
+# `first` was measured in a step before the optimizer had states. A peak in peaks_h100.json is that of each of two
+# ranks.
 MEASURED = [
     pytest.param(measured, id=f"{file.stem}-{name_of(measured)}")
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))

@@ -80,8 +80,8 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the allocations of the backward of attention: of the portable kernels in fp32, and otherwise of the Hopper
-    kernels.
+    """Makes the allocations of attention's backward pass. In fp32, they are those of the portable kernels. In other
+    dtypes, they are those of the Hopper kernels.
     """
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)

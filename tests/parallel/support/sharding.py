@@ -163,8 +163,8 @@ def finetune_overrides(folder: Path) -> list[str]:
 
 
 def generated(model: GPT) -> list[list[int]]:
-    """Returns three continuations of a prompt: the most likely tokens, the same computed without a cache, and sampled
-    tokens.
+    """Returns three continuations of a prompt: the most likely tokens, the most likely tokens without a cache, and
+    sampled tokens.
     """
     common: dict[str, Any] = {"prompt": [3, 1, 4], "max_new_tokens": 5}
     options: list[dict[str, Any]] = [{}, {"cached": False}, {"temperature": 1.0, "seed": 3}]

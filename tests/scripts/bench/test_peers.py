@@ -62,8 +62,8 @@ def copy_adapters(ours, llama):
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_both_sides_train_the_same_model(adapter):
-    """With equal weights and adapters, our model and transformers have equal logits, because sizes, theta, the norm's
-    eps and the scale of the adapters are equal.
+    """With equal weights and adapters, our model and transformers have equal logits. This shows that sizes, theta, the
+    norm's eps and the scale of the adapters are equal.
     """
     config = configuration(replace(CASE, overrides=(*TINY, f"adapter={adapter}")))
     ours, _ = our_loss(config, CPU)
@@ -100,7 +100,7 @@ def test_transformers_has_the_same_loss_with_our_attention(document_len):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hf-compiled", "hf-compiled-checkpointing"])
 def test_each_layer_is_compiled(name, monkeypatch):
-    """All layers run one graph without breaks, and losses and gradients are those of layers that are not compiled."""
+    """All layers run one graph without breaks. Losses and gradients equal those of layers that are not compiled."""
     graphs, calls = [], []
 
     def backend(graph, inputs):
