@@ -1,4 +1,4 @@
-"""Checks the pages: The Python code in the documentation runs, its commands can be parsed, and its links have targets."""
+"""Checks the documentation: its Python code runs, its commands can be parsed, and its links have targets."""
 
 import argparse
 import importlib

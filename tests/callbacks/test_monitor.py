@@ -112,7 +112,9 @@ def test_the_last_log_is_written_when_a_run_fails(tmp_path, capsys):
 
 @pytest.mark.parametrize(("ranks", "arrived", "logs"), [(1, False, True), (2, True, True), (2, False, False)], ids=str)
 def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
-    """With several ranks, a failed run must not wait for the device. The device could wait forever for a failed rank."""
+    """With several ranks, a failed run must not wait for the device, because the device could wait forever for a failed
+    rank.
+    """
     end = SimpleNamespace(passed=lambda: arrived)
     monitor, logged = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None), []
     monitor.log_reading = lambda trainer, together: logged.append(trainer)

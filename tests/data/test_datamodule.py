@@ -25,7 +25,7 @@ OPTIONS = dict(
 
 @pytest.fixture(autouse=True)
 def _short_epochs(monkeypatch):
-    """Shortens epochs from 2**26 to 2**14 tokens, because every run spends time on shuffling all documents of an epoch."""
+    """Shortens epochs from 2**26 to 2**14 tokens, because every run takes time to shuffle all documents of an epoch."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 2**14)
 
 

@@ -35,7 +35,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
 
 def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
-    """Checks the rotation of the first four of five heads, and the rotation of q and k in a tensor that also holds v."""
+    """Checks the rotation of the first four of five heads, and the rotation of q and k in a tensor with q, k and v."""
     angles = torch.randn(ROWS, head_dim // 2, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
 

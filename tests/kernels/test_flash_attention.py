@@ -246,7 +246,7 @@ def test_fp8_with_sinks_that_require_a_gradient():
 
 @pytest.mark.parametrize("head_dim", [64, *slow(96)])
 def test_fp8_is_as_accurate_as_its_inputs(head_dim):
-    """e4m3 values are exact in fp32. The only errors are the rounding of p to 11 bits, and the rounding of the output."""
+    """e4m3 values are exact in fp32. The only errors come from rounding p to 11 bits and from rounding the output."""
     q, k, v, *_ = (x.detach() for x in draw(70, 70, 4, 2, head_dim))
     q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
     descales = [torch.tensor(x, device=DEVICE) for x in ([0.5, 2.0], [1.5, 0.25], [3.0, 0.125])]

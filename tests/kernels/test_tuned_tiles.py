@@ -1,4 +1,6 @@
-"""A file with tiles that a user measured replaces the table on that GPU. A wrong file raises one clear error."""
+"""A file of tile sizes that a user measured on a GPU replaces the table on this GPU. A wrong file raises one clear
+error.
+"""
 
 import json
 import warnings
