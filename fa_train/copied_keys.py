@@ -5,7 +5,7 @@ from typing import Any
 
 from fa_train.settings import shown
 
-# {key: the key that it copies}. With two different values, data, schedule and metrics would belong to different runs.
+# {key: the key that it copies}. If a key and its copy differed, data, schedule and metrics would not fit each other.
 COPIES = {
     "data.seq_len": "seq_len",
     "data.batch_size": "batch_size",

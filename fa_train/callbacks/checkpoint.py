@@ -271,7 +271,9 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
 
 
 def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any]) -> None:
-    """Exports a checkpoint of an earlier run that has done all steps. The export belongs to the folder of this run.
+    """Exports a checkpoint of an earlier run that has done all steps.
+
+    Writes the export into the folder of the current run.
 
     Raises: the errors of fa_train.models.hf.export.export_run.
     """

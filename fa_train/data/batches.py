@@ -1,4 +1,4 @@
-"""The rows of a run, and the micro-batches into which each rank groups its rows."""
+"""The rows of a run, and the micro-batches that each rank forms from its rows."""
 
 import dataclasses
 import time
@@ -26,7 +26,7 @@ class PackedRows:
     """An endless sequence of rows, one epoch after another. Each epoch is shuffled with the seed (seed, epoch).
 
     If several sources are mixed, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. All later rows have no labels, and only fill up the last
+    In validation, only the first `counted` rows have labels. Later rows have no labels. They only fill up the last
     micro-batches.
     Raises: ValueError if packing keeps no token of a source's training documents.
     """
@@ -81,8 +81,8 @@ class PackedRows:
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows. The mean is weighted by length.
 
-        The mean document length determines the attention kernels. The mean document length must be equal in all steps
-        and on all ranks, because the model is compiled for one choice of kernels.
+        The result determines the attention kernels. It must be equal in all steps and on all ranks, because the model
+        is compiled for one choice of kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
@@ -108,7 +108,7 @@ class MicroBatches(Dataset[Batch]):
     """The micro-batches of one rank.
 
     size: rows per micro-batch.
-    step_rows: the number of rows in a step on all ranks together; by default one micro-batch per rank.
+    step_rows: the number of rows in a step, on all ranks together. By default, a step has one micro-batch per rank.
     context: the number of consecutive ranks that share each micro-batch.
     windows: the attention windows of the model's layers, as in fa_train.parallel.context.shard.ContextShard.
     """

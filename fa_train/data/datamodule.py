@@ -31,8 +31,8 @@ class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens with labels.
 
     The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
-    of step trainer.global_step, so a checkpoint needs no state of the data. In each step, rows are assigned so that
-    ranks have similar attention costs.
+    of step trainer.global_step, so a checkpoint needs no state of the data. In each step, the rows are distributed so
+    that all ranks have similar attention costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
     val_rows: the maximum number of rows in a validation.
@@ -40,11 +40,11 @@ class PackedDataModule(L.LightningDataModule):
     reset_positions: whether positions start at 0 in each document.
     packing: "concat" concatenates shuffled documents and cuts them at row ends. "best_fit" does not cut documents that
     fit in a row, and pads the rest of the row.
-    max_doc_len: "best_fit" does not cut documents of at most this number of tokens. The default is seq_len.
+    max_doc_len: "best_fit" keeps documents of at most max_doc_len tokens whole. The default is seq_len.
     long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
     counts these documents.
-    Raises: ValueError if a size is not positive, or an option is unknown. Also ValueError if packing is "concat", but
-    max_doc_len or long_documents is set.
+    Raises: ValueError if a size is not positive or an option is unknown. With "concat", also ValueError if max_doc_len
+    or long_documents is set.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class PackedDataModule(L.LightningDataModule):
         return steps
 
     def prepare_data(self, workers: int = 1) -> None:
-        # Lightning calls prepare_data in one process per node, and all other processes read the files that this process
-        # writes
+        # Lightning calls prepare_data in one process per node. The other processes of the node read the files that this
+        # process writes.
         for source in self.sources.values():
             source.prepare(workers)
         for held_out in (False, True):
             self.layouts(held_out=held_out)
 
     def layouts(self, *, held_out: bool) -> dict[str, Layout]:
-        """Returns, for each source, how its training or held-out documents are packed into rows."""
+        """Returns {name of a source: layout of its rows}, for the training or the held-out documents."""
         return {name: self._layout(source, held_out) for name, source in self.sources.items()}
 
     def _layout(self, source: Source, held_out: bool) -> Layout:
@@ -244,8 +244,8 @@ class SharedHeapLoader(TimedLoader):
 def leave_signals_to_the_run(worker_id: int) -> None:
     """Makes a data worker ignore Ctrl-C, SIGUSR1 and SLURM's SIGTERM, which reach every process of a run.
 
-    An interrupted run needs its data workers to finish the step before it saves a checkpoint. A SIGTERM from the parent
-    process still ends a data worker.
+    An interrupted run finishes its step before it saves a checkpoint, and needs its data workers for this step. A
+    SIGTERM from the parent process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

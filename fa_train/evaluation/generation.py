@@ -47,8 +47,8 @@ def generate(
     seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
     cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with
     rope_type=dynamic never uses the cache, because its rotations depend on the total length.
-    Raises: ValueError if an argument is out of range, or the model has fewer learned positions than the text can have
-    tokens.
+    Raises: ValueError if an argument is out of range, or the text can have more tokens than the model has learned
+    positions.
     """
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_p)
     longest = len(prompt) + max_new_tokens
@@ -130,8 +130,8 @@ class Sample:
 
     chats: the path of the chats, as in data.path. The prompt consists of a chat's messages before the first answer that
     the model is trained on. The prompt comes from the first held-out chat, or from the first chat if no chat is held
-    out. Nothing is sampled if no chat has a message before its first answer. At each step, the most likely token is
-    chosen, up to max_new_tokens tokens.
+    out. Nothing is sampled if no chat has a message before its first answer. The answer has at most max_new_tokens
+    tokens. Each token is the most likely one.
     """
 
     def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:
@@ -196,7 +196,7 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 
 @contextmanager
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
-    """Prepares the model for generation, and undoes these changes at the end.
+    """Prepares the model for generation, and restores it at the end.
 
     During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token. Even
     if ranks share streams in training, each rank generates from all tokens.

@@ -1,14 +1,14 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
 
-A mask of this module has the shape (batch, 1, 1, seqlen_k). `generate` computes masks itself and passes them to the
-model. transformers leaves a mask of four dimensions unchanged. If the mask had fewer dimensions, transformers would
-compute the mask a second time, also in compiled code.
+A mask of this module has the shape (batch, 1, 1, seqlen_k). The `generate` method of transformers computes masks itself
+and passes them to the model. transformers leaves a mask of four dimensions unchanged. If the mask had fewer dimensions,
+transformers would compute the mask a second time, also in compiled code.
 An element is 0 if its key is masked. All other elements are `n + 1`, where n is the number of keys in the cache. A
 static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
 whether to move keys.
 
-A float64 mask has contiguous unmasked keys in each row, so layers leave the keys in place.
-An int64 mask may have masked keys between unmasked keys, so layers move the unmasked keys to the front.
+In each row of a float64 mask, the unmasked keys are contiguous, so layers leave the keys in place.
+In a row of an int64 mask, masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
 A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. For a user's mask, layers also move the
 unmasked keys to the front, and assume that the cache is full.
 """

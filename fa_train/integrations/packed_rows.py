@@ -1,10 +1,12 @@
-"""Builds the schedules of documents that transformers packs into rows. All layers of a forward pass share a schedule.
+"""Builds schedules for rows in which transformers has packed several documents.
+
+All layers of a forward pass share a schedule.
 
 The first layer builds the schedule from position_ids or cu_seqlens. The schedule is kept while this source tensor is
 alive and the tensor's version counter does not change. A new batch has a new source tensor, and an in-place operation
 increases the version counter. The replay of a CUDA graph can change the source tensor without increasing its version
-counter. Compiled code does not keep a schedule, because the compiler finds that all layers build equal schedules, and
-builds only one.
+counter. The kept schedule is then outdated. Compiled code does not keep a schedule: the compiler finds that all layers
+build the same schedule, and builds it once.
 """
 
 from collections.abc import Callable, Hashable
@@ -66,8 +68,8 @@ def document_schedule(
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
     total_q, total_k = q.shape[:2].numel(), k.shape[:2].numel()
-    # A length on the GPU is not used, because the host would wait for it. Compiled code uses no length, because each
-    # new length would cause a recompilation.
+    # A max_length on the GPU is not used, because the host would wait for it. Compiled code uses no length, because
+    # each new length would cause a recompilation.
     seqlen = max_length if isinstance(max_length, int) and not torch.compiler.is_compiling() else None
 
     def build() -> Schedule:
@@ -86,9 +88,9 @@ def packed_schedule(
 ) -> Schedule | None:
     """Returns the schedule of rows with several documents, or None if each row is one document.
 
-    A new document starts where position_ids do not increase by one, which is transformers' rule for eager attention.
-    Compiled code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if each row
-    is one document.
+    A new document starts where position_ids do not increase by one. The eager attention of transformers has the same
+    rule. Compiled code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if
+    each row is one document.
     Shapes: position_ids (1 or batch, seqlen_q); q and k as for document_schedule.
     """
     batch, seqlen = q.shape[:2]

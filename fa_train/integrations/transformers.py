@@ -5,12 +5,12 @@
     fa.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fa_train")
 
-A model that works with flash_attention_2 also works with fa_train. GQA, sliding windows, soft caps, attention sinks,
-rows packed by position_ids or by cu_seqlens, padding, and generation with a dynamic or a static cache are supported.
+A model that works with flash_attention_2 also works with fa_train. fa_train supports GQA, sliding windows, soft caps,
+attention sinks, padding, rows packed by position_ids or cu_seqlens, and generation with a dynamic or static cache.
 Unlike flash_attention_2, fa_train accepts fp32 inputs, and its layers do not wait for the GPU. Only `key_mask` and
-`packed_rows` copy values from the GPU, once per forward pass, and never in compiled code. Under torch.inference_mode,
-however, each layer copies the same values from the GPU again. Use torch.no_grad instead of torch.inference_mode to
-avoid the additional copies.
+`packed_rows` copy values from the GPU. They do so once per forward pass, and never in compiled code. Under
+torch.inference_mode, however, each layer copies the same values from the GPU again. Use torch.no_grad instead of
+torch.inference_mode to avoid the additional copies.
 """
 
 import os
@@ -117,7 +117,7 @@ def attention(
         s_aux: (n_heads,) attention sinks, in nats.
         position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where position_ids do not increase by
             one.
-        cu_seq_lens_q, cu_seq_lens_k: (n_docs + 1,), the boundaries of the documents of the flattened batch.
+        cu_seq_lens_q, cu_seq_lens_k: (n_docs + 1,), the document boundaries in the flattened batch.
         max_length_k: the number of keys of the longest document, which determines the choice of kernels.
 
     Returns:
@@ -125,7 +125,7 @@ def attention(
         belong to padding have no meaning.
 
     Raises:
-        ValueError: before any kernel runs, if flash attention or this function does not support an argument.
+        ValueError: if flash attention or this function does not support an argument. No kernel runs before this error.
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
@@ -212,7 +212,7 @@ def _decode(
     sinks: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Computes attention of one query per row over the row's KV cache, with the split-KV kernel.
+    """Computes the attention of one query per row to the row's KV cache. Uses the split-KV kernel.
 
     The result has no gradient.
     """

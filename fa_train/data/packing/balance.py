@@ -10,13 +10,13 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
 
     costs: the cost of each row. size: rows per micro-batch.
 
-    Rows are assigned by descending cost. Each row goes to the micro-batch with the lowest cost so far, among those with
-    free places. Ranks with sharded parameters wait for each other in every micro-batch. Micro-batches of similar cost
-    therefore run at the same time on different ranks. Of the micro-batches that run at the same time, the most
+    Rows are assigned by descending cost. Of the micro-batches with free places, the one with the lowest cost so far
+    gets the next row. Ranks with sharded parameters wait for each other in every micro-batch. Micro-batches of similar
+    cost therefore run at the same time on different ranks. Of the micro-batches that run at the same time, the most
     expensive one goes to the rank with the lowest cost so far. Ties are resolved by index, so the result is
     deterministic.
-    Source: longest processing time first, Graham 1969, doi:10.1137/0117039, with the restriction to `size` rows per
-    micro-batch.
+    Source: longest processing time first, Graham 1969, doi:10.1137/0117039. In this function, a micro-batch can hold
+    only `size` rows.
     """
     n_micro_batches = len(costs) // size
     assert len(costs) == n_micro_batches * size and n_micro_batches % world_size == 0

@@ -1,9 +1,9 @@
 """Best-fit decreasing: packs documents into rows with little padding. Documents that fit in a row are not cut.
 
 Documents longer than a row are first split, truncated or dropped. The resulting pieces are then placed, longest first.
-Each piece goes into the row with the least free space that is enough for the piece. Pieces of equal length are placed
-together. The running time therefore depends on the number of distinct pairs (length, free space), not on the number of
-documents. Packing reads only the lengths of documents, not their tokens.
+Of the rows with enough free space for a piece, the one with the least free space gets the piece. Pieces of equal length
+are placed together. The running time therefore depends on the number of distinct pairs (length, free space), not on the
+number of documents. Packing reads only the lengths of documents, not their tokens.
 Source: arXiv:2404.10830 ("Fewer Truncations Improve Language Modeling"), Algorithm 1. To find a row, the paper uses a
 segment tree. This file uses a sorted list of the distinct amounts of free space.
 """
@@ -117,7 +117,7 @@ def load_plan(
 ) -> np.ndarray:
     """Returns the result of `make_plan`, memory-mapped from cache_dir. Writes the plan if it is not in the cache.
 
-    The file name is a hash of the arguments. An unfinished file never has its final name.
+    The file name is a hash of the arguments. The file gets this name only when it is complete.
     cache_dir: the folder of the cache, or None for no cache.
     """
     if cache_dir is None:
@@ -166,7 +166,7 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
     )  # if a document is split, the last label of a piece is the first token of the next piece
     packed = loss_mask.count(document, start + 1, last)
     everything = np.arange(len(lengths))
-    first = np.minimum(1, lengths)  # the first token of a document is no label, because no token predicts it
+    first = np.minimum(1, lengths)  # the first token of a document is not a label, because no token predicts it
     return LabelCounts(
         labels_in=int(loss_mask.count(everything, first, lengths).sum()),
         labels_packed=int(packed.sum()),
@@ -177,7 +177,7 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
 class BestFit:
     """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles them.
 
-    max_doc_len: the length in tokens up to which documents are not cut, or None for seq_len.
+    max_doc_len: documents of at most max_doc_len tokens are kept whole. None means seq_len.
     Attributes: n_rows is 0 if every document is empty or dropped. row_costs, (n_rows,), holds the attention cost of
     each row (`Epoch.cost`).
     Raises: ValueError if max_doc_len is not between 1 and seq_len, or long_documents is unknown.

@@ -1,9 +1,9 @@
 """Concatenates shuffled documents and cuts them into rows of equal length. No token is lost.
 
-Row r consists of seq_len + 1 tokens of the stream, from token r * seq_len on. The first seq_len tokens are the row's
-inputs. The last seq_len tokens are the row's labels. Consecutive rows therefore share one token. A document's last
-token has no label, because the next token belongs to another document. If a row end cuts a document, the rest of the
-document becomes a separate document in the next row. The last row is padded.
+Row r consists of seq_len + 1 tokens of the stream, starting with token r * seq_len. The first seq_len tokens are the
+row's inputs. The last seq_len tokens are the row's labels. Consecutive rows therefore share one token. A document's
+last token has no label, because the next token belongs to another document. If a row end cuts a document, the rest of
+the document becomes a separate document in the next row. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def pack_row(
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # the starts of documents; the first token of a document is no label
+    cuts = starts[starts > 0]  # the starts of documents; the first token of a document is not a label
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
@@ -135,7 +135,7 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # Every token except the first of a document is the label of the previous token, even if a row ends between the two.
+    # Every token except a document's first one is the label of the previous token, even if a row ends between the two.
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

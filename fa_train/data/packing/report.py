@@ -13,8 +13,8 @@ class LabelCounts:
     """Counts of labels in a corpus with a loss mask. The mask selects the tokens that are labels.
 
     labels_in, labels_packed: the number of labels before and after documents are truncated or dropped.
-    pieces_unlearned: the number of packed documents or pieces without labels. The model learns nothing from pieces
-    without labels, although they cost time.
+    pieces_unlearned: the number of packed pieces (documents or parts of documents) without labels. The model learns
+    nothing from these pieces, although they cost time.
     """
 
     labels_in: int
@@ -26,8 +26,8 @@ class LabelCounts:
 class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
-    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. The other counts do not include held-out documents.
-    documents_held_out and tokens_held_out are None if unknown. documents_split is None if it depends on the epoch.
+    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_held_out and tokens_held_out are None if
+    unknown. The other counts do not include held-out documents. documents_split is None if it depends on the epoch.
     histogram: the result of `length_histogram`.
     """
 
@@ -50,8 +50,9 @@ class PackingReport:
 
     @property
     def efficiency(self) -> float:
-        """The number of packed tokens, divided by the number of all places in the rows, padding included."""
-        # limit the fraction to 1, because the last token of a concatenation can be a label without being an input
+        """The fraction of the rows' places that hold tokens. The other places hold padding."""
+        # limit the fraction to 1, because the last token of a concatenation can be only a label, which has no place in
+        # a row
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:

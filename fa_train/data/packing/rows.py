@@ -1,6 +1,6 @@
 """Rows of packed documents, and the endless sequence of shuffled rows that training reads.
 
-Each epoch shuffles the rows in another order. For given data and settings, row i depends only on the seed and i.
+The order of the rows is different in each epoch. For given data and settings, row i depends only on the seed and i.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Layout(Protocol):
     """The interface of classes that pack documents into rows, such as Concatenation and BestFit.
 
     Each epoch has n_rows rows. A row has at most max_documents documents. Both numbers are the same for every order of
-    the documents. ShuffledRows finds the epoch of a row by dividing by n_rows.
+    the documents. ShuffledRows finds a row's epoch by dividing the row's index by n_rows.
     """
 
     n_rows: int

@@ -38,13 +38,12 @@ class Chat:
 class ChatCorpus:
     """Chats from files or from a Hugging Face dataset. Each row is one chat.
 
-    path: a .jsonl, .json or .parquet file, a folder or a glob of such files, or a dataset as hf:<name>:<split>. If the
-    dataset has several configs, the form is hf:<name>:<config>:<split>. <name> is a dataset on the Hugging Face hub or
-    a folder.
+    path: a .jsonl, .json or .parquet file; a folder or a glob of such files; or hf:<name>:<split> for a dataset. If the
+    dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the Hugging Face hub, or a folder.
     A row has one of three forms: {"messages": [{"role", "content", ...}, ...]},
     {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is a text or a list
-    of messages. The model is trained only on the completion. A row can also have "tools", which is a list of JSON
-    schemas or the JSON text of such a list.
+    of messages. Of a prompt and completion, the model is trained only on the completion. A row can also have "tools",
+    which is a list of JSON schemas or the JSON text of such a list.
     Raises: ValueError if `path` has nothing to read, or a row has none of these forms.
     """
 

@@ -130,7 +130,7 @@ class HFCorpus:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        # the library datasets computes this hash from the dataset's revision or files, and from all transforms
+        # the `datasets` library computes this hash from the dataset's revision or files, and from all transforms
         return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 

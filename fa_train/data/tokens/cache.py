@@ -1,4 +1,4 @@
-"""Writes files to the cache so that no unfinished file has its final name. Reports a full disk in one line."""
+"""Writes a file to the cache under a temporary name, and renames the complete file. Reports a full disk in one line."""
 
 import errno
 import os

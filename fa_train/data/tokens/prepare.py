@@ -43,8 +43,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard.
-    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. An error also deletes
-    the finished shards, unless the disk is full.
+    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. If the disk is full,
+    the finished shards are kept. Each of the other errors deletes them.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -109,7 +109,7 @@ def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
 
 
 def _start_worker(encoder: Encoder[Any]) -> None:
-    global _worker_encoder  # a tokenizer can have several megabytes, so each process receives it only once
+    global _worker_encoder  # a tokenizer can take several megabytes, so each process receives it only once
     _worker_encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool of processes already uses all cores
     Thread(target=_end_with_parent, daemon=True).start()

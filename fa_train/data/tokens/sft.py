@@ -1,10 +1,10 @@
 """Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
-A chat is first rendered to text. The next step finds the answers, which are the assistant's messages, in the text. If
-the template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the messages before an
-answer are also rendered alone, as a shorter text. The whole text must begin with this shorter text. The answer starts
-directly after the shorter text, and ends with the answer's end token. The whole text is tokenised at once. The
-tokenizer's offsets then map characters to tokens.
+A chat is first rendered to text. The encoder then finds the answers in the text. Answers are the assistant's messages.
+If the template has {% generation %} blocks, these blocks mark the answers. If it has no such blocks, the messages
+before an answer are also rendered alone, as a shorter text. The whole text must begin with this shorter text. The
+answer starts directly after the shorter text, and ends with the answer's end token. The whole text is tokenised at
+once. The tokenizer's offsets then map characters to tokens.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # the template's marks do not say to which message they belong
+        elif trained_on != answers:  # the template's blocks do not say to which message they belong
             begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans
@@ -115,7 +115,7 @@ class ChatEncoder:
                 )
 
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
-        """Returns where `text` contains the answer chat.messages[index], including the answer's end token."""
+        """Returns the span of the answer chat.messages[index] in `text`. The span includes the answer's end token."""
         prompt, _ = self._render(template, chat, chat.messages[:index], add_generation_prompt=True)
         answered, _ = self._render(template, chat, chat.messages[: index + 1])
         if not (answered.startswith(prompt) and text.startswith(answered)):
@@ -138,7 +138,7 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
     ) -> tuple[str, Spans]:
-        # unlike its caller apply_chat_template, render_jinja_template returns spans and accepts an empty list
+        # apply_chat_template would return no spans and reject an empty list, so this method calls render_jinja_template
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -19,7 +19,7 @@ from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import Tokenizer
 
-HELD_OUT_TAIL = 50  # if no whole document can be held out, this fraction (1 / 50) of the longest document is held out
+HELD_OUT_TAIL = 50  # 1 / 50 of the longest document is held out if no whole document can be held out
 
 
 def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:
@@ -38,9 +38,9 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
 class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
-    loss_mask is None if the model is trained on all tokens. In a small corpus, the keys can select all documents or no
-    document as held out. In this case, a corpus of several chats holds out its last chat, and any other corpus holds
-    out the last part of its longest document.
+    loss_mask is None if the model is trained on all tokens. In a small corpus, the keys can hold out all documents or
+    none. In this case, a corpus of several chats holds out its last chat. Any other corpus holds out the last part of
+    its longest document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """
@@ -90,7 +90,7 @@ class Documents:
     def __getitem__(self, index: int) -> np.ndarray:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
-        # without this check, an invalid token would cause an error on the GPU that does not name the file
+        # without this check, the GPU would report an invalid token, but would not name the file
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
             vocabulary = f"0 to {self._vocab_size - 1}"

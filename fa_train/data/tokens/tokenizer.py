@@ -48,7 +48,8 @@ class HFTokenizer:
     """A tokenizer of the `transformers` library, loaded from a folder or by its hub name.
 
     hf: the wrapped tokenizer. vocab_size: the highest id plus one.
-    pad_id: the pad token. If there is no pad token, pad_id is eos or 0, which is safe because padding is never a label.
+    pad_id: the pad token. Without a pad token, pad_id is eos, or 0 if there is no eos. Padding is never a label, so any
+    token can be padding.
     Raises: ValueError if the tokenizer cannot be loaded.
     """
 
