@@ -27,7 +27,7 @@ NEEDED = {
 
 
 TOGETHER = ("attention", "callbacks", "data", "logger", "memory", "scheduler", "trainer")
-ALONE = ("adapter", "optimizer", "strategy")  # some of these options exclude each other
+ALONE = ("adapter", "optimizer", "strategy")  # groups; some of their options exclude each other
 
 
 def options():

@@ -104,7 +104,8 @@ def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, m
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fa_train.models.hf.import_.write_json", full)  # called after the weights have been written
+    # write_json is called after the weights have been written
+    monkeypatch.setattr("fa_train.models.hf.import_.write_json", full)
     overrides = ["max_steps=2", "trainer.val_check_interval=2", "adapter=lora"]
     with (
         composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,

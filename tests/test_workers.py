@@ -27,7 +27,8 @@ def test_case(case, run):
 def test_a_module_fixture_runs_once_with_two_workers(tmp_path):
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).write_text(TESTS)
-    plugins = ["-p", "xdist", "-p", "pytest_timeout"]  # loading all plugins takes seconds
+    # only these two plugins, because loading all plugins takes seconds
+    plugins = ["-p", "xdist", "-p", "pytest_timeout"]
     command = [sys.executable, "-m", "pytest", "-c", PYPROJECT, *plugins, "--rootdir", tmp_path, "-n", "2", tmp_path]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     output = subprocess.run(command, env=environment, capture_output=True, text=True).stdout

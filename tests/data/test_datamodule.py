@@ -179,7 +179,7 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
     """The first run stops after 20 micro-batches of 2 rows each.
 
-    20 micro-batches are not a whole number of steps, because a step has 8.
+    20 micro-batches are not a whole number of steps, because a step has 8 micro-batches.
     """
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):

@@ -64,7 +64,7 @@ def test_positional_arguments_and_three_results():
     names = {"softmax_scale": 0.3, "causal": True, "window_size": (5, 0), "softcap": 4.0, "deterministic": True}
     expected, expected_lse = flash_attn_func(q, k, v, **names, return_lse=True)
     assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
-    # flash-attn returns an empty tensor if there is no dropout
+    # without dropout, the function returns an empty tensor, as flash-attn does
     assert probabilities.shape == (0,) and probabilities.dtype == q.dtype and probabilities.device == q.device
 
 

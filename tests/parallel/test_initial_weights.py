@@ -43,7 +43,7 @@ ADAPTER = LoRA(
     r=1, lora_alpha=1, lora_dropout=0.0, target_modules="all-linear", use_rslora=False, quantization=None, path=None
 )
 DRAWN = {"llama": (LLAMA, None), "gpt2": (GPT2, None), "lora": (LLAMA, ADAPTER)}
-READ = {"llama": LLAMA, "gpt2": GPT2}  # llama joins tensors, and gpt2 transposes them
+READ = {"llama": LLAMA, "gpt2": GPT2}  # the import of llama joins tensors, and the import of gpt2 transposes them
 
 
 def build(config: dict[str, Any], seed: int = 0) -> GPT:

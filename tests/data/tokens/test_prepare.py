@@ -116,7 +116,7 @@ def test_a_full_disk_is_named_by_the_plan_too(tmp_path, monkeypatch):
 
 
 def test_long_documents_end_a_shard_early(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # characters; "line 0" has 6, "line 10" has 7
+    monkeypatch.setattr(module, "SHARD_CHARACTERS", 13)  # "line 0" has 6 characters, and "line 10" has 7
     path = prepare(corpus, Counting(), tmp_path / "cache")
     sizes = [len(pa.ipc.open_file(file).read_all()) for file in sorted(path.glob("*.arrow"))]
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2, 1]

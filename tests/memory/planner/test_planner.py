@@ -43,8 +43,8 @@ def name_of(measured: dict[str, Any]) -> str:
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
 # The peaks were measured by scripts/bench/planner.py, or by the command in an entry's field `run`. An entry with
-# `first` was measured in a step before the optimizer had states. A peak in peaks_h100.json is that of each of two
-# ranks.
+# `first` was measured in a step before the optimizer had states. For peaks_h100.json, two ranks trained, and a peak is
+# that of one rank.
 MEASURED = [
     pytest.param(measured, id=f"{file.stem}-{name_of(measured)}")
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
@@ -171,7 +171,8 @@ PAIRWISE = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)
     + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, *[8192] * EVERY_CASE)],
 )
 def test_simulated_peaks_of_adapters(model, precision, levers):
-    n_layers = 12 if "all" in levers else 4  # if tensors are kept by mistake, many layers make the difference visible
+    # with many layers, tensors that are kept by mistake make a visible difference
+    n_layers = 12 if "all" in levers else 4
     base = changed({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=n_layers, vocab_size=259, seq_len=32768)
     plan, adapted = with_adapters(with_levers(changed(base, precision=precision), Levers(*levers)))
     step = simulate(adapted, plan.run.tokens, plan.run.precision, accumulates=False)

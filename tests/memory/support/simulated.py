@@ -146,7 +146,7 @@ class Step:
     """
 
     kept: int  # kept between forward and backward
-    forward: int  # the peak in the forward; `backward` is the peak in the backward
+    forward: int  # the peak in the forward pass; `backward` is the peak in the backward pass
     forward_where: str
     backward: int
     backward_where: str
