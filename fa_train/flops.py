@@ -32,11 +32,11 @@ Number = TypeVar("Number", float, Tensor)
 def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -> Number:
     """Returns the model FLOPs of the forward and backward pass, without recomputed activations.
 
-    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S, where T is total_tokens and S is sum_sq_doc_len,
-    the sum of squared document lengths. N counts the weights of all matrices, including the head. Embeddings, norms and
-    biases are not in N.
-    The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention,
-    in which Q K^T and P V need 4 * head_dim FLOPs per head for each pair of a query and a visible key. With causal
+    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S. T is total_tokens. S is sum_sq_doc_len, the sum of
+    squared document lengths. N counts the weights of all matrices, including the head. Embeddings, norms and biases are
+    not in N.
+    The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention.
+    For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head. With causal
     attention, there are `S / 2` pairs of a query and a visible key. For both terms, the backward needs twice as many
     FLOPs as the forward. Frozen weights are counted as well, although LoRA computes no gradients for them. The MFU of
     LoRA is therefore overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait

@@ -1,1 +1,1 @@
-"""Lightning callbacks for metrics, progress, checkpoints, interrupts, running out of memory and recording a run."""
+"""Lightning callbacks: metrics, progress, checkpoints, interrupts, lack of memory, and records of runs."""

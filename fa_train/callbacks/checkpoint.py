@@ -54,7 +54,7 @@ class Checkpoint(CheckpointCallback):
     written. If a rank cannot write its part, the run ends.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
-    Logs perf/save_stall_s, the seconds that training stood still for a save, and perf/save_s, the seconds of the whole
+    Logs perf/save_stall_s, the seconds that training stood still for a save. Logs perf/save_s, the seconds of the whole
     save.
     """
 
@@ -143,7 +143,7 @@ class Checkpoint(CheckpointCallback):
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves the current step, possibly in the background, unless the step is already saved.
+        """Saves the current step unless it is already saved. The save may go on in the background.
 
         Returns whether the step is saved. The result is equal on all ranks.
         """
@@ -250,7 +250,7 @@ def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:
 
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # an export needs this project's checkpoints
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own callback does not count
         raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
 
 

@@ -1,4 +1,4 @@
-"""Makes a run save a checkpoint when Ctrl-C, SIGTERM or SIGUSR1 ends it."""
+"""Saves a checkpoint when Ctrl-C, SIGTERM or SIGUSR1 ends a run."""
 
 import os
 import signal

@@ -166,7 +166,7 @@ class Monitor(Callback):
             )
 
     def _of_ranks(self, reading: Reading, seconds: float, together: bool) -> dict[str, float]:
-        """Returns the metrics that differ between ranks: only this rank's own values, or a comparison of all ranks.
+        """Returns the metrics that differ between ranks. The values are this rank's own, or a comparison of all ranks.
 
         seconds: the time of a step.
         """

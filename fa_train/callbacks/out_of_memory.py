@@ -24,7 +24,7 @@ class OutOfMemory(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
         self.advised = f"out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}"
-        if trainer.world_size == 1:  # with several ranks, the rank tells its launcher instead
+        if trainer.world_size == 1:  # with several ranks, the launcher prints the error
             print(f"error: {self.advised}", file=sys.stderr)
 
     def advice(self, peak_gib: float) -> str:

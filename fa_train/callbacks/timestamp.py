@@ -1,4 +1,4 @@
-"""Measures times in a device's work without making the host wait for the device."""
+"""Measures when a device reaches points in its work. The host does not wait for the device."""
 
 import time
 

@@ -13,7 +13,7 @@ from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_sha
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.weights import weight_files
 
-REFERENCE = "base_model"  # the key in a checkpoint for the name and hash of the base model
+REFERENCE = "base_model"  # a checkpoint stores the name and hash of the base model under this key
 PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 
 

@@ -28,7 +28,7 @@ from fa_train.parallel.fsdp import context_ranks
 
 
 class PackedDataModule(L.LightningDataModule):
-    """Shuffles the documents of a corpus and packs them into rows of seq_len tokens with labels.
+    """Shuffles the documents of a corpus and packs them into rows of seq_len tokens and labels.
 
     The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
     of step trainer.global_step, so a checkpoint needs no state of the data. In each step, the rows are distributed so
@@ -38,8 +38,8 @@ class PackedDataModule(L.LightningDataModule):
     val_rows: the maximum number of rows in a validation.
     document_mask: whether a token sees only tokens of its own document.
     reset_positions: whether positions start at 0 in each document.
-    packing: "concat" concatenates shuffled documents and cuts them at row ends. "best_fit" does not cut documents that
-    fit in a row, and pads the rest of the row.
+    packing: "concat" concatenates shuffled documents and cuts them at row ends. "best_fit" cuts only documents longer
+    than max_doc_len, and pads each row.
     max_doc_len: "best_fit" keeps documents of at most max_doc_len tokens whole. The default is seq_len.
     long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
     counts these documents.

@@ -39,11 +39,11 @@ def generate(
     stop: Collection[int] = (),
     cached: bool = True,
 ) -> list[int]:
-    """Generates at most max_new_tokens tokens after `prompt`. If a stop token ends the text, the result includes it.
+    """Generates at most max_new_tokens tokens after `prompt`.
 
     temperature: divides the logits. If temperature is 0, the most likely token is chosen.
     top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least top_p.
-    stop: tokens that end the text.
+    stop: tokens that end the text. The result includes the stop token.
     seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
     cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with
     rope_type=dynamic never uses the cache, because its rotations depend on the total length.

@@ -25,7 +25,7 @@ _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # {source: (version 
 
 
 def kept(source: Tensor, key: Hashable, build: Callable[[], _T]) -> _T:
-    """Returns build(), or the value of an earlier build() if `source`, its content and `key` have not changed.
+    """Returns build(). If `source`, its content and `key` have not changed, returns the value of an earlier build().
 
     The result of `build` must depend only on `source` and `key`.
     """

@@ -63,8 +63,8 @@ def key_mask(
 ) -> Tensor | None:
     """Returns the mask that `attention` gets in each layer, or None if no key is masked.
 
-    transformers calls key_mask once for each kind of layer in a forward pass, and passes the arguments of its own mask
-    functions. The docstring of key_masks.py describes the result.
+    transformers calls key_mask once for each kind of layer in a forward pass. The arguments are those of the mask
+    functions in transformers. The docstring of key_masks.py describes the result.
     Raises: ValueError if the mask hides keys for any reason other than causality, a window, documents or padding.
     """
     chunk = getattr(config, "attention_chunk_size", None)
@@ -196,7 +196,7 @@ def _of_one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) 
 
 
 def _scheduled(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, **options: Any) -> Tensor:
-    """Computes attention of q, k and v, (batch, seqlen, heads, head_dim) each, with the flattened batch's schedule."""
+    """Computes attention with the schedule of the flattened batch. Shapes: q, k, v (batch, seqlen, heads, head_dim)."""
     o = flash_attn_packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), schedule, **options)
     return o.unflatten(0, q.shape[:2])
 

@@ -1,9 +1,10 @@
-"""Best-fit decreasing: packs documents into rows with little padding. Documents that fit in a row are not cut.
+"""Best-fit decreasing: packs documents into rows with little padding.
 
-Documents longer than a row are first split, truncated or dropped. The resulting pieces are then placed, longest first.
-Of the rows with enough free space for a piece, the one with the least free space gets the piece. Pieces of equal length
-are placed together. The running time therefore depends on the number of distinct pairs (length, free space), not on the
-number of documents. Packing reads only the lengths of documents, not their tokens.
+Documents of at most max_doc_len tokens are not cut. Longer documents are first split, truncated or dropped. The
+resulting pieces are then placed, longest first. Of the rows with enough free space for a piece, the one with the least
+free space gets the piece. Pieces of equal length are placed together. The running time therefore depends on the number
+of distinct pairs (length, free space), not on the number of documents. Packing reads only the lengths of documents, not
+their tokens.
 Source: arXiv:2404.10830 ("Fewer Truncations Improve Language Modeling"), Algorithm 1. To find a row, the paper uses a
 segment tree. This file uses a sorted list of the distinct amounts of free space.
 """

@@ -64,8 +64,8 @@ def pack_row(
 def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.ndarray]:
     """Finds the n documents that overlap `stream[begin:end]`. ends: the cumulative document lengths of the stream.
 
-    Returns the index of the first of the documents, and the starts of all n documents relative to `begin`, (n,) int64.
-    The first document starts at or before `begin`.
+    Returns the first document's index, and the starts of all n documents relative to `begin`, (n,) int64. The first
+    document starts at or before `begin`.
     """
     first = int(np.searchsorted(ends, begin, side="right"))
     last = int(np.searchsorted(ends, end, side="left"))
