@@ -10,8 +10,8 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
-# Maps a GPU's compute capability to the architecture whose tile sizes the GPU uses. Consumer Blackwell (12.x) uses the
-# tile sizes of sm80, as sm_89 does, because both have the same instructions and the same shared memory.
+# Maps a GPU's compute capability to the architecture whose tile sizes the GPU uses. Consumer Blackwell (12.x) has the
+# instructions and the shared memory of sm_89. Both therefore use the tile sizes of sm80.
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",
@@ -50,5 +50,5 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Returns a / b, rounded up. triton.cdiv computes the same number, but needs 2 us of host time."""
+    """Returns a / b, rounded up. triton.cdiv computes the same number, but takes 2 us of host time."""
     return -(-a // b)

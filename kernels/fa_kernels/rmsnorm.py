@@ -1,8 +1,8 @@
 """RMSNorm (arXiv:1910.07467) fused with the residual addition before it.
 
 The forward kernel adds the output of a layer to the residual stream and normalises the sum. The backward kernel
-computes the gradients of the residual stream, of the added tensor and of the weight. The residual stream and the tensor
-that is added to it have the same gradient, but possibly in different dtypes.
+computes the gradients of the residual stream, of the added tensor and of the weight. The first two gradients are equal,
+but may have different dtypes.
 """
 
 from typing import Any
@@ -80,7 +80,7 @@ def _row(ptr, row, cols, inside, DIM: tl.constexpr):
 def add_rms_norm(
     x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, keep_sum: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum x + added in x's dtype, and the sum's RMSNorm times weight in `dtype`.
+    """Returns x + added in x's dtype, and weight times RMSNorm(x + added) in `dtype`.
 
     The norm is computed in fp32. Both results are differentiable, but only once.
     Shapes: x and added (rows, dim), weight (dim,) -> two tensors (rows, dim).
@@ -115,7 +115,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
 @torch.library.custom_op("rmsnorm::add_forward", mutates_args=())
 def forward(x: Tensor, added: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns x + added, RMSNorm of this sum times weight, and 1 / (root mean square) of each row, (rows,) fp32."""
+    """Returns x + added, weight times RMSNorm(x + added), and 1 / (root mean square) of each row, (rows,) fp32."""
     run = _forward_by_kernel if x.is_cuda else _forward_plainly
     return run(x, added, weight, eps, dtype)
 
@@ -134,7 +134,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, added and weight. If added is None, x holds the sum.
 
-    If x and added have the same dtype, their gradients are the same, and an empty tensor stands for the second one.
+    If x and added have the same dtype, their gradients are the same. In this case, the function returns an empty tensor
+    as the gradient of added.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)
@@ -190,7 +191,7 @@ def _backward_plainly(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `backward` with torch, for the CPU.
 
-    Results have the same bits as autograd's results, because the order of operations is the same.
+    The results are bitwise equal to autograd's results, because the order of operations is the same.
     """
     total = x.float() if added is None else (x.float() + added.float()).to(x.dtype).float()
     rstd, dy = rstd[:, None], dy.float()
@@ -202,6 +203,6 @@ def _backward_plainly(
 
 
 def _block(dim: int) -> dict[str, int]:
-    """Returns the launch options for rows of `dim` elements: the block that holds a row, and the number of warps."""
+    """Returns the launch options for rows of `dim` elements: the size of the block that holds a row, and num_warps."""
     block = triton.next_power_of_2(dim)
     return {"BLOCK": block, "num_warps": min(max(block // ELEMENTS_PER_WARP, 1), 32)}

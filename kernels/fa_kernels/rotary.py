@@ -1,9 +1,9 @@
 """Rotary position embedding (RoFormer, arXiv:2104.09864) of packed heads.
 
 One kernel reads each element once, rotates it in fp32, rounds it and writes it once. Channel i is paired with channel i
-+ head_dim / 2, as in Hugging Face's Llama. Queries, keys and values are side by side in one tensor, so that autograd
-saves one buffer for all three. The kernel rotates the first `n_rotated` heads, and copies the others unchanged. The
-backward pass joins the gradients of q, k and v into one tensor.
++ head_dim / 2, as in Hugging Face's Llama. The kernel writes queries, keys and values side by side into one tensor, so
+that autograd saves one buffer for all three. The kernel rotates the first `n_rotated` heads, and copies the other heads
+unchanged. The backward pass joins the gradients of q, k and v into one tensor.
 """
 
 from collections.abc import Sequence
@@ -114,9 +114,9 @@ def _require_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def _rotate(
     parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, dtype: torch.dtype, inverse: bool
 ) -> Tensor:
-    """Joins the one or three tensors in `parts` along heads, and rotates the first n_rotated heads.
+    """Joins the one or three tensors in `parts` along the head dimension, and rotates the first n_rotated heads.
 
-    `inverse` negates the angles, which computes the gradient of a rotation.
+    If `inverse`, rotates by the negated angles. The gradient of a rotation is computed in this way.
     """
     if not parts[0].is_cuda:
         return _rotate_plainly(parts, cos, sin, n_rotated, dtype, inverse)

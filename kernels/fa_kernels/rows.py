@@ -1,8 +1,8 @@
-"""Copies and adds rows of one or two tensors by index. GPUs that exchange keys and values need these operations.
+"""Copies and adds rows of one or two tensors by index. Context parallelism exchanges keys and values in this way.
 
 Tensors have the shape (rows, heads, head_dim), and each row is contiguous. The kernels need one pass over the data.
-torch's functions would need several: index_select and index_copy_ process one tensor at a time, and sums in fp32 need
-fp32 copies. On a CPU, this module uses torch's functions.
+torch's functions would need several passes: index_select and index_copy_ process one tensor at a time, and sums in fp32
+need fp32 copies. On a CPU, this module uses torch's functions.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 4096  # elements per program; in 16-bit dtypes, a thread moves four times 16 bytes
+ELEMENTS = 4096  # elements per program; in 16-bit dtypes, each of the 128 threads moves 4 x 16 bytes
 MAX_COLS = 1024
 
 
@@ -22,7 +22,11 @@ def _copy_kernel(
     target_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program copies `ROWS` rows of one of two tensors. FROM: reads rows by index. TO: writes rows by index."""
+    """One program copies `ROWS` rows of one of two tensors.
+
+    FROM: whether from_ptr holds the indices of the rows to read. TO: whether to_ptr holds the indices of the rows to
+    write.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     source_row, target_row = row.to(tl.int64), row.to(tl.int64)
@@ -127,7 +131,7 @@ def _copy_in_kernel(
     sources: Sequence[Tensor], targets: Sequence[Tensor], from_rows: Tensor | None, to_rows: Tensor | None, n_rows: int
 ) -> None:
     widths, cols, grid = _launch_sizes(targets, n_rows)
-    unread = targets[0]  # the kernel takes a pointer even if it reads no indices
+    unread = targets[0]  # the kernel needs a pointer argument even if it reads no indices
     _copy_kernel[grid](
         *_pair(sources), *_pair(targets), unread if from_rows is None else from_rows,
         unread if to_rows is None else to_rows, n_rows, *_strides(sources), *_strides(targets), *widths,

@@ -1,8 +1,9 @@
-"""SwiGLU (arXiv:2002.05202): silu(gate) * value, for an input (rows, 2 ffn_dim) that holds the gate, then the value.
+"""SwiGLU (arXiv:2002.05202): silu(gate) * value. Each row of the input (rows, 2 ffn_dim) is the gate, then the value.
 
 The forward and the backward pass are one kernel each. The backward kernel also computes the activations (the output of
-SwiGLU) again, and stores them in place of their gradient. The caller needs the activations for the gradient of the next
-weight, but need not save them. The gradient of the input overwrites the input, or goes to a new tensor.
+SwiGLU) again, and overwrites their gradient with them. The caller computes the gradient of the next weight from these
+activations, so the forward pass does not have to save them. The gradient of the input overwrites the input, or is
+written to a new tensor.
 """
 
 import torch
@@ -72,8 +73,8 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
     """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
-    swiglu_backward is a torch operator, so that a simulation of memory on the CPU does not count the temporaries of
-    `_backward_plainly`.
+    swiglu_backward is one torch operator. A simulation of GPU memory that runs on the CPU therefore does not see the
+    temporaries of `_backward_plainly`, which the GPU kernel does not need.
     """
     _backward(projected, d_activated, d_projected=projected)
 
@@ -83,7 +84,7 @@ def swiglu_gradient(projected: Tensor, d_activated: Tensor) -> Tensor:
     """Returns the gradient of `projected`, and overwrites `d_activated` with the activations.
 
     Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all contiguous.
-    swiglu_gradient is a torch operator, so that torch.compile copies d_activated only if later code reads d_activated.
+    swiglu_gradient is a torch operator, so torch.compile copies d_activated only if later code reads the old values.
     """
     d_projected = torch.empty_like(projected)
     _backward(projected, d_activated, d_projected)

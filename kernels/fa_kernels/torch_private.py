@@ -40,7 +40,7 @@ def may_have_dispatch_mode() -> bool:
 
 
 def may_be_watched() -> bool:
-    """Returns whether a mode, a functorch transform, a trace or a profiler is active.
+    """Returns whether a torch mode, a functorch transform, a trace or a profiler is active.
 
     Also returns True if this version of torch gives no answer.
     """

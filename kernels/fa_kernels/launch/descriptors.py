@@ -27,7 +27,7 @@ def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
     """Returns a TMA descriptor of x for loads and stores of `block` tokens of one head.
 
     The coordinates of a load or store are (token, head * x.stride(1)). Loaded elements outside of x are 0.
-    Shapes: x (total, heads, head_dim), for which `loadable` must be True.
+    Shapes: x (total, heads, head_dim). `loadable(x)` must be True.
     """
     return _rows_of_heads(x.data_ptr(), x.dtype, x.shape, x.stride(), block)
 
@@ -35,12 +35,11 @@ def rows_of_heads(x: Tensor, block: int) -> TensorDescriptor:
 def columns_of_heads(
     *operands: tuple[Tensor, int],
 ) -> tuple[list[TensorDescriptor], list[TensorDescriptor] | list[None]]:
-    """Returns two lists of TMA descriptors, with one descriptor per operand.
+    """Returns two lists of TMA descriptors. Each list has one entry per operand.
 
-    The first list is for the first column block of each head, and the second list for the second column block.
-
-    An operand is (x, block), the arguments of `rows_of_heads`. If heads have one column block, the second list holds
-    None.
+    The first list is for the first column block of each head, and the second list is for the second column block. If
+    heads have only one column block, all entries of the second list are None.
+    An operand is a pair (x, block) of arguments for `rows_of_heads`.
     """
     first, rest = split_columns(operands[0][0].shape[-1])
     if not rest:  # a slice of all columns would cost host time
@@ -51,9 +50,9 @@ def columns_of_heads(
 
 
 def elements(x: Tensor, block: int) -> TensorDescriptor:
-    """Returns a TMA descriptor with which a load reads `block` consecutive elements of x. x must be contiguous.
+    """Returns a TMA descriptor for loads of `block` consecutive elements of x. x must be contiguous.
 
-    Elements outside of x are 0.
+    Loaded elements outside of x are 0.
     """
     return _descriptor(x.data_ptr(), x.dtype, (x.numel(),), (1,), (block,))
 
@@ -77,7 +76,7 @@ def loadable(x: Tensor) -> bool:
     )
 
 
-# Training steps use the same addresses again. Building a descriptor takes 14 times as long as a cache hit.
+# Each training step uses the addresses of earlier steps again. Building a descriptor takes 14 times as long as a hit.
 @lru_cache(maxsize=4096)
 def _rows_of_heads(
     pointer: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: int

@@ -5,15 +5,17 @@ finds the compiled kernel from about 30 arguments. The choices and the compiled 
 dtypes and options, which form the key of the call. Two calls with the same key differ only in the addresses of their
 tensors.
 
-`recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes the tensors that
-the call allocates and the arguments of each `launch`, and finds the tensor that each address belongs to. Later calls
-with the same key allocate tensors, insert the new addresses and call the launchers of the compiled kernels directly.
+`recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes each tensor that
+the call allocates, and the arguments of each `launch`. For each address in the arguments, it finds the tensor that the
+address belongs to. Later calls with the same key allocate tensors, insert the new addresses and call the launchers of
+the compiled kernels directly.
 
-A recording belongs to one key, one stream and one device. No call is recorded or repeated if a tool has launch hooks,
+A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
 multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters. A
-call cannot be recorded if it runs an operator of torch, or if a launch contains an address that belongs to no known
-tensor, or to two overlapping tensors. If recording a call fails, all later calls with its key run without recording.
+call cannot be recorded if it runs a torch operator other than torch.empty or a view. A call also cannot be recorded
+if a launch contains an address that belongs to no known tensor, or to two overlapping tensors. If recording a call
+fails, all later calls with its key run without recording.
 Tile tables and other module globals are not part of a key: call `forget()` after changing them.
 """
 
@@ -66,7 +68,10 @@ class _Known(Enum):
 
 
 class _Watched(threading.local):
-    """The recording in progress in this thread. Each thread has its own: autograd runs one thread per device."""
+    """The recording in progress in this thread.
+
+    Each thread has a separate recording, because autograd runs one thread per device.
+    """
 
     recorder: "_Recorder | None" = None
 
@@ -86,9 +91,9 @@ def recorded(
     must return new tensors only.
 
     Args:
-        describe: a function that gets the same arguments and returns (key, inputs). The key must contain the shapes,
-            strides, dtypes, devices and options that the launches depend on. The key need not contain the stream or
-            addresses. `inputs` are all tensors that the decorated function reads.
+        describe: a function that gets the arguments of the decorated function and returns (key, inputs). The key must
+            contain the shapes, strides, dtypes, devices and options that the launches depend on. The key does not have
+            to contain the stream or addresses. `inputs` are all tensors that the decorated function reads.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -184,7 +189,8 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 def lasting(x: Tensor) -> Tensor:
     """Returns x, and tells the recording in progress that repeated calls must use this very tensor, not a new one.
 
-    The tensor, such as the counter of a work queue, is neither an input of the call nor allocated by the call.
+    Call `lasting` for a tensor that is neither an input of the call nor allocated by the call, such as the counter of a
+    work queue.
     """
     recorder = _WATCHED.recorder
     if recorder is not None and all(x is not known for known in recorder.tensors):  # x is new to the recorder
@@ -232,19 +238,19 @@ def _say_once(failure: str) -> None:
 class _Launch(NamedTuple):
     """One recorded kernel launch. `run` launches the kernel.
 
-    The function `arguments` picks the kernel's arguments from the list of all recorded values.
+    The function `arguments` picks the kernel's arguments from a list of constants, addresses and TMA descriptors.
     """
 
     run: Callable[..., None]
     arguments: Callable[[list[Any]], tuple[Any, ...]]
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity, because a _Map is the key of a cache
+@dataclass(frozen=True, eq=False)  # hashed by identity, because a _Map is an argument of a cached function
 class _Map:
     """A TMA descriptor whose address is filled in when the launch is repeated."""
 
     place: int  # index of the tensor's address in the list of addresses
-    offset: int  # bytes from the start of the tensor; not 0 for the second column block of a head
+    offset: int  # bytes from the start of the tensor; above 0 for the second column block of a head
     descriptor: TensorDescriptor
     encoding: Any  # Triton's encoding metadata for this argument of the kernel
 
@@ -260,8 +266,8 @@ def _encoded(described: _Map, address: int) -> Any:
 class _Recording:
     """The allocations and launches of a call. A recording keeps no tensors alive, except those passed to `lasting`.
 
-    Lists of addresses have this order: the inputs that launches read, the allocations, the slices of the last
-    allocation.
+    A list of addresses holds first the addresses of the inputs that launches read, then those of the allocations, then
+    those of the slices of the last allocation.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # given all inputs, returns those that launches read
@@ -270,7 +276,7 @@ class _Recording:
     maps: list[_Map]
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # given the allocations, returns the outputs
-    same: list[tuple[int, int]]  # index pairs of addresses that were equal in the recorded call
+    same: list[tuple[int, int]]  # pairs of indices whose addresses were equal in the recorded call
     slices: list[tuple[int, int]]  # for each slice, the index of its allocation's address, and an offset in bytes
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
@@ -314,7 +320,7 @@ class _Unclear(Exception):
 class _Recorder(torch_private.TorchDispatchMode):
     """Records one call.
 
-    The recorder keeps all tensors of the call alive, so that no address is used twice in the call.
+    The recorder keeps all tensors of the call alive, so that no two of them get the same address.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -343,7 +349,7 @@ class _Recorder(torch_private.TorchDispatchMode):
             self.temporary.append(len(self.allocations))
             self.add(result, _allocation(result))
         elif not func.is_view:
-            self.clear = False  # work on the GPU that is not one of our launches
+            self.clear = False  # a repeated call would not run this operator
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
@@ -376,8 +382,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
         """Returns the recording of the call that returned `outputs`, or `UNCLEAR` if the call cannot be repeated."""
         made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # only inputs can be None
-        # Tensors are compared by address: an output may be a view, and torch.empty returns a view under a dispatch
-        # mode.
+        # Tensors are compared by address, not by identity, because an output may be a view of an allocated tensor.
+        # Under a dispatch mode, even torch.empty returns a view.
         chosen = [i for output in outputs for i, x in enumerate(made) if _holds(x, output)]
         if not self.clear or len(chosen) != len(outputs):
             return _Known.UNCLEAR
@@ -452,9 +458,9 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
-        Only the first row of each tensor is searched, because the later rows of two views can overlap. This happens if
-        q, k and v are views of one projection. If several tensors have the same address, their addresses must also be
-        equal in a repeated call (`same`).
+        Only the first row of each tensor is searched, because the later rows of two views can overlap, for example if
+        q, k and v are views of one projection. If several tensors start at the same address, `same` records that their
+        addresses must also be equal in a repeated call.
         Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """
         found = []

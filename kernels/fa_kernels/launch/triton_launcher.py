@@ -1,11 +1,11 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
 This module relies on the following private details of Triton. A launch returns its CompiledKernel.
-`driver.active.launcher_cls(source, metadata)` makes the launcher that CompiledKernel.run calls. `prepared` fixes the
-first nine arguments of this launcher. If the kernel needs no scratch memory, the launcher would only pass its arguments
-to the function `launcher.launch`, so `prepared` calls `launch` directly. `make_tensordesc_arg` encodes a descriptor for
-TMA. Triton encodes descriptors at each launch, but record.py caches one encoding for each address. Our launcher
-therefore has a signature that lists the parts of an encoded descriptor.
+`driver.active.launcher_cls(source, metadata)` makes a launcher. CompiledKernel.run is such a launcher. `prepared`
+fixes the launcher's first nine arguments. If the kernel needs no scratch memory, the launcher would only pass its
+arguments to the function `launcher.launch`, so `prepared` uses `launch` directly. `make_tensordesc_arg` encodes a
+descriptor for TMA. Triton encodes descriptors at each launch, but record.py caches one encoding for each address. Our
+launcher therefore has a signature that lists the parts of an encoded descriptor.
 """
 
 import re
@@ -91,7 +91,7 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     return lambda *arguments: launch(*constants, arguments)
 
 
-@cache  # many recordings share a launcher, because Triton 3.6 loads a library for each launcher
+@cache  # cached, because Triton 3.6 loads a library for each new launcher
 def _launcher(compiled: Any) -> Any:
     """Returns a launcher that accepts encoded descriptors, or compiled.run if the kernel has no descriptors."""
     types: list[Any] = []
