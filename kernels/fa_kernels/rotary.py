@@ -116,7 +116,7 @@ def _rotate(
 ) -> Tensor:
     """Joins the one or three tensors in `parts` along the head dimension, and rotates the first n_rotated heads.
 
-    If `inverse`, rotates by the negated angles. The gradient of a rotation is computed in this way.
+    If `inverse`, rotates by the negated angles, as the gradient of a rotation requires.
     """
     if not parts[0].is_cuda:
         return _rotate_plainly(parts, cos, sin, n_rotated, dtype, inverse)

@@ -1,4 +1,4 @@
-"""Copies and adds rows of one or two tensors by index. Context parallelism exchanges keys and values in this way.
+"""Copies and adds rows of one or two tensors by index. Context parallelism uses this to exchange keys and values.
 
 Tensors have the shape (rows, heads, head_dim), and each row is contiguous. The kernels need one pass over the data.
 torch's functions would need several passes: index_select and index_copy_ process one tensor at a time, and sums in fp32

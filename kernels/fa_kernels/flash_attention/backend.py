@@ -91,8 +91,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Computes dq, dk and dv, which are contiguous. If there are sinks, also returns delta (delta.py).
 
-    With `deterministic`, gradients have the same bits in every run. With `deterministic`, several programs may add to
-    the same element of dq, but only in a fixed order.
+    With `deterministic`, gradients have the same bits in every run: if several programs add to the same element of dq,
+    they do so in a fixed order.
     Shapes: q, k, v and o are as in `forward`; do has the shape of o; lse and dlse are (n_heads, total_q) fp32.
     """
     shapes = q.shape, k.shape, v.shape
@@ -114,8 +114,8 @@ def backward(
 def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: Arch) -> int:
     """Returns an upper bound of the temporary memory of the backward pass, in bytes per query and head.
 
-    The temporary memory holds one fp32 value, delta, per query. The Hopper kernels need two more fp32 values per query.
-    The fused Hopper kernel (hopper/backward/fused.py) also needs an fp32 sum of dQ.
+    All kernels need one fp32 value, delta, per query and head. The Hopper kernels need two more fp32 values per query
+    and head. The fused Hopper kernel (hopper/backward/fused.py) also needs an fp32 sum of dQ.
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
@@ -125,8 +125,8 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 def in_order(x: Tensor) -> Tensor:
     """Returns x if `packed` can flatten x without a copy and x's last stride is 1, otherwise a contiguous copy.
 
-    In the result, the last dimension has stride 1. In memory, the distance between consecutive tokens is always the
-    same, also where one sequence ends and the next begins.
+    In the result, the last dimension has stride 1. All consecutive tokens of the result have the same distance in
+    memory, even the last token of one sequence and the first token of the next.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
@@ -145,9 +145,9 @@ def _common_key(
     """Returns the part of a call's recording key (launch/record.py) that the forward and the backward pass share.
 
     The recording key holds everything that the kernel launches and the checks of require_consistent depend on. A
-    schedule's tensors are always int32, contiguous and on one device, so the key needs only the device and the numbers
-    of tiles of a schedule. Strides of contiguous tensors are not in the key, because they follow from the shape or do
-    not matter.
+    schedule's tensors are always int32, contiguous and on one device. The key therefore describes these tensors only by
+    their device and their numbers of tiles. Strides of contiguous tensors are not in the key, because they follow from
+    the shape or do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],

@@ -66,7 +66,7 @@ def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """Returns the factor of the attention scores Q K^T. The default is head_dim**-0.5.
+    """Returns the factor that multiplies the scores Q K^T: softmax_scale, or head_dim**-0.5 if softmax_scale is None.
 
     Raises: ValueError if the factor is not positive and finite.
     """

@@ -54,8 +54,8 @@ def flash_attn_func(
     """Computes attention over a batch of sequences that all have the same length.
 
     The last query is aligned with the last key. A query that sees no key has output 0, and its lse is the sink of its
-    head, or -inf without sinks. The function is differentiable in q, k, v and sinks, through o and lse. q, k and v may
-    be float8_e4m3fn on GPUs of compute capability 8.9 and newer, without gradients.
+    head, or -inf without sinks. Both o and lse are differentiable in q, k, v and sinks. On GPUs of compute capability
+    8.9 or higher, q, k and v may be float8_e4m3fn if they do not require gradients.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -95,8 +95,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # The arguments must be checked before any work on the GPU. If attention is the first work on the GPU, the check in
-    # the backend is early enough.
+    # A new schedule, ALiBi and fp8 scales start work on the GPU, so the arguments are checked first. For other calls,
+    # the check in the backend is early enough.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -155,16 +155,16 @@ def flash_attn_varlen_func(
             max_seqlen_k.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            In block_table, entries after a document's keys are ignored. The pages are copied to n_docs * max_seqlen_k
+            Entries for pages after a document's last key are ignored. The pages are copied to n_docs * max_seqlen_k
             rows, but flash_attn_with_kvcache reads pages in place.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
 
     Raises:
-        ValueError: for the same reasons as in flash_attn_func, or if checked values are wrong. The values of cu_seqlens
-            and block_table are checked only if they are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to
-            wait for the GPU. cu_seqlens must start at 0, must not decrease and must not end after the last row. No
+        ValueError: for the same reasons as in flash_attn_func, or if a value in cu_seqlens or block_table is wrong.
+            These values are checked only if they are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to wait
+            for the GPU. cu_seqlens must start at 0, must not decrease and must not end after the last row. No
             document may be longer than max_seqlen_q or max_seqlen_k, and every page must exist. Wrong values that are
             not checked give wrong results, but no access out of bounds.
     """
@@ -339,8 +339,8 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
     """Returns two factors per head, (2, n_heads) float32: the scores' factor (row 0) and the output's factor (row 1).
 
-    `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1. If
-    all three are None, returns None.
+    `descales` holds q_descale, k_descale and v_descale. Each of them is (n_kv_heads,), or None for a factor of 1.
+    If all three are None, returns None.
     """
     if descales[0] is descales[1] is descales[2] is None:
         return None
@@ -363,7 +363,7 @@ def _seqlen_that_decides(max_seqlen: int) -> int | None:
 
     A long document causes most of the work, so the kernels are chosen for the length of this document.
     """
-    # max_seqlen may be a tensor, and reading a tensor would wait for the GPU.
+    # max_seqlen may be a tensor. To read its value, the host would have to wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 

@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, n
 from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
-PAGE_UNIT = 16  # tokens in the smallest block of keys that kernels read; page sizes are multiples of it
+PAGE_UNIT = 16  # tokens in the smallest block of keys that kernels read; a page size must be a multiple of 16
 
 
 @torch.no_grad()
@@ -50,12 +50,12 @@ def flash_attn_with_kvcache(
         v_cache: like k_cache, but its head_dim may differ.
         k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
         v: like k, but with the head_dim of v_cache.
-        rotary_cos: (positions, rotary_dim / 2), with at least as many positions as a sequence can have. rotary_dim must
-            be a multiple of 16.
+        rotary_cos: (positions, rotary_dim / 2). There must be at least as many positions as a sequence can have tokens.
+            rotary_dim must be a multiple of 16.
         rotary_sin: like rotary_cos.
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
             length of the cache.
-        cache_batch_idx: (batch,) int32, the row of the cache that belongs to each sequence.
+        cache_batch_idx: (batch,) int32, for each sequence the index of its row in the cache.
         cache_leftpad: (batch,) int32, the first position that queries are allowed to see.
         block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
@@ -66,18 +66,18 @@ def flash_attn_with_kvcache(
             False, column i is paired with column i + rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the query's aligned key.
-        num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the number
-            depends on the GPU and the shape of the cache.
+        num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the function
+            chooses the number.
         return_softmax_lse: whether to return (o, lse).
 
     Returns:
         o (batch, seqlen_q, n_heads, v_cache's head_dim) in q's dtype; lse (batch, n_heads, seqlen_q) float32 in nats.
 
     Raises:
-        ValueError: if a shape, a dtype, a device or the number of heads is wrong. The call also fails if k is given
-            without cache_seqlens, rotary_cos without k, or a block_table with cache_batch_idx. Values of cache_seqlens,
-            cache_batch_idx and block_table are checked only on the CPU. On a GPU, wrong values are not detected, but
-            never cause an access outside of the cache.
+        ValueError: if a shape, a dtype, a device or the number of heads is wrong; if k is given without
+            cache_seqlens, rotary_cos without k, or a block_table together with cache_batch_idx. Values of
+            cache_seqlens, cache_batch_idx and block_table are checked only on the CPU. On a GPU, wrong values are not
+            detected, but never cause an access outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """
@@ -226,7 +226,7 @@ def _decode_fake(
 
 @register_flop_formula(torch.ops.flash_attention.decode)
 def _decode_flops(q_shape, k_shape, v_shape, seqlens_shape, seqlen_new, table_shape, *args, **kwargs) -> int:
-    """Counts the FLOPs of all positions in the cache, because only the GPU knows how many of them are in use."""
+    """Counts the FLOPs of all positions in the cache, because the host does not know how many are in use."""
     batch, seqlen_q, n_heads, head_dim = q_shape
     capacity = k_shape[1] * (1 if table_shape is None else table_shape[1])
     return 2 * batch * seqlen_q * capacity * n_heads * (head_dim + v_shape[-1])

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-ROWS_PER_MARK = tl.constexpr(64)  # at least half the rows of a tile of any kernel, so that a tile has at most two marks
+ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so it can check tiles of up to 128 rows
 
 
 @triton.jit
 def isolate_nan(x):
     """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N] that is NaN for rows with inf or NaN, else 0.
 
-    In the next matmul, rows of x that a query does not see have weight 0. But 0 * NaN is NaN, so NaN would reach
-    another document. The caller adds the returned vector to the weights of visible rows, so that NaN still reaches the
-    queries that see it. `isolate_nan` doubles the instructions of a masked loop, so kernels for one document are
-    compiled without `isolate_nan`.
+    In the next matmul, rows of x that a query does not see have weight 0. But 0 * NaN is NaN. Without `isolate_nan`,
+    NaN would therefore reach other documents. The caller adds the returned vector to the weights of visible rows, so
+    that NaN still reaches the queries that see it. `isolate_nan` doubles the instructions of a masked loop, so kernels
+    for one document are compiled without `isolate_nan`.
     """
     zeros = x * 0.0  # NaN where x is not finite
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
@@ -54,6 +54,6 @@ def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
     """Returns uninitialised marks, (n_heads, ceil(total / 64)) int32.
 
-    A kernel writes one mark for 64 rows of a head. The mark is 1 if any of the rows has NaN, else 0.
+    A kernel writes one mark for every 64 rows of a head. A mark is 1 if any of its rows has NaN, else 0.
     """
     return torch.empty(n_heads, ceil_div(total, ROWS_PER_MARK.value), dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ that run:
 
 A call is observed if code outside this file could watch operators (see `_observed`). The backward pass calls
 `_observed` again. Operators of torch accept no Schedule and no Features. Operators receive a Schedule as its seven
-tensors, and ALiBi as a list of three tensors, or as an empty list without ALiBi.
+tensors. They receive ALiBi as a list of three tensors, which is empty without ALiBi.
 """
 
 from collections.abc import Sequence
@@ -174,7 +174,8 @@ def _gradients(
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks
-    # If gradients are enabled here, autograd records the operator, and later reports that it has no second derivative.
+    # If gradients are enabled here, the caller may want second derivatives, which attention does not have. Autograd
+    # reports their absence only if it has recorded the operator.
     if torch.is_grad_enabled() or _observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
@@ -191,7 +192,7 @@ _Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # schedule, featu
 class _Attention(torch.autograd.Function):
     """Attention as an autograd Function.
 
-    torch's `register_autograd` would compute the same, but in more host time, because it flattens lists in Python.
+    torch's `register_autograd` would compute the same, but takes more host time, because it flattens lists in Python.
     """
 
     @staticmethod
@@ -229,10 +230,7 @@ def _forward(
     deterministic: bool,
     observed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes o and lse.
-
-    The registered operator computes o and lse if the call is observed, and the backend computes them otherwise.
-    """
+    """Computes o and lse: with the registered operator if the call is observed, else directly with the backend."""
     if not observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)
     require_consistent(q, k, v, features.sinks)
@@ -286,8 +284,8 @@ def flash_attention_forward(
     has a forward-mode tangent.
     """
     sinks = features.sinks
-    # Without this check, forward-mode tangents would be lost silently: if no gradients are needed, even the operator
-    # drops them.
+    # Without this check, forward-mode tangents would be lost silently. Even the registered operator drops them if no
+    # input requires a gradient.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
@@ -312,7 +310,7 @@ def flash_attention_forward(
 
 @register_flop_formula(torch.ops.flash_attention.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts all pairs of a query and a key, as torch does for its own attention, because the mask is on the GPU."""
+    """Counts all pairs of a query and a key, as torch does for its attention. The host does not know the mask."""
     return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (q_shape[2] + v_shape[2])
 
 

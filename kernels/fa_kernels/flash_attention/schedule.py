@@ -18,7 +18,7 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; a multiple of every kernel's block of rows
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
 # Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each length class uses.
-SHORT_DOCUMENT = 2**9  # below this, key_tiles is ascending, so that neighbouring tiles share queries in L2
+SHORT_DOCUMENT = 2**9  # below this length, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
 VERY_LONG_DOCUMENT = 2**16  # from this length on, Hopper's forward kernel processes only a few heads at a time
 
@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
     key_end: Tensor  # (total_q,)
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
-    query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), document by document, the longest document first
+    query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), tile indices by document, the longest document first
     key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first, or ascending if documents are short
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
@@ -53,7 +53,7 @@ class Schedule(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """Returns a Schedule with these seven tensors, in the order of `tensors`.
+        """Returns a Schedule with these seven tensors, in the order in which the method `tensors` returns them.
 
         Only the forward pass needs `length_class`.
         """
@@ -86,7 +86,7 @@ def build_schedule(
         causal: whether to replace `right` in window_size by 0.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         padded: whether there can be tokens after the last document.
-        seqlen: the number of keys per document, from which the length class is chosen; by default the mean length.
+        seqlen: the document length, in keys, that determines the length class; by default the mean length.
         gradients: whether the schedule must also serve backward passes. If False, the fields that only backward passes
             read (query_start, query_end, key_tiles) may be empty.
     """
@@ -94,7 +94,7 @@ def build_schedule(
     if causal:
         right = 0
     crosses_documents = padded or cu_seqlens_k.numel() > 2
-    mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # padding in cu_seqlens counts as documents, lowering the mean
+    mean = total_k // max(1, cu_seqlens_k.numel() - 1)  # entries that pad cu_seqlens also count as documents
     tensors: Sequence[Tensor]
     keys_in_order = _keys_in_sight(mean, left, right) < SHORT_DOCUMENT
     documents = cu_seqlens_q, cu_seqlens_k, total_q, total_k, (left, right)
@@ -154,8 +154,8 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
-    # All queries of a document have the same first key, and the last query sees the most keys. With a window, each
-    # query counts as a document of its own.
+    # Queries with the same first key count as one document, and the last of them sees the most keys. With a window,
+    # the first keys of most queries differ, so most queries count as one document each.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start
@@ -255,8 +255,8 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # A token's document, counted from 1, is the number of documents that begin at or before the token. This number
-        # skips empty documents.
+        # A token's document, counted from 1, is the number of documents that begin at or before the token. No token
+        # gets the number of an empty document.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 
@@ -266,7 +266,7 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns start and end of each token's document on the other side, and each token's aligned token on that side.
+    """Returns, for each token, the start and end of its document and its aligned token, all on the other side.
 
     If `own` is the side of the queries, `other` is the side of the keys, and vice versa. Each of the three results is
     (total,) int32, with one value per token of `own`.
@@ -283,7 +283,7 @@ def _visible_ranges(start: Tensor, end: Tensor, aligned: Tensor, *, before: int,
 
 
 def _keys_in_sight(length: int, left: int, right: int) -> int:
-    """Returns how many keys a query sees at most in a document of `length` keys."""
+    """Returns the largest number of keys that a query can see in a document of `length` keys."""
     return length if left < 0 or right < 0 else min(length, left + right + 1)
 
 
@@ -300,7 +300,7 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
     With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. The place of a tile with several documents depends on the longer of its first and last document.
+    run last. If a tile holds several documents, the longer of its first and its last document determines its place.
 
     Args:
         length: (total,), the length of each token's document on the other side (keys for queries, and vice versa).

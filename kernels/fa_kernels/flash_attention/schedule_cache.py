@@ -28,8 +28,8 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     if torch.compiler.is_compiling() or may_have_dispatch_mode():
         return None  # a dispatch mode may create fake tensors, or count operations
     if isinstance(device, torch.device) and device.type == "cuda":
-        # Add the index of the device, because `cuda` means another device after set_device, and the default stream of
-        # each device is 0.
+        # The index of the device is added, because `cuda` means another device after set_device. The stream does not
+        # tell the devices apart: the default stream of every device is 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0
@@ -37,7 +37,7 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     # cached tensors either, because the cache may drop a tensor before the graph is replayed.
     if torch.cuda.is_current_stream_capturing():
         return None
-    # The stream is included, because another stream could read a tensor before it is written.
+    # The stream is included, because another stream could read a cached tensor before this stream has written it.
     return device, current_stream_address(device)
 
 

@@ -25,7 +25,7 @@ from fa_kernels.torch_private import may_be_traced
 
 TOKENS = 512  # one program computes the ranges of this many tokens
 TILES = 32  # one program computes the positions of this many tiles
-OTHERS = 256  # how many other tiles a program compares with its own tiles at a time
+OTHERS = 256  # a program compares its own tiles with this many other tiles at a time
 WARPS = 8  # per program
 ALIGNMENT = 32  # int32 elements: each tensor begins at a multiple of 128 bytes in the common buffer
 
@@ -58,7 +58,7 @@ def _edge(index, cu_ptr, n_edges, total):
 def _ranges_of(tokens, side):
     """Returns for each token the start and the end of its range, and the length of its document.
 
-    If the tokens are queries, the range and the length count keys, and if they are keys, queries.
+    For queries, the range and the length refer to keys. For keys, they refer to queries.
     side: the tuple `queries` or `keys` that _schedule_kernel builds.
     """
     own_ptr, other_ptr, n_edges, stride, total_own, total_other, before, after = side
@@ -82,7 +82,7 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 
 @triton.jit
 def _length_of(tiles, side, total, TILE: tl.constexpr):
-    """Returns for each tile the length of a document: the longer of the documents of its first and its last token.
+    """Returns for each tile the length of its first or its last document, whichever is longer.
 
     Lengths are numbers of tokens on the other side.
     """
@@ -98,7 +98,7 @@ def _store_order(
     program, order_ptr, side, total,
     TILE: tl.constexpr, LAST_FIRST: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """Stores `TILES` tiles of `TILE` tokens at their positions in the order of schedule.document_by_document."""
+    """Stores the indices of `TILES` tiles at their positions in the order of schedule.document_by_document."""
     n_tiles = tl.cdiv(total, TILE)
     tiles = program * TILES + tl.arange(0, TILES)
     length = _length_of(tiles, side, total, TILE)
@@ -132,11 +132,10 @@ def _schedule_kernel(
 ):  # fmt: skip
     """Each program computes a part of one result.
 
-    In ascending order of their ids, the programs compute query_tiles, wide_query_tiles, the ranges of queries,
-    key_tiles and the ranges of keys.
-
-    A launch without gradients has no programs for key_tiles and ranges of keys. out_ptr: the buffer of all tensors,
-    which `_layout` divides.
+    The programs with the lowest ids compute query_tiles. The next programs compute wide_query_tiles, then the ranges of
+    queries, then key_tiles, then the ranges of keys. A launch without gradients has no programs for key_tiles and for
+    the ranges of keys.
+    out_ptr: the buffer that holds all tensors, as `_layout` describes.
     """
     key_start_ptr = out_ptr
     key_end_ptr = key_start_ptr + _aligned(total_q, ALIGNMENT)
@@ -145,7 +144,7 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # for each tensor, the index of the first program after the tensor's own programs
+    # for each result except the last, the index of the first program after the programs that compute the result
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)
@@ -198,7 +197,7 @@ def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradient
 
 
 def takes(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Returns whether the kernel can compute a schedule: it can read cu_seqlens, and no tool traces operators."""
+    """Returns whether the kernel can be used: it can read cu_seqlens, and no tool traces torch operators."""
     if torch.compiler.is_compiling() or may_be_traced():
         return False
     return _is_readable(cu_seqlens_q) and (cu_seqlens_k is cu_seqlens_q or _is_readable(cu_seqlens_k))

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, when triton.jit also chooses the interpreter
+_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, like triton.jit's choice of the interpreter
 
 
 @triton.jit
@@ -14,9 +14,9 @@ def tanh(x, dtype: tl.constexpr):
 
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
     narrower dtypes use the approximate instruction `tanh.approx`, whose relative error of 2^-11 is below the rounding
-    of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`. If all scores of a key are saturated, dK of the key is
-    a sum of small terms with the factor `1 - tanh(x)^2`. In this case, `tanh.approx` could make the error of dK in fp16
-    more than twice the error of torch's dK.
+    error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`. If all scores of a key are close to the soft cap,
+    dK of the key is a sum of small terms with the factor `1 - tanh(x)^2`. In this case, `tanh.approx` could make the
+    error of dK in fp16 more than twice the error of torch's dK.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -31,7 +31,7 @@ def tanh(x, dtype: tl.constexpr):
 def _reciprocal(x):
     """Computes 1 / x for x from 1 to infinity, within one unit in the last place.
 
-    Triton's operator / compiles to four times as much code.
+    A division in Triton compiles to four times as much code.
     """
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 

@@ -60,8 +60,8 @@ def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int
     """Returns how many KV heads form a section, so that Q, dO and dQ of their query heads fit in L2.
 
     A section has at least `fewest` KV heads. A section also has at least two tiles for each of the `programs` that run
-    at the same time; n_tiles is the number of tiles per head. If sections were smaller, the longest tiles of the last
-    section would start late, and most programs would wait for these tiles.
+    at the same time. n_tiles is the number of tiles per KV head. If sections were smaller, the longest tiles of the
+    last section would start late, and most programs would wait for these tiles.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)

@@ -17,7 +17,7 @@ from fa_kernels.flash_attention.tuned_tiles import HEAD_DIMS, Pass
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile: block_m query tokens by block_n key tokens, num_warps warps, and num_stages blocks in flight."""
+    """A tile of block_m queries by block_n keys. num_warps and num_stages are Triton's launch options."""
 
     block_m: int
     block_n: int
@@ -79,7 +79,7 @@ _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(32, 32, 4, 2),
 }
 
-# Tiles for 4-byte dtypes, measured for sm90 at head_dim 64 and 128 (scripts/results/fp32_tiles_h200_202611.md).
+# Tiles for 4-byte dtypes. Only sm90 at head_dim 64 and 128 is measured (scripts/results/fp32_tiles_h200_202611.md).
 # sm100 uses the tiles of sm80, because the tiles of sm90 would overflow the tensor memory of sm100.
 _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 2),
@@ -121,7 +121,7 @@ SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100":
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small tiles, to split short inputs
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
@@ -156,7 +156,7 @@ def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction
     return _launch_tiles(device, head_dim, v_head_dim, direction, itemsize)
 
 
-@cache  # used by every launch
+@cache  # called at every launch
 def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     arch = arch_of(device)
     properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks an attribute, hence Any
@@ -227,7 +227,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # Triton's code for this device may resemble that for any known architecture
+    if arch == "unknown":  # Triton's code for this device may be like its code for any known architecture
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -236,12 +236,13 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
-    """Returns the shared memory (bytes) if each fp32 matmul is three TF32 products of upper and lower halves.
+    """Returns the shared memory (bytes) if each fp32 matmul is three TF32 products of its inputs' halves.
 
-    Shared memory holds both halves of the tiles that a program keeps, and of the block in use. Blocks are prefetched in
-    fp32, and split into halves in registers, one column block at a time. mma.sync reads the halves of a block from
-    registers, so shared memory holds this block only once. The kernels for dK and dV also store the block transposed.
-    The decode kernel uses the tiles of the forward pass, and can hold K, V and two copies of the scores at the same
+    An fp32 value is split into an upper and a lower half. Shared memory holds both halves of the tiles that a program
+    keeps, and of the block in use. Blocks are prefetched in fp32, and split into halves in registers, one column block
+    at a time. Kernels with mma.sync read the halves of the block in use from registers, so shared memory holds this
+    block only once. The kernels for dK and dV also store this block transposed.
+    The decode kernel uses the tiles of the forward pass. It can hold K, V and two copies of the scores at the same
     time.
     """
     (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
@@ -289,7 +290,7 @@ def _shared_of_one_product(
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # for copies of Q and dO, or of K, without NaN
+        isolated = block if of_keys and kept_rows >= 64 else widest  # for copies in which NaN is replaced by 0
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
@@ -310,8 +311,8 @@ def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, di
 def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
-    For fp32, three TF32 products of the upper and lower halves of the inputs ("tf32x3") are added, as in torch's own
-    attention. The option "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product
+    For fp32, the default "tf32x3" adds three TF32 products of the upper and lower halves of the inputs, as in torch's
+    own attention. "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product
     ("tf32") is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA.
     Values in the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
     """
@@ -322,7 +323,7 @@ def precision_of(x: Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
-@cache  # used by every launch
+@cache  # called at every launch
 def _has_tf32(device: torch.device) -> bool:
     """Returns whether a CUDA device's tensor cores support TF32, which Ampere and newer GPUs do."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,7 +1,7 @@
 """Files of tile sizes that a user measured on their GPU. scripts/bench/tune_tiles.py writes such files.
 
-The environment variable FLASH_ATTENTION_TILES names a file, which the first launch reads. On the GPU for which the
-tile sizes were measured, they replace the table in tiles.py.
+The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. The tile sizes in this file
+replace those in tiles.py. A file for another GPU raises an error.
 """
 
 import json

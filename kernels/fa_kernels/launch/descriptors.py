@@ -76,7 +76,7 @@ def loadable(x: Tensor) -> bool:
     )
 
 
-# Each training step uses the addresses of earlier steps again. Building a descriptor takes 14 times as long as a hit.
+# Training steps use the same addresses as earlier steps. Building a descriptor takes 14 times as long as a cache hit.
 @lru_cache(maxsize=4096)
 def _rows_of_heads(
     pointer: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: int

@@ -3,7 +3,7 @@
 The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
 dP, so there are seven matmuls, up from five in one fused kernel. Every output is computed by exactly one program. The
 kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in the
-registers together, the first kernel runs twice: once for dK and once for dV, with eight matmuls in total.
+registers together, the first kernel runs twice: once for dK and once for dV. Then there are eight matmuls in total.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ from fa_kernels.launch.record import launch
 def _probabilities(
     scores, lse, bias, softmax_scale, softcap, dtype: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
 ):  # fmt: skip
-    """Returns p = 2^(logits - lse), and the slope of the soft cap, which is 1 without a soft cap.
+    """Returns p = 2^(logits - lse), and the derivative of the soft cap (1 without a soft cap).
 
     `scores` is Q K^T. The logits are the scores after the scale, the soft cap and ALiBi. The logits and lse are in log2
     units.
@@ -77,7 +77,7 @@ def _accumulate_dk_dv(
             q_ptr, do_ptr, m, stride_qt, stride_dot, total_q, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_M, MASKED
         )
         if ISOLATE_NAN and HAS_DK:
-            q, _ = isolate_nan_columns(q)  # NaN in q still reaches visible keys, because lse is NaN
+            q, _ = isolate_nan_columns(q)  # NaN in q still reaches the keys that q sees, because its lse is NaN
         if ISOLATE_NAN and HAS_DV:
             do, nan_rows = isolate_nan_columns(do)
         if MASKED:
@@ -96,7 +96,8 @@ def _accumulate_dk_dv(
         lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
-            # The mask is applied after the exponential, because a query that sees no key has lse = -inf.
+            # For a query that sees no key, lse is -inf and p is inf. The mask is therefore applied to p. Scores of -inf
+            # would not mask such a query, because -inf - -inf is NaN.
             visible = is_visible(queries, query_start, query_end)
             if ISOLATE_NAN and HAS_DV:
                 p += nan_rows[None, :]
@@ -125,7 +126,7 @@ def dkdv_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, from `first` on.
+    """Computes dK (if HAS_DK) and dV (if HAS_DV) of the BLOCK_N keys from `first` on, for one KV head.
 
     The program loops over the query heads of the KV head. With `PHASES=3`, only the blocks at both ends of the range of
     queries are masked. With `PHASES=1`, all blocks are masked, which needs less code. Without `ISOLATE_NAN`, NaN of one
@@ -153,7 +154,8 @@ def dkdv_tile(
     gradients = by_block(
         zero_columns(D_COLUMNS, BLOCK_N) if HAS_DK else (), zero_columns(DV_COLUMNS, BLOCK_N) if HAS_DV else ()
     )
-    # disable_licm keeps values that all phases use inside this loop, because hoisted values would not fit in registers.
+    # With disable_licm, the compiler does not hoist loop-invariant values out of this loop. Hoisted values would not
+    # fit in registers.
     for member in tl.range(GROUP, disable_licm=True):
         head = kv_head * GROUP + member
         head_64 = head.to(tl.int64)
@@ -254,7 +256,7 @@ def dq_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dQ of BLOCK_M queries of one head, from `first` on. `dkdv_tile` explains `PHASES` and `ISOLATE_NAN`."""
+    """Computes dQ of the BLOCK_M queries from `first` on, for one head. See `dkdv_tile` for `PHASES`, `ISOLATE_NAN`."""
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)

@@ -1,9 +1,9 @@
-"""Tiles of a head as column blocks: a head of 96 columns is a block of 64 and a block of 32.
+"""Tiles of a head as column blocks: a head of 96 columns has a block of 64 and a block of 32.
 
 The width of a Triton block must be a power of two, but a head may have any width. `COLUMNS` is a tuple with the widths
 of the one or two blocks that hold a head of `WIDTH` columns (columns_of_head.py). A tile is a tuple of blocks, one for
-each width in `COLUMNS`. The compiler loads and stores blocks in the order of the code, so kernels load block 0 of two
-tensors, then block 1 of both.
+each width in `COLUMNS`. Kernels that read two tensors load block 0 of both, then block 1 of both. The compiler keeps
+this order.
 """
 
 import triton
@@ -42,7 +42,7 @@ def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.cons
 @triton.jit
 def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Returns the result of `load_columns`. The caller has already loaded the first block, and passes it as `block`."""
+    """Loads all blocks except the first, and returns `block` (the first block) and these blocks as one tuple."""
     blocks = (block,)
     for i in tl.static_range(1, len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)

@@ -224,8 +224,8 @@ def _decode_kernel(
     A row is a query of one head: row r is token `r // GROUP` and head `r % GROUP` of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
     the final result. Heads of k have D columns, padded with zeros to BLOCK_D, a power of two. Heads of v have DV
-    columns, padded to BLOCK_DV. Two column blocks per head do not work in this kernel: if K or V reaches shared memory
-    through registers, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
+    columns, padded to BLOCK_DV. Two column blocks per head do not work in this kernel. With two blocks, if K or V
+    reaches shared memory through registers, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
     """
     program = tl.program_id(0)
     tile = program % n_tiles
@@ -261,8 +261,8 @@ def _decode_kernel(
     whole_end = tl.minimum(first_aligned + right + 1, n_keys) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
 
-    # Loop bounds are converted to int64 here. If the compiler widened the counters inside the loops, it would change
-    # the entries of the loops, and ptxas would serialise wgmma (C7515).
+    # Loop bounds are converted to int64 here. If the compiler had to widen the loop counters, ptxas would serialise
+    # wgmma (warning C7515).
     start, whole_start = start.to(tl.int64), whole_start.to(tl.int64)
     whole_end, end = whole_end.to(tl.int64), end.to(tl.int64)
 
@@ -301,7 +301,7 @@ def _decode_kernel(
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
     lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     n_heads = n_kv_heads * GROUP
-    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # rows of earlier splits and sequences
+    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # after earlier splits and sequences
     o_ptrs = o_ptr + (first_row + token.to(tl.int64) * n_heads + head) * DV  # [M]
     cols = tl.arange(0, BLOCK_DV)
     mask = inside[:, None] & (cols[None, :] < DV)
@@ -426,12 +426,12 @@ def padded_width(width: int) -> int:
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows rows of a KV head: tiles of the forward pass for many rows, else shorter tiles.
+    """Returns the tiles for n_rows rows of a KV head. Many rows use tiles of the forward pass. Few rows use shorter ones.
 
     limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small tiles, to split short inputs
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)
@@ -447,7 +447,7 @@ def decode_tiles(
 
 
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
-    """Returns the number of splits: about two programs per multiprocessor, with at least `MIN_SPLIT` keys per split.
+    """Returns the number of splits, for about two programs per multiprocessor and at least `MIN_SPLIT` keys per split.
 
     n_keys: an upper bound of the number of keys that a tile sees. The host does not know the exact number.
     """

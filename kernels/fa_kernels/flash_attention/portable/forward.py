@@ -76,7 +76,7 @@ def forward_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes attention of BLOCK_M queries of one head, from `first` on. `first` must be below total_q.
+    """Computes attention of the BLOCK_M queries from `first` on, for one head. `first` must be below total_q.
 
     Heads of q and k have D columns, in blocks of D_COLUMNS. Heads of v have DV columns, in blocks of DV_COLUMNS
     (columns.py).

@@ -1,6 +1,6 @@
-"""Recomputes the tiles that are marked as containing NaN.
+"""Recomputes the tiles that other kernels have marked because they contain NaN.
 
-Other kernels mark tiles that contain NaN, which may come from another document.
+The NaN may have come from another document.
 """
 
 import torch
@@ -28,7 +28,7 @@ def _repair_fwd_kernel(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Computes o and lse again for marked tiles of BLOCK_M queries. Each program checks several tiles for marks."""
+    """Computes o and lse again for marked tiles of BLOCK_M queries. A program checks `LOOK` tiles at a time."""
     n_tiles = tl.cdiv(total_q, BLOCK_M)
     n_items, step = n_tiles * n_heads, tl.num_programs(0)
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
