@@ -426,7 +426,7 @@ def padded_width(width: int) -> int:
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows rows of a KV head. Many rows use tiles of the forward pass. Few rows use shorter ones.
+    """Returns the tiles for n_rows rows of a KV head: many rows use tiles of the forward pass, few rows shorter tiles.
 
     limit: the bytes of shared memory that a program can use.
     """
