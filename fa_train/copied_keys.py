@@ -57,7 +57,7 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key such as "trainer.max_steps", or ... if the config does not have the key."""
+    """Returns the value of a key such as "trainer.max_steps". If the config lacks the key, returns Ellipsis."""
     value: Any = config
     for name in key.split("."):
         if not isinstance(value, Mapping) or name not in value:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fa_train.models.config import ModelConfig
 
 # (part of the device name, peak in FLOP/s). The first entry whose name matches is used.
-# The peaks come from data sheets. They are for dense bf16 or fp16 matrices and fp32 accumulation.
+# The peaks come from data sheets. They are for products of dense bf16 or fp16 matrices with fp32 accumulation.
 PEAKS = (
     ("B200", 2250e12),
     ("H100 PCIe", 756e12),

@@ -250,7 +250,7 @@ def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:
 
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own callback does not count
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own checkpoint callback is not enough
         raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
 
 

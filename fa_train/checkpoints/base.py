@@ -78,7 +78,8 @@ def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None,
 def base_hash(model: GPT) -> str:
     """Returns the SHA-256 of the base model.
 
-    The hash covers config.json and the weight files. A base model without files has a hash of its random weights.
+    The hash covers config.json and the weight files. For a base model without files, the hash covers its random
+    weights.
 
     The hash does not depend on precision, 4-bit quantization or sharding. A process reads each weight file only once.
     """
