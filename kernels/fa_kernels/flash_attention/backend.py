@@ -91,8 +91,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Computes dq, dk and dv, which are contiguous. If there are sinks, also returns delta (delta.py).
 
-    With `deterministic`, gradients have the same bits in every run: if several programs add to the same element of dq,
-    they do so in a fixed order.
+    With `deterministic`, gradients have the same bits in every run. In this case, programs that add to the same element
+    of dq do so in a fixed order.
     Shapes: q, k, v and o are as in `forward`; do has the shape of o; lse and dlse are (n_heads, total_q) fp32.
     """
     shapes = q.shape, k.shape, v.shape

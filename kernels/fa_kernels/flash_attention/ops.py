@@ -245,9 +245,9 @@ def _forward(
 def _observed(q: Tensor, *others: Tensor | None) -> bool:
     """Returns whether code outside this file could watch the operator.
 
-    Such code can be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
-    transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. A call that is
-    not observed skips torch's dispatcher, which saves 20 us.
+    The watching code can be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a
+    functorch transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. A call
+    that is not observed skips torch's dispatcher, and so saves 20 us of host time.
     """
     return (
         torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()
@@ -275,7 +275,7 @@ def flash_attention_forward(
     deterministic: bool,
     wants_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns o in out_dtype and lse in fp32, which are both differentiable. If wants_lse is False, lse is None.
+    """Returns o in out_dtype and lse in fp32. Both are differentiable. If wants_lse is False, lse is None.
 
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is

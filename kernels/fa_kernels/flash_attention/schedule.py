@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
     # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,
-    # which must not spread to other documents.
+    # so that it does not reach other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 

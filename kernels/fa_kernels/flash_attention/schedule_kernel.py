@@ -1,10 +1,10 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-To compute a schedule, torch needs more than thirty operators, which take more host time than attention over short
-documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the other programs
-computes positions of tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens finds the
-document of a token. To find the position of a tile without sorting, a program counts the tiles that come before this
-tile. Each program finds the documents of all tiles, so programs do not communicate.
+torch would need more than thirty operators to compute a schedule. These operators would take more host time than
+attention over short documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the
+other programs computes positions of tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
+finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
+before this tile. Each program finds the documents of all tiles, so programs do not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """
@@ -144,7 +144,7 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # for each result except the last, the index of the first program after the programs that compute the result
+    # each value is the end (exclusive) of the ids of the programs that compute one result
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)

@@ -22,8 +22,8 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
     Consecutive programs process one tile for all heads of a section, then the next tile for the same heads, and so on.
     After the last tile, the programs continue with the next section of heads. `section` is the number of heads in a
     section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending order. One
-    tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel, which programs process from the last to
-    the first.
+    tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel. Programs process these tiles from the
+    last to the first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)

@@ -47,7 +47,7 @@ from fa_kernels.launch.triton_launcher import (
     prepared,
 )
 
-VARIABLE = "FA_TRAIN_REPLAY"  # this environment variable switches recording off if it is 0; read at the first call
+VARIABLE = "FA_TRAIN_REPLAY"  # an environment variable, read at the first call; 0 switches recording off
 MAX_KEYS = 512  # with more keys, all recordings are removed, because many may be for lengths that no longer occur
 MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
@@ -266,8 +266,8 @@ def _encoded(described: _Map, address: int) -> Any:
 class _Recording:
     """The allocations and launches of a call. A recording keeps no tensors alive, except those passed to `lasting`.
 
-    A list of addresses holds first the addresses of the inputs that launches read, then those of the allocations, then
-    those of the slices of the last allocation.
+    A list of addresses holds the addresses of the inputs that launches read, of the allocations, and of the slices of
+    the last allocation, in this order.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # given all inputs, returns those that launches read
@@ -458,9 +458,9 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
 
-        Only the first row of each tensor is searched, because the later rows of two views can overlap, for example if
-        q, k and v are views of one projection. If several tensors start at the same address, `same` records that their
-        addresses must also be equal in a repeated call.
+        Only the first row of each tensor is searched, because the later rows of two views can overlap in memory. For
+        example, q, k and v can be views of one projection. If several tensors start at the same address, `same` records
+        that their addresses must also be equal in a repeated call.
         Raises: _Unclear if no tensor fits, or if several fit with different offsets.
         """
         found = []

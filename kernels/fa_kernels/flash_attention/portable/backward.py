@@ -3,7 +3,7 @@
 The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
 dP, so there are seven matmuls, up from five in one fused kernel. Every output is computed by exactly one program. The
 kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in the
-registers together, the first kernel runs twice: once for dK and once for dV. Then there are eight matmuls in total.
+registers together, the first kernel runs twice: once for dK and once for dV. In this case, there are eight matmuls.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ def _accumulate_dk_dv(
             q_ptr, do_ptr, m, stride_qt, stride_dot, total_q, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_M, MASKED
         )
         if ISOLATE_NAN and HAS_DK:
-            q, _ = isolate_nan_columns(q)  # NaN in q still reaches the keys that q sees, because its lse is NaN
+            q, _ = isolate_nan_columns(q)  # NaN in q still reaches the keys that q sees, because lse of q is NaN
         if ISOLATE_NAN and HAS_DV:
             do, nan_rows = isolate_nan_columns(do)
         if MASKED:
@@ -129,8 +129,8 @@ def dkdv_tile(
     """Computes dK (if HAS_DK) and dV (if HAS_DV) of the BLOCK_N keys from `first` on, for one KV head.
 
     The program loops over the query heads of the KV head. With `PHASES=3`, only the blocks at both ends of the range of
-    queries are masked. With `PHASES=1`, all blocks are masked, which needs less code. Without `ISOLATE_NAN`, NaN of one
-    document can reach all keys of the tile.
+    queries are masked. With `PHASES=1`, all blocks are masked, so the compiled code is shorter. Without `ISOLATE_NAN`,
+    NaN of one document can reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k

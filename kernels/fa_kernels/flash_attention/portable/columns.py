@@ -61,7 +61,7 @@ def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.const
     rows = tl.arange(0, ROWS)
     cols = FROM + tl.arange(0, COLUMNS[INDEX])
     # The offset of the tile is int64, because 1M tokens x 32 heads x 128 elements exceed 2**31. Offsets inside the tile
-    # are int32, which needs half the registers.
+    # are int32, because int32 offsets need half as many registers.
     ptrs = (ptr + first * stride.to(tl.int64)) + (rows[:, None] * stride + cols[None, :])
     if MASK_ROWS and FROM + COLUMNS[INDEX] > WIDTH:
         block = tl.load(ptrs, mask=(first + rows[:, None] < total) & (cols[None, :] < WIDTH), other=0.0)

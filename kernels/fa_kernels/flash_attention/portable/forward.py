@@ -81,7 +81,7 @@ def forward_tile(
     Heads of q and k have D columns, in blocks of D_COLUMNS. Heads of v have DV columns, in blocks of DV_COLUMNS
     (columns.py).
     With `PHASES=3`, only the blocks at both ends of the range of keys are masked. With `PHASES=1`, all blocks are
-    masked, which needs less code. Without `ISOLATE_NAN`, NaN of one document can reach all rows of the tile.
+    masked, so the compiled code is shorter. Without `ISOLATE_NAN`, NaN of one document can reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
@@ -108,7 +108,8 @@ def forward_tile(
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Phases 0 and 2 process the blocks at the ends, which need a mask. Every row sees all keys of phase 1.
+    # Phases 0 and 2 process the blocks at both ends of the range of keys. These blocks need a mask. Every row sees all
+    # keys of phase 1.
     for phase in tl.static_range(PHASES):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptr, v_ptr,
