@@ -95,7 +95,8 @@ def rotate_qkv(qkv: Tensor, heads: Sequence[int], cos: Tensor, sin: Tensor) -> t
     _require_angles(qkv, cos, sin)
     if len(heads) != 3 or sum(heads) != qkv.shape[1]:
         raise ValueError(
-            f"heads must be three numbers, of q, k and v, with the sum {qkv.shape[1]} as in qkv; got {tuple(heads)}"
+            f"heads must be the numbers of heads of q, k and v, and add up to the {qkv.shape[1]} heads of qkv; "
+            f"got {tuple(heads)}"
         )
     q, k, v = _RotateQKV.apply(qkv, tuple(heads), cos, sin)
     return q, k, v

@@ -257,8 +257,8 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
             {"block_table": TABLE + 3}, r"block_table must hold pages from 0 to 2; got \[3, 3, 3\]", id="no-such-page"
         ),
         pytest.param({"block_table": TABLE - 1}, r"from 0 to 2; got \[-1, -1, -1\]", id="negative"),
-        pytest.param({"v": PAGES[:2]}, r"same pages, at least one; got \(3, 16, 2, 16\) and \(2, ", id="v"),
-        pytest.param({"k": PAGES[:0], "v": PAGES[:0]}, "same pages, at least one", id="no-pages"),
+        pytest.param({"v": PAGES[:2]}, r"same page size, both at least 1; got \(3, 16, 2, 16\) and \(2, ", id="v"),
+        pytest.param({"k": PAGES[:0], "v": PAGES[:0]}, "same page size, both at least 1", id="no-pages"),
         pytest.param({"max_seqlen_k": 33}, "must be at most 32, .*; got 33", id="max-seqlen"),
         pytest.param({"max_seqlen_k": 8}, "cu_seqlens_k must .* end at 16 or before|at least the longest", id="short"),
     ],

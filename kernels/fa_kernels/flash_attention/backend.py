@@ -171,7 +171,7 @@ def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: 
         widths = ", ".join(map(str, head_dims))
         raise ValueError(
             f"{VARIABLE}=hopper needs sm_90, bfloat16 or float16, a head_dim of {widths} (the same for q and v), no "
-            f"ALiBi, rows that TMA can read, and at head_dim 256 an o of q's dtype; the {direction} pass got {q.dtype} "
-            f"with head_dim {q.shape[-1]} (q) and {v.shape[-1]} (v) on {q.device}"
+            "ALiBi, rows of adjacent elements that start at multiples of 16 bytes, and o in q's dtype at head_dim 256; "
+            f"the {direction} pass got {q.dtype} with head_dim {q.shape[-1]} (q) and {v.shape[-1]} (v) on {q.device}"
         )
     return supported and choice != "portable"

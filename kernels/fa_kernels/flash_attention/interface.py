@@ -91,7 +91,7 @@ def flash_attn_func(
         raise ValueError(f"q, k and v must be (batch, seqlen, heads, head_dim); got {shapes_of(q, k, v)}")
     (batch, seqlen_q, _, _), (batch_k, seqlen_k, _, _), (batch_v, _, _, _) = q.shape, k.shape, v.shape
     if not batch == batch_k == batch_v:
-        raise ValueError(f"q, k and v must have one batch size; got {batch}, {batch_k} and {batch_v}")
+        raise ValueError(f"q, k and v must have the same batch size; got {batch}, {batch_k} and {batch_v}")
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
@@ -301,7 +301,10 @@ def _from_pages(
     """
     n_docs, (n_pages, page_size) = cu_seqlens_k.numel() - 1, k.shape[:2]
     if k.shape[:2] != v.shape[:2] or n_pages * page_size == 0:
-        raise ValueError(f"k and v must have the same pages, at least one; got {tuple(k.shape)} and {tuple(v.shape)}")
+        raise ValueError(
+            f"k and v must have the same number of pages and the same page size, both at least 1; got {tuple(k.shape)} "
+            f"and {tuple(v.shape)}"
+        )
     if (
         block_table.dim() != 2
         or block_table.shape[0] != n_docs
@@ -315,7 +318,8 @@ def _from_pages(
     capacity = block_table.shape[1] * page_size
     if max_seqlen_k > capacity:
         raise ValueError(
-            f"max_seqlen_k must be at most {capacity}, all that a row of block_table can hold; got {max_seqlen_k}"
+            f"max_seqlen_k must be at most {capacity}, the number of tokens that a row of block_table can hold; "
+            f"got {max_seqlen_k}"
         )
     if _may_read(block_table):
         used = torch.arange(0, capacity, page_size, device=k.device) < cu_seqlens_k.diff()[:, None]

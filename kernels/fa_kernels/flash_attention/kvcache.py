@@ -347,7 +347,9 @@ def _require_pages_in_range(
     wrong = table[used & ((table < 0) | (table >= n_pages))]
     if wrong.numel():
         name = "block_table" if paged else "cache_batch_idx"
-        raise ValueError(f"{name} must hold rows of k_cache, from 0 to {n_pages - 1}; got {wrong.tolist()}")
+        raise ValueError(
+            f"{name} must hold indices of k_cache's first dimension, from 0 to {n_pages - 1}; got {wrong.tolist()}"
+        )
 
 
 def _values(x: Tensor) -> list[int]:
