@@ -97,8 +97,7 @@ def copy_rows(
     """Copies rows: for each i and each pair of a source and a target, target[to_rows[i]] = source[from_rows[i]].
 
     sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a target's row must be contiguous.
-    from_rows, to_rows: (n,) int32; None stands for 0, 1, 2 and so on. If both are None, n is the source's number of
-    rows.
+    from_rows, to_rows: (n,) int32; None means 0, 1, 2 and so on. If both are None, n is the source's number of rows.
     Raises: ValueError if the heads of a target's row are not contiguous.
     """
     sources = [_with_contiguous_rows(source) for source in sources]

@@ -175,7 +175,7 @@ def _gradients(
         dlse = dlse.contiguous()
     sinks = features.sinks
     # If gradients are enabled here, the caller may want second derivatives, which attention does not have. Autograd
-    # reports their absence only if it has recorded the operator.
+    # raises an error for them only if it has recorded the operator.
     if torch.is_grad_enabled() or _observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,

@@ -300,7 +300,7 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
     With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. If a tile holds several documents, the longer of its first and its last document determines its place.
+    run last. If a tile holds several documents, its place depends on the longer of its first and its last document.
 
     Args:
         length: (total,), the length of each token's document on the other side (keys for queries, and vice versa).

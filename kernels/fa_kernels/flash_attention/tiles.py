@@ -312,9 +312,9 @@ def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
     For fp32, the default "tf32x3" adds three TF32 products of the upper and lower halves of the inputs, as in torch's
-    own attention. It is as accurate as FMA instructions ("ieee") and three times as fast. A single product ("tf32") is
-    used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA. Values in
-    the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
+    own attention. "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product
+    ("tf32") is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA.
+    Values in the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"

@@ -6,9 +6,9 @@ dtypes and options, which form the key of the call. Two calls with the same key 
 tensors.
 
 `recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes each tensor that
-the call allocates, and the arguments of each `launch`. For each address in the arguments, it finds the tensor that the
-address belongs to. Later calls with the same key allocate tensors, insert the new addresses and call the launchers of
-the compiled kernels directly.
+the call allocates, and the arguments of each `launch`. For each address in the arguments, the recorder finds the tensor
+that the address belongs to. Later calls with the same key allocate tensors, insert the new addresses and call the
+launchers of the compiled kernels directly.
 
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
@@ -78,7 +78,7 @@ class _Watched(threading.local):
 
 _WATCHED = _Watched()
 _KEYS: dict[Hashable, "_Recording | _Known"] = {}
-_COMPILED: dict[Hashable, Any] = {}  # compiled kernels of launch_unspecialised, by kernel, device and constants
+_COMPILED: dict[Hashable, Any] = {}  # kernels compiled by launch_unspecialised, by kernel, device, constants
 _SAID = False  # whether a failure to record has been logged
 
 
@@ -456,7 +456,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return "constant", len(self.constants) - 1
 
     def _place(self, address: int) -> tuple[int, int]:
-        """Returns the index of the tensor whose first row contains this address, and the address's offset in bytes.
+        """Returns the index of the tensor whose first row contains `address`, and the offset in this tensor in bytes.
 
         Only the first row of each tensor is searched, because the later rows of two views can overlap in memory. For
         example, q, k and v can be views of one projection. If several tensors start at the same address, `same` records
