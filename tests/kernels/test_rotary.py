@@ -301,7 +301,7 @@ def test_mistakes_are_named(shape, table, n_rotated, message):
     [
         pytest.param((4, 4, 8), (4, 8), [2, 1, 1], r"cos and sin must be .* got \(4, 8\)", id="width"),
         pytest.param((4, 4, 7), (4, 3), [2, 1, 1], "even head_dim", id="odd"),
-        pytest.param((4, 4, 8), (4, 4), [2, 1, 2], r"sum 4 as in qkv; got \(2, 1, 2\)", id="sum"),
+        pytest.param((4, 4, 8), (4, 4), [2, 1, 2], r"add up to the 4 heads of qkv; got \(2, 1, 2\)", id="sum"),
         pytest.param((4, 4, 8), (4, 4), [2, 2], r"got \(2, 2\)", id="two"),
     ],
 )

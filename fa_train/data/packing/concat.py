@@ -16,11 +16,12 @@ from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
     """Returns the number of rows of a stream of total_tokens tokens, including a padded last row."""
-    return max(1, -(-(total_tokens - 1) // seq_len))
+    return max(1, -(-(total_tokens - 1) // seq_len)) if total_tokens else 0
 
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the number of documents in a row, for any document order. Padding is one document."""
+    lengths = lengths[lengths > 0]  # an empty document has no place in a row
     if not (lengths % seq_len).any():
         return 1  # each row is a part of one document
     # A row has the most whole documents if it is filled with the shortest documents. Each end of the row can cut one

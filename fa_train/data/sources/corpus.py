@@ -154,8 +154,10 @@ def require_column(column: str, columns: Iterable[str], where: str) -> None:
 
 
 def require_text(value: object, name: str, where: str) -> str:
-    if not isinstance(value, str):
+    """Returns `value`, or an empty text if it is null or only white space. An empty document gets no tokens.
+
+    Raises: ValueError if `value` is neither a text nor null. name, where: for the message.
+    """
+    if not isinstance(value, str | None):
         raise ValueError(f"{name} must hold text; {where} holds a {type(value).__name__}")
-    if not value.strip():
-        raise ValueError(f"{name} must hold text; {where} is empty")
-    return value
+    return value if value and not value.isspace() else ""

@@ -35,7 +35,10 @@ class Encoder(Protocol[Document]):
 
 
 class TextEncoder:
-    """Encodes a text and puts it between the tokenizer's bos and eos. The model is trained on all tokens of a text."""
+    """Encodes a text and puts it between the tokenizer's bos and eos. The model is trained on all tokens of a text.
+
+    An empty text gets no tokens, also no bos and no eos.
+    """
 
     masked = False
 
@@ -50,4 +53,5 @@ class TextEncoder:
         before, after = (
             np.array([] if i is None else [i], np.int32) for i in (self.tokenizer.bos_id, self.tokenizer.eos_id)
         )
-        return [Encoded(np.concatenate([before, body, after]), None) for body in self.tokenizer.encode_batch(documents)]
+        bodies = self.tokenizer.encode_batch(documents)
+        return [Encoded(np.concatenate([before, body, after]) if len(body) else body, None) for body in bodies]

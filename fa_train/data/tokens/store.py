@@ -61,7 +61,8 @@ class Documents:
         flags = table["held_out"].to_numpy()
         chosen = flags == held_out
         masked = LOSS_MASK.name in table.column_names
-        one_sided = flags.all() or not flags.any()
+        of_texts = flags[length > 0]  # an empty document can be neither trained on nor evaluated
+        one_sided = of_texts.all() or not of_texts.any()
         if one_sided and masked and len(flags) > 1:
             chosen = (np.arange(len(flags)) == len(flags) - 1) == held_out
         elif one_sided:

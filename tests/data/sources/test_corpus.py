@@ -44,21 +44,40 @@ def test_a_folder_a_glob_and_a_file(folder):
         ("c.jsonl", "body", "data.text_column=body must be a column of .*, line 1; it has text"),
         ("d.parquet", "body", "data.text_column=body must be a column of .*parquet; it has text, other"),
         ("d.parquet", "other", "data.text_column=other must hold text; .*, row 1 holds a int"),
-        ("empty.jsonl", "text", "data.text_column=text must hold text; .*empty.jsonl, line 2 is empty"),
-        ("empty.txt", "text", "a document must hold text; .*empty.txt is empty"),
         ("cut.jsonl", "text", "every line must be a JSON object; .*cut.jsonl, line 1 is not: "),
         ("list.jsonl", "text", "every line must be a JSON object; .*list.jsonl, line 1 is a list"),
         ("cut.parquet", "text", "cut.parquet must be a Parquet file; it cannot be read: "),
     ],
 )
 def test_bad_paths_columns_and_files_are_named(folder, path, column, message):
-    (folder / "empty.jsonl").write_text('{"text": "one"}\n{"text": " "}\n')
-    (folder / "empty.txt").write_text("\n")
     (folder / "cut.jsonl").write_text('{"text": "one')
     (folder / "list.jsonl").write_text("[1]")
     (folder / "cut.parquet").write_bytes((folder / "d.parquet").read_bytes()[:-7])
     with pytest.raises(ValueError, match=message):
         texts(folder / path, column)
+
+
+def test_empty_documents_are_counted_and_get_no_tokens(tmp_path):
+    rows = ["one", " ", None, "", *("two words" for _ in range(100))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    (tmp_path / "empty.txt").write_text("\n")
+    path = prepare(TextCorpus(str(tmp_path), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
+    lengths = [length for held_out in (True, False) for length in stored(path, held_out).lengths]
+    assert sorted(lengths) == [0, 0, 0, 0, len("one") + 2, *[len("two words") + 2] * 100]
+
+
+def test_an_empty_document_alone_is_not_held_out(tmp_path):
+    """If only an empty document were held out, a validation would have no labels."""
+    keys = (f"{number}.txt" for number in range(1000))
+    empty = next(key for key in keys if is_held_out(key))
+    (tmp_path / empty).write_text("")
+    (tmp_path / next(key for key in keys if not is_held_out(key))).write_text("text " * 100)
+    path = prepare(TextCorpus(str(tmp_path), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
+    assert stored(path, held_out=True).lengths.sum() > 0
+
+
+def stored(path, held_out):
+    return Documents(path, held_out=held_out, vocab_size=ByteTokenizer.vocab_size)
 
 
 def test_tokenised_once_and_anew_when_a_document_changes(folder, tmp_path_factory):
