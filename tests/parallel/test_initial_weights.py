@@ -21,7 +21,7 @@ from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import LoRA, save_adapter
 from fa_train.parallel.fsdp import shard, whole
-from tests.parallel.support.memory import peak_growth
+from tests.support.peak_memory import peak_growth
 from tests.support.processes import start_server
 from tests.support.training import composed, tiny
 from tests.test_train import processes_can_talk, ranks_of_torchrun
