@@ -5,14 +5,15 @@
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --head-dims 64 128 --dtypes bf16 fp32    # no training step.
 
-The script makes two sweeps over the attention implementation and seq_len. The first sweep measures a training step of
-one model on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile, except with chunked
-attention. The first step is not timed. The second sweep measures attention alone: forward and backward, in eager mode.
-The second sweep starts from the first value of each of --n-heads, --head-dims and --dtypes, and then changes one of
-them at a time. Each case runs in a new process, so a crash or running out of memory affects only that case. A case is
-skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would take longer than
---max-step-seconds, or if the time limit --budget has passed. The script first prints the minimum memory that naive
-attention needs, and the length from which naive attention cannot fit (see scripts/ablation/formula.py).
+The script makes two sweeps. Each sweep varies the attention implementation and seq_len. The first sweep measures a
+training step of one model on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile,
+except with chunked attention. The first step is not timed. The second sweep measures attention alone: forward and
+backward, in eager mode. The second sweep starts from the first value of each of --n-heads, --head-dims and --dtypes,
+and then changes one of them at a time. Each case runs in a new process, so a crash or running out of memory affects
+only that case. A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its
+step would take longer than --max-step-seconds, or if the time limit --budget has passed. The script first prints the
+minimum memory that naive attention needs, and the shortest length at which naive attention cannot fit (see
+scripts/ablation/formula.py).
 
 OUT/results.jsonl holds the finished cases. After Ctrl-C, the same command continues where it stopped, and also tries
 failed cases again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a
@@ -46,7 +47,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:
-    # The step is compiled on a GPU, because the time of a short eager step depends on the host, not on the attention.
+    # On a GPU, the step is compiled: the host, not attention, would determine the time of a short eager step.
     settings = (device, args.precision, args.steps, args.seconds, tuple(args.overrides), device == "cuda")
     return [
         StepCase(args.model, attention, seq_len, *settings)
@@ -123,7 +124,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "results.jsonl", folder / "cases.log"
     try:
-        # Use another process: a CUDA context in this process would take GPU memory from every case.
+        # Use another process: a CUDA context in this process would leave less GPU memory for every case.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)
@@ -159,7 +160,7 @@ def main() -> None:
 
 
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
-    """Returns a text with the minimum memory of naive attention, once for each model and shape."""
+    """Returns one text for each model and shape: the minimum memory of naive attention."""
     formulas: dict[str, Formula] = {}
     for case in cases:
         what = f"a training step of {case.model}" if isinstance(case, StepCase) else f"alone, {case.shape}"

@@ -1,8 +1,8 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
 Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. Times
-are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. Attention alone
-counts `2 * n_heads * head_dim * N**2` FLOPs for the forward pass, and 2.5 times as many for the backward pass.
+are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. For attention
+alone, the forward pass counts `2 * n_heads * head_dim * N**2` FLOPs, and the backward pass 2.5 times as many.
 """
 
 import os
@@ -30,8 +30,8 @@ from scripts.composed import CONF
 
 GIB = 2**30
 WARMUP = 2  # number of untimed runs at the start of a case
-SHORT = 256  # tokens of the first step in eager mode, which compiles kernels and allocates the optimizer's state
-VOCABULARIES = {"nano": 259}  # vocabulary sizes that model configs leave open; nano has 256 bytes and 3 special tokens
+SHORT = 256  # tokens of the first eager step; this step compiles kernels and allocates the optimizer's state
+VOCABULARIES = {"nano": 259}  # for models whose config sets no vocabulary size; nano: 256 bytes, 3 special tokens
 GPT2_VOCABULARY = 50257
 REPLACEABLE = ("memory", "optimizer")  # an override can choose another option of these config groups
 Device = Literal["cuda", "cpu"]
@@ -66,13 +66,13 @@ class StepCase:
 
     @property
     def line(self) -> "StepCase":
-        """Returns this case without its length: cases that differ only in length have the same `line`."""
+        """Returns this case with seq_len 0, so that cases that differ only in length have the same `line`."""
         return replace(self, seq_len=0)
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Attention alone, causal, on one document: first the forward without autograd, then forward and backward."""
+    """Causal attention alone, on one document: first the forward without autograd, then forward and backward."""
 
     KIND: ClassVar[str] = "attention"
     COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "n_heads", "head_dim", "dtype", "seq_len")
@@ -107,9 +107,9 @@ KINDS: dict[str, type[StepCase] | type[AttentionCase]] = {kind.KIND: kind for ki
 class Result:
     """The measured values of one case.
 
-    If outcome is not "ok", all values are None except memory and forward_*, which can be known. mfu is also None if the
-    peak FLOP/s of the device is unknown. step_ms: the median time of a whole training step, or of attention's forward
-    and backward together. timed_steps: the number of times that this median is taken over. forward_*: values of
+    If outcome is not "ok", only memory and forward_* can have values; all other values are None. mfu is also None if
+    the peak FLOP/s of the device is unknown. step_ms: the median time of a whole training step, or of attention's
+    forward and backward together. timed_steps: the number of timings whose median is step_ms. forward_*: values of
     attention's forward pass alone, which are known even if the backward pass ran out of memory.
     """
 
@@ -167,7 +167,7 @@ def measure(case: Case) -> Result:
 def _measure_step(case: StepCase) -> Result:
     try:
         step, flops = training_step(case)
-        # use the full length if compiled: torch.compile would compile again for another length
+        # a compiled step uses the full length, because torch.compile would compile again for another length
         step(case.seq_len if case.compiled else min(SHORT, case.seq_len))
         _forget_peak(case.device)
         step_ms, timed_steps = timed(lambda: step(case.seq_len), case)

@@ -1,4 +1,4 @@
-"""Computes the minimum memory of naive attention before anything runs.
+"""Computes the minimum memory of naive attention, without running it.
 
 A score is the product of one query and one key in one head. The softmax is computed in fp32, so the scores alone take
 `4 * N**2` bytes per head for N tokens. fa_train.models.attention.naive_attention needs the following bytes per score,
@@ -10,17 +10,17 @@ for inputs of 2 and 4 bytes per element:
 | peak in the forward | 10 | 8 | masked scores, their copy in fp32, the softmax's output |
 | peak in the backward | 12 | 12 | the softmax's output, its gradient, the scores' gradient |
 
-The mask takes one byte per pair of a query and a key, and all heads share it. Code from torch.compile recomputes the
-mask and the softmax in the backward, but no matrix product. Compiled code keeps at least one tensor of scores in the
-dtype of q, and its backward also needs the gradient of that tensor. A training step keeps the score tensors of all
-layers except the last. The peak of memory is at the start of the backward, in the last layer. With activation
+The mask takes one byte per pair of a query and a key, and all heads share it. The backward of compiled code recomputes
+the mask and the softmax, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q,
+and its backward also needs the gradient of that tensor. The memory of a training step peaks at the start of the
+backward, in the last layer. At this point, the score tensors of all other layers still exist. With activation
 checkpointing, the tensors of only one layer exist at a time. `selective` checkpointing keeps the output of flash
 attention, but no tensor of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two
-moments. Hidden states, logits and libraries need additional memory, which the formula leaves out. If the computed
-minimum exceeds the memory of the device, naive attention must run out of memory. In eager mode, the forward of naive
-attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d` elements (q, k, v and o) need to
-move. The traffic of naive attention is thus `N / d + 1` times the necessary traffic (scripts/bench/io_traffic.py counts
-every transfer).
+moments. The formula leaves out the memory of hidden states, logits and libraries. If the computed
+minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager mode, the forward of
+naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d` elements (q, k, v and o)
+need to move. Naive attention thus moves `N / d + 1` times as many elements as necessary
+(scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ KEPT = {2: 6, 4: 4}  # maps the bytes per element of q to the bytes per score
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
 PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer state on the GPU
-LEAST_PARAMETER_BYTES = 4  # with any other optimizer, only the weight counts
+LEAST_PARAMETER_BYTES = 4  # with any other optimizer, the formula counts only the weight
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Formula:
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:
-        """Returns the formula with its values, and the length from which naive attention cannot fit, as text."""
+        """Returns a text: the formula with its values, and the shortest length at which naive attention cannot fit."""
         terms = [f"{self.fixed / GIB:.3g} GiB"] if self.fixed else []
         terms += [f"{self.per_token} N"] if self.per_token else []
         return (
@@ -102,7 +102,7 @@ def step_formula(case: StepCase) -> Formula:
 
 
 def attention_formula(case: AttentionCase, passes: Literal["forward", "both"]) -> Formula:
-    """Computes the formula for attention alone. The memory of q, k, v and the gradient of o counts in both passes."""
+    """Computes the formula for attention alone. It always includes the memory of q, k, v and the gradient of o."""
     operand = DTYPES[case.dtype].itemsize
     per_score = BACKWARD if passes == "both" else FORWARD[operand]
     inputs = 4 * case.n_heads * case.head_dim * operand

@@ -42,9 +42,9 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
 
     The output of the job goes to cases/<number>.log in the multirun's folder.
 
-    Returns the measured values by name. A job is skipped if a shorter job with the same attention ran out of memory, or
-    if the folder already has its result. Ends the program if the jobs differ in more than attention and seq_len, or on
-    Ctrl-C.
+    Returns the measured values by name. A job is skipped if the folder already has its result, or if a shorter job with
+    the same attention ran out of memory. Ends the program on Ctrl-C, or if the jobs differ in more than attention and
+    seq_len.
     """
     hydra = HydraConfig.get()
     folder, number = Path(hydra.sweep.dir).resolve() / "cases", f"{hydra.job.num:04d}"
@@ -105,7 +105,7 @@ def case_of(cfg: DictConfig) -> StepCase:
         )
     hydra = HydraConfig.get()
     choices: dict[str, Any] = hydra.runtime.choices
-    if choices["adapter"] != "none":  # the minimum memory and the FLOPs are those of training all weights
+    if choices["adapter"] != "none":  # the formulas assume that all weights are trained
         raise ValueError(f"an ablation needs adapter=none; got {choices['adapter']}")
     overrides = [f"{group}={choices[group]}" for group in ("memory", "optimizer")]
     overrides += [f"model.vocab_size={cfg.model.vocab_size or cfg.data.vocab_size}"]
@@ -149,7 +149,7 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
 class Report(Callback):
     """A Hydra callback that writes the report at the end of a multirun.
 
-    If the jobs were logged to Weights & Biases, also logs a summary there.
+    If the jobs were logged to Weights & Biases, the callback logs a summary to Weights & Biases as well.
     """
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

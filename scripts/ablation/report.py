@@ -41,7 +41,7 @@ Row = tuple[AnyCase, Result]
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a title. The CSV file and the W&B entry of the table are called `name`."""
+    """A table with a title. `name` is the name of the table's CSV file and of its W&B entry."""
 
     name: str
     title: str
@@ -140,7 +140,7 @@ def formula_table(
     formulas: Callable[[AnyCase], list[tuple[str, Formula]]],
     device_bytes: int,
 ) -> Table:
-    """Lists the minimum memory of naive attention at each length, next to the measured values."""
+    """Makes a table of the minimum memory of naive attention and the measured values at each length."""
     shape = tuple(column for column in rows[0][0].COLUMNS if column not in ("attention", "seq_len"))
     cells: dict[tuple[Cell, ...], list[Cell]] = {}
     for case, result in rows:
@@ -252,7 +252,7 @@ def _finish(figure: Figure, panel: Axes, title: str) -> None:
 
 def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device_bytes: int) -> None:
     """Draws the minimum memory of naive attention, the memory of the device, and the point where they meet."""
-    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]  # larger values would hide the others
+    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]  # larger values would flatten others
     axes.plot(lengths, [formula.peak(n) / GIB for n in lengths], "k:", label="naive, predicted least")
     axes.axhline(device_bytes / GIB, color="#888888", linestyle="--", label="the device's memory")
     fails_at = formula.fails_at(device_bytes)

@@ -33,7 +33,7 @@ Finished = dict[Case, Result]
 
 
 class ProcessError(RuntimeError):
-    """Raised if an exception, a signal or the time limit ended a process before its result."""
+    """Raised if an exception, a signal or the time limit ended a process before it returned a result."""
 
     def __init__(self, reason: str, exitcode: int | None = None) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ def start_server() -> None:
     The server finds modules through PYTHONPATH, not through the sys.path of this process.
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # If torch checks for a GPU through NVML, the check does not initialise CUDA, and the server can still fork.
+    # Torch then checks for a GPU through NVML. This check does not initialise CUDA, so the server can still fork.
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with patch.dict(os.environ, settings):
         forkserver.set_forkserver_preload([__name__])

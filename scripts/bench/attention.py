@@ -13,8 +13,8 @@ The forward pass counts 4 * n_heads * head_dim * (sum of squared lengths) FLOPs,
 The backward pass counts 2.5 times as many FLOPs as the forward pass. Peak memory is what a pass allocates in addition
 to its inputs (q, k, v and the gradient of o). The peak memory of a backward pass includes the memory of its forward
 pass. Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are
-built before the timing starts. Only the backend `ours`, which calls the public function, builds its attention schedule
-in every call.
+built before the timing starts, except with the backend `ours`. This backend calls the public function, which builds an
+attention schedule in every call.
 """
 
 import argparse
@@ -105,7 +105,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Backend:
-    """One attention implementation: its layout of q, k and v, and a function that returns a callable for a workload."""
+    """One attention implementation. `layout` is that of q, k and v. `prepare` returns a callable for a workload."""
 
     layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
     prepare: Callable[[Workload], Attend]
@@ -289,7 +289,7 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
     """Measures the forward and backward pass of each backend.
 
-    If a pass fails, its row shows the error, and so do the rows of this backend's later passes.
+    If a pass fails, the rows of this pass and of the same backend's later passes show the error.
     """
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}
@@ -313,7 +313,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 traceback.print_exc()
                 first_line, *_ = str(error).strip().splitlines() or [""]
                 outcomes[name] = f"{type(error).__name__}: {first_line}"
-            gc.collect()  # frees tensors of a failed pass, which reference cycles keep alive
+            gc.collect()  # reference cycles keep tensors of a failed pass alive
             torch.cuda.empty_cache()
         for name, ms in median_ms(runs, rep=rep).items():
             results[name, direction] = ms, peaks[name]
@@ -341,7 +341,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
         if direction == "backward":
             torch.autograd.grad(o, (q, k, v), do)
 
-    run()  # untimed and unmeasured: this call compiles kernels, which needs more memory
+    run()  # not measured: this call compiles kernels, and compilation needs more memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()

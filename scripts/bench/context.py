@@ -1,13 +1,13 @@
-"""Measures attention under context parallelism on all GPUs of a machine, and compares it with one GPU.
+"""Measures attention under context parallelism on all GPUs of a machine, and compares it with attention on one GPU.
 
     python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
 
 A stream is one document (`one`), documents of log-normal lengths (`log-normal`), documents of 64 to 512 tokens
-(`short`), or one document with an attention window of 4096 tokens (`window`). A time is that of a forward and a
-backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and times four parts in random order.
-A part runs --layers times with the same documents, because the layers of a model share a schedule. The time of a part
-is the mean of these runs. The first run needs more host time than the others, and is included in the mean.
+(`short`), or one document with an attention window of 4096 tokens (`window`). A time covers a forward and a backward
+pass, in bf16, on the slowest rank. Every repetition draws new documents, and times the four parts below in random
+order. A part runs --layers times with the same documents, as the layers of a model do. The time of a part is the mean
+of these runs. The first run needs more host time than the others, and is included in the mean.
 
 In the part `one`, rank 0 computes the attention of the whole stream, while the other ranks wait. In the part `shared`,
 all ranks compute this attention together (fa_train.parallel.context). In the part `alone`, each rank computes its share
@@ -17,8 +17,8 @@ values and their gradients.
 The ideal time is the time of `one`, divided by the number of ranks. `alone` shows the time that the ranks would need if
 communication took no time.
 
-With --peer, torch's own context parallelism is measured for the stream `one`, in the same random order
-(scripts/bench/context_peer.py).
+With --peer, a repetition of the stream `one` times two more parts: torch's attention on one rank, and torch's own
+context parallelism (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -89,7 +89,7 @@ class Setting:
 class Result:
     """The medians of one case in milliseconds. ranks_ms: the time of each rank in the part `shared`.
 
-    received: the keys that the busiest rank receives from others, divided by all keys of other ranks.
+    received: the number of keys that the busiest rank receives, divided by the number of keys on all other ranks.
     """
 
     stream: str
@@ -112,7 +112,7 @@ def documents(stream: str, tokens: int, seed: int) -> tuple[int, ...]:
 
 
 class Case:
-    """One random stream, as one rank holds it. `parts` maps each part to a function that runs both passes."""
+    """One random stream on this rank. `parts` maps the name of each part to a function that runs the part."""
 
     def __init__(self, stream: str, tokens: int, seed: int, setting: Setting) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -169,7 +169,7 @@ class Case:
 
 
 def _inputs(setting: Setting, device: torch.device, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns q, k and v, which need gradients, and do."""
+    """Returns q, k, v and do. Of these, q, k and v require gradients."""
     sizes = (
         (queries, setting.n_heads),
         (keys, setting.n_kv_heads),
@@ -203,7 +203,7 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
 
 
 def _milliseconds(run: Callable[[], object] | None, setting: Setting) -> float:
-    """Returns the mean time of a call of `run`, or 0 if this rank has nothing to do."""
+    """Returns the mean milliseconds of a call of `run`, or 0 if this rank has nothing to do."""
     if run is None:
         return 0.0
     if setting.device == "cuda":

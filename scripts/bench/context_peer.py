@@ -1,8 +1,8 @@
-"""Torch's own context parallelism, as a peer of scripts/bench/context.py.
+"""Torch's own context parallelism, which scripts/bench/context.py compares with ours.
 
-torch.distributed.tensor.experimental.context_parallel replaces SDPA by an attention that several ranks share. It
-supports one document that fills the stream, and no attention window. SDPA uses cuDNN's kernel, which is faster on
-Hopper GPUs than SDPA's own flash attention.
+torch.distributed.tensor.experimental.context_parallel replaces SDPA with a function that several ranks run together. It
+supports one document that fills the stream, and no attention window. Here, SDPA uses cuDNN's kernel. On Hopper GPUs,
+this kernel is faster than SDPA's own flash attention.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ PEER_PARTS = ("torch one", "torch shared")
 def peer_parts(
     tokens: int, n_heads: int, n_kv_heads: int, head_dim: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """Returns functions that run both passes of causal attention in bf16, for the keys of `PEER_PARTS`.
+    """Returns functions that run both passes of causal attention in bf16, by the names in `PEER_PARTS`.
 
     "torch one" computes the attention of the whole stream on rank 0. Other ranks do not have this part. In "torch
     shared", all ranks compute this attention together. tokens must be a multiple of twice the number of ranks.
@@ -41,7 +41,7 @@ def peer_parts(
     own = inputs(tokens // ranks)
 
     def shared() -> object:
-        # context_parallel takes the length of the stream from a tensor, which it cuts into the shares of the ranks
+        # context_parallel takes the stream's length from a tensor. It replaces the tensor by the share of this rank.
         stream = torch.empty(tokens, device=device)
         with context_parallel(mesh, buffers=[stream], buffer_seq_dims=[0], no_restore_buffers={stream}):
             return both_passes(*own)

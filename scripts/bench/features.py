@@ -4,8 +4,8 @@ The script times the forward and the backward of flash_attn_varlen_func on one l
 The times include building the attention schedule. The column `work` is the number of visible (query, key) pairs,
 divided by that of plain causal attention. The column `cost` is the time, divided by that of plain causal attention. For
 a window and for packed documents, `cost` should be close to `work`. For a feature that changes scores (such as ALiBi),
-`cost` should be close to 1. Attention with fp8 inputs or a paged cache is timed in the forward pass only. Before the
-timing, several processes (--jobs) compile the kernels. Writes OUT.md.
+`cost` should be close to 1. With fp8 inputs or a paged cache, only the forward pass is timed. The kernels are compiled
+by --jobs processes before the timing. Writes OUT.md.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def log_normal_lengths(total: int) -> tuple[int, ...]:
 
 
 def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feature]:
-    """Returns plain causal attention, followed by the features that are compared with plain causal attention."""
+    """Returns a list: first plain causal attention, and then the features to compare with it."""
     one, documents = (seqlen,), log_normal_lengths(seqlen)
     causal: dict[str, Any] = {"causal": True}
     slopes = torch.linspace(0.001, 0.1, len(documents) * n_heads).view(-1, n_heads)
@@ -196,7 +196,7 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
 
 
 def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
-    """Compiles with --jobs processes.
+    """Compiles the kernels of all features in --jobs processes.
 
     Returns the error for each pair of feature index and head_dim. An empty string means that compilation succeeded.
     """
@@ -212,12 +212,12 @@ def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
 def measure(
     chosen: list[Feature], n_heads: int, head_dim: int, rep: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns two dictionaries from the feature's name to milliseconds: for the forward and for the backward pass.
+    """Returns the milliseconds of each feature, in one dictionary for the forward and one for the backward pass.
 
-    Memory with 16 heads, head_dim 256 and 64k tokens: q takes 0.5 GiB, and all inputs together about 4 GiB. Each
-    forward CUDA graph takes 0.5 GiB, or 1.5 GiB with a paged cache. The forward graphs are freed before the backward
-    graphs are captured. Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The backward
-    graphs of 14 features together take 56 GiB.
+    With 16 heads, head_dim 256 and 64k tokens, q takes 0.5 GiB of memory, and all inputs together take about 4 GiB.
+    Each forward CUDA graph takes 0.5 GiB, or 1.5 GiB with a paged cache. The forward graphs are freed before the
+    backward graphs are captured. Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The
+    backward graphs of 14 features together take 56 GiB.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)
@@ -226,7 +226,7 @@ def measure(
 
 
 def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, float]:
-    """Captures each prepared function and returns its median milliseconds."""
+    """Captures each prepared function as a CUDA graph, and returns its median milliseconds."""
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)

@@ -74,7 +74,9 @@ class Samples:
 
 
 def random_documents(tokens: int, batches: int) -> list[tuple[int, ...]]:
-    """Returns the document lengths of each batch, which add up to `tokens`. Every process gets the same lengths."""
+    """Returns the document lengths of each batch. The lengths of a batch add up to `tokens`, and are the same in every
+    process.
+    """
     generator = random.Random(0)
     most = -(-tokens // SHORTEST)
     return [fill_row([generator.randint(SHORTEST, LONGEST) for _ in range(most)], tokens) for _ in range(batches)]

@@ -1,14 +1,14 @@
-"""Measures the host time of attention calls of our implementation and of others (python -m scripts.bench.host).
+"""Measures the host time of a call of our attention and of other implementations (python -m scripts.bench.host).
 
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
 schedules are built in advance. The table has one column for each of five times. `forward` is a call without gradients,
-and `forward, autograd` is a call with gradients. `backward` is torch.autograd.grad of one call, which includes starting
-autograd's engine and thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one
+and `forward, autograd` is a call with gradients. `backward` is torch.autograd.grad of one call, and includes the start
+of autograd's engine and thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one
 more layer of a model adds. `backward's node` is the backward node alone, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. In each of --rounds rounds, every candidate takes one sample,
-in random order. A row is marked as GPU-bound if, after the last call of a sample, the GPU needs more than a tenth of
-the sample's time to finish its work. Writes OUT.csv and OUT.md.
+in random order. When the last call of a sample returns, the GPU can still have work left. A cell is marked as GPU-bound
+if this work takes more than a tenth of the sample's time. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # number of documents of equal length, for cases with several documents
 WARM_UP = 5  # untimed calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
-GPU_BOUND = 0.1  # a row is GPU-bound if the GPU still runs for more than this share of a sample after the last call
+GPU_BOUND = 0.1  # a row is GPU-bound if, after its last call, the GPU works for more than this share of its time
 MOST_CALLS = 500  # maximum number of calls in a sample
 NOTHING = "a Function that does nothing"
 
@@ -127,8 +127,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample: microseconds per call, and the time that the GPU works after the last call has returned, as a share
-    of the sample's time.
+    """One sample. us: microseconds per call. left: how long the GPU still works after the last call has returned, as a
+    share of the sample's time.
     """
 
     us: float
@@ -227,7 +227,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
 
 
 def order(places: Sequence[Any], rounds: int) -> list[Any]:
-    """Returns `rounds` random permutations of the list `places`, joined to one list.
+    """Returns `rounds` random permutations of the list `places`, joined into one list.
 
     The order differs between rounds, but is the same in every process.
     """

@@ -3,14 +3,14 @@
     python -m scripts.bench.io_traffic                        # also measures, if there are a GPU and ncu.
     python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine.
 
-Writes OUT.md. The problem is one sequence of N tokens in bf16 with n_heads * head_dim = 2048, and each query head has
-its own KV head. Elements are counted per head.
+Writes OUT.md. The problem is one sequence of N tokens in bf16, with n_heads * head_dim = 2048. Each query head has its
+own KV head. Elements are counted per head.
 
-S are the scores, and P is the softmax of S. The forward of naive attention moves `4 * N**2 + 4 * N * d` elements. The
+S denotes the scores, and P the softmax of S. The forward of naive attention moves `4 * N**2 + 4 * N * d` elements. The
 first kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and
 writes O. A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
 
-If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. The five kernels
+If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. Its five kernels
 compute dV from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds
 the same transfers to the backward as to the forward.
 
@@ -18,7 +18,8 @@ In flash attention, each query tile reads its own rows once, and reads all keys 
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
 attention moves on the order of `N**2 * d**2 / M` elements, where fast memory holds M elements. The formulas for flash
 attention count the bytes that the multiprocessors load. Most of these bytes come from the L2 cache. The column `least`
-is the minimum, where each tensor moves once. Tile sizes are those of tiles.py or the Hopper kernels.
+is the minimum, where each tensor moves once. Tile sizes are those of the portable kernels (tiles.py) or of the Hopper
+kernels.
 """
 
 import argparse
@@ -59,8 +60,8 @@ ROW_RANGE = 8  # bytes per row: the start and end of its visible range as int32
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # dense bf16 TFLOP/s, and memory bandwidth in TB/s, of an H200
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# For each pass over key tiles: the tensors that a tile reads once, the per-row values read with Q, and the tensors
-# written. The pass that computes dV alone needs neither V nor delta, because dV = P^T dO.
+# For each pass over key tiles: the tensors that a tile reads once, the row values that it reads with each row of Q, and
+# the tensors that it writes. The pass that computes dV alone needs neither V nor delta, because dV = P^T dO.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
@@ -173,8 +174,8 @@ def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks:
     """Returns the bytes of a backward whose passes recompute the scores. Some passes go over key tiles, and one pass
     goes over query tiles.
 
-    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: two numbers for the pass over
-    query tiles, queries per tile and keys per block.
+    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: for the pass over query tiles,
+    the number of queries per tile and of keys per block.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -233,7 +234,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Returns the rows of K that all query tiles of one head load. The last block of keys ends with the sequence."""
+    """Returns how many rows of K all query tiles of a head load. The last block of keys ends with the sequence."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -241,7 +242,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns the rows of Q that all key tiles of one head load. A causal tile skips rows before its first key."""
+    """Returns how many rows of Q all key tiles of a head load. A causal tile skips rows before its first key."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 
@@ -292,7 +293,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 def prepared(case: Case) -> Callable[[], object]:
     """Returns a function that runs the pass of the case.
 
-    The returned function does not include the creation of the inputs or, for a backward pass, the forward pass.
+    `prepared` itself creates the inputs and, for a backward pass, runs the forward pass.
     """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
