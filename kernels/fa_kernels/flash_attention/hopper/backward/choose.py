@@ -1,16 +1,16 @@
 """Chooses the kernels of Hopper's backward pass.
 
-One fused kernel with five matmuls (fused.py) computes most calls at head_dim 64, 96 and 128. The fused kernel computes
-dK and dV, and adds dQ to an fp32 sum in global memory. The order of additions to dQ varies from run to run, unless the
-call is deterministic (order.py).
+At head_dim 64, 96 and 128, most calls use one fused kernel with five matmuls (fused.py). The fused kernel computes dK
+and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, these additions have a fixed order
+(order.py). In other calls, the order varies from run to run.
 
-Two kernels compute all other calls, with seven matmuls in total: the first computes dK and dV (keys.py or wide.py), the
-second dQ (queries.py). Two kernels are needed at head_dim 256, and in fp16 with a soft cap at head_dim 128, because the
-fused kernel has too few registers there. The separate kernels for dK, dV and dQ are always deterministic, because every
-output is computed by exactly one program.
+All other calls use two kernels with seven matmuls in total. The first kernel computes dK and dV (keys.py or wide.py).
+The second kernel computes dQ (queries.py). Two kernels are needed in two cases: at head_dim 256, and at head_dim 128 in
+fp16 with a soft cap. In these cases, the fused kernel would need too many registers. The two kernels are always
+deterministic, because exactly one program computes each output.
 
-NaN isolation: if the batch has several documents, the kernels mark rows that contain NaN (nan_marks.py). The portable
-kernels then compute the tiles with marked rows again (portable/repair.py).
+NaN isolation: if a call may have several documents, the kernels mark the output rows that contain NaN (nan_marks.py).
+The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).
 """
 
 import torch
@@ -32,7 +32,11 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
-    """Returns whether Hopper's backward supports a call: sm_90, 16-bit, head_dim 64, 96, 128 or 256, no ALiBi."""
+    """Returns whether Hopper's backward supports a call.
+
+    Supported calls run on sm_90, in 16 bits, at head_dim 64, 96, 128 or 256, without ALiBi. TMA must be able to load q,
+    k and v.
+    """
     return (
         q.is_cuda
         and is_hopper(q.device)
@@ -55,7 +59,7 @@ def attention_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule,
     features: Features, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Computes dq, dk and dv, which are contiguous, and delta. delta is None if the call has no sinks.
+    """Returns dq, dk, dv and delta. dq, dk and dv are contiguous. delta is None if the call has no sinks.
 
     The function `supports` must have returned True for the call. If `deterministic`, dq has the same bits in every run.
     Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); do and o like q; lse and dlse
@@ -63,7 +67,7 @@ def attention_backward(
     """
     is_wide = q.shape[-1] == wide.HEAD_DIM
     sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
-    # delta is kept only for the gradient of sinks, for the repair of tiles with NaN, and for queries.py.
+    # A separate tensor for delta is needed only for the gradient of sinks, the repair of NaN, and queries.py.
     keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
     rows, delta, dq_sum, _ = prepared

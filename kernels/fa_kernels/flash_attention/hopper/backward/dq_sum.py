@@ -1,13 +1,13 @@
-"""Kernels before and after the main backward kernel: they prepare lse and delta, and handle the fp32 sum of dQ.
+"""The kernels that run before and after the main backward kernel.
 
 `prepare` launches a kernel that computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to
-0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale and rounds it to dq.
+0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
 
-The sum of dQ has shape (n, 1, 32), where 32 * n is dQ's number of elements, rounded up to whole blocks of 64 queries.
-The sum is ordered by blocks of 64 queries, then by heads, then by blocks of 64 columns. At head_dim 96, the second
-column block of a head has 32 columns. A block of 64 queries and 64 columns is 16 contiguous KiB (8 KiB with 32
-columns), so one TMA operation can add to it. Inside such a block, elements are in the order in which threads hold them
-(registers.py).
+The sum of dQ has shape (n, 1, 32). 32 * n is the number of elements of dQ, with its queries padded to a multiple of 64.
+The sum consists of blocks of 64 queries and 64 columns of a head. At head_dim 96, the second block of a head has only
+32 columns. The blocks are sorted by queries, then by heads, then by columns. A block is contiguous (16 KiB, or 8 KiB
+with 32 columns), so one TMA operation can add to the whole block. Inside a block, elements are in the order in which
+threads hold them (registers.py).
 """
 
 from functools import partial
@@ -37,8 +37,8 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program writes lse and delta of `BLOCK` queries of one head to rows_ptr.
 
-    The kernel has three further outputs, and the pointer of each may be None. The sum of dQ (dq_ptr) is set to 0,
-    `WORDS` elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to `NO_TILE`. delta_ptr
+    The kernel has three more outputs. Each of their pointers may be None. The sum of dQ (dq_ptr) is set to 0, `WORDS`
+    elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to `NO_TILE`. delta_ptr
     receives delta as (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
@@ -66,14 +66,14 @@ def _prepare_kernel(
 class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. Tensors that the caller did not ask for are None.
 
-    In `rows`, each head has padding after its total_q values. Without padding, the last block of queries would also
-    read values of the next head, and a NaN in the next head's delta would reach all of dK.
+    In `rows`, each head has padding after its total_q values. Without padding, the last block of queries would read lse
+    and delta of the next head for rows past the last query. A NaN in this delta would reach dK, because 0 * NaN is NaN.
     """
 
-    rows: Tensor  # (2, n_heads, padded) fp32: first lse in log2 units, or +inf for rows that see no key; then delta
-    delta: Tensor | None  # (n_heads, total_q) fp32: the result of attention_delta
+    rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta
+    delta: Tensor | None  # (n_heads, total_q) fp32: the same delta without padding
     dq_sum: Tensor | None  # fp32 zeros, in the layout that the module docstring describes
-    semaphores: Tensor | None  # int32 semaphores, one per block of 64 queries of a head (order.py)
+    semaphores: Tensor | None  # int32 semaphores, one for each head and block of 64 queries (order.py)
 
 
 def prepare(
@@ -82,8 +82,8 @@ def prepare(
     """Creates the tensors of `Prepared` in one kernel launch.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
-    and the last dimension of do has stride 1. The result has dq_sum if `sums` is true, semaphores if `sums` and
-    `ordered` are true, and delta if `keeps_delta` is true.
+    and the last dimension of do has stride 1. The result has dq_sum if `sums` is true, and delta if `keeps_delta` is
+    true. It has semaphores if both `sums` and `ordered` are true.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -108,9 +108,9 @@ def prepare(
 def _finish_columns(
     sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Multiplies the sum by `scale`, and stores `COLUMNS` columns of the given rows to dq.
+    """Multiplies `COLUMNS` columns of the sum by `scale`, and stores them in the given rows of dq.
 
-    Returns NaN if a sum is not finite, else 0.
+    Returns NaN if any element of these columns is not finite, else 0.
     """
     sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
     # This permutation inverts registers.in_order_of_threads.
@@ -147,7 +147,7 @@ def _finish_kernel(
 
 
 def finish(dq_sum: Tensor, softmax_scale: float, marks: Tensor | None, like: Tensor) -> Tensor:
-    """Multiplies the sum of dS K by softmax_scale, and returns it as contiguous dq in the shape and dtype of `like`.
+    """Returns dq = softmax_scale * dq_sum in the shape and dtype of `like`. dq is contiguous.
 
     marks: receives the NaN marks of dq (nan_isolation.new_marks), or None.
     Shapes: `like` (total_q, n_heads, head_dim).

@@ -2,24 +2,23 @@
 
 A work item is 128 keys of one KV head. A step of the item is one block of queries of one head. Each of two consumer
 warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for 64 of the item's keys. The consumers add P^T dO to dV
-and dS^T Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in shared memory, from
-which the dQ warpgroup reads dS. The dQ warpgroup computes dQ = dS K for all 128 keys, in tiles of at most 64 x 64. TMA
-adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order of additions to dQ varies, unless order.py
-fixes it. The producer warp draws items if there is a queue, and loads K, V, Q, dO, lse and delta by TMA.
+and dS^T Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in shared memory
+(ring.py). The dQ warpgroup reads dS from this ring buffer, and computes dQ = dS K for all 128 keys, in tiles of at most
+64 x 64. TMA adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order of these additions varies, unless
+order.py fixes it. The producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a queue (queue.py), the
+producer warp also draws items from it.
 
-Each place in the ring buffer of dS has an mbarrier `full` (both consumers have written dS^T) and an mbarrier `empty`
-(the matmuls for dQ have read dS). items.Barriers lists the other mbarriers.
-
-The kernel cannot deadlock. Let j count the steps of all items of a program. dS of step j waits for Q and dO of step j
+The kernel cannot deadlock. Steps are numbered over all items of a program. dS of step j waits for Q and dO of step j,
 and for dQ of step `j - DS_STAGES`. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
 waits until dS of step j is written and earlier dQ tiles have left their buffers. The loads of step j wait until the
 consumers have finished step `j - STAGES`. The loads of K and V of item i wait until dK and dV of item i - 2 are stored.
-The first unfinished step can therefore always continue, if `STAGES >= 2` or `ahead` is not set.
+If `STAGES >= 2`, Q of step j + 1 can be loaded before step j is finished. The first unfinished step can therefore
+always continue.
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
-need 24 + 192 + 2 = 218 registers, and ptxas would serialise all matmuls (warning C7512). To save registers, dP starts
-after S has become P. A dQ tile needs 24 + 32 + 2 = 58 registers of a thread, so 56 registers would be too few.
+need 24 + 192 + 2 = 218 registers. ptxas would then serialise all matmuls (warning C7512). The matmul dP therefore
+starts only after S has become P. A dQ tile needs 24 + 32 + 2 = 58 registers of a thread, so 56 would be too few.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """
@@ -79,7 +78,7 @@ ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # order.py adds two warps with 2
 
 @gluon.constexpr_function
 def _arrivals(config):
-    """Returns how many threads of a consumer arrive at the barrier when the consumer has written its half of dS."""
+    """Returns how many threads of a consumer signal that the consumer has written its half of dS."""
     return WARPGROUP.value if config.each_hands_over else 1
 
 
@@ -92,7 +91,9 @@ def _bwd_kernel(
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A work item is 128 keys of one KV head, over all query heads that share it.
+    """Computes dK and dV of work items, and adds their parts of dQ to the sum.
+
+    An item is 128 keys of one KV head, with all query heads that share this KV head.
 
     Program i processes work item i first.
     counter_ptr: the counter of the queue of items (queue.py), or None. tiles_ptr: the order in which tiles of keys are
@@ -116,7 +117,7 @@ def _bwd_kernel(
     barriers = new_item_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    # Two buffers hold dQ tiles in flight. If a head has two column blocks, each column block has one buffer.
+    # Two buffers hold the dQ tiles in flight. If a head has two column blocks, each block has one of the buffers.
     sums = (Sum(sum_desc, new_buffer(sum_desc, SUMS if sum_2_desc is None else 1)),)
     queue, dq_order = None, None
     if counter_ptr is not None:
@@ -162,7 +163,7 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes dk and dv, which are contiguous, and adds dS K to prepared.dq_sum.
+    """Returns contiguous dk and dv, and adds dS K to prepared.dq_sum.
 
     If prepared.semaphores is not None, the additions to dq_sum have a fixed order. fused_config.config_of must not
     return None for the call, and descriptors.loadable must be True for q, k, v and do.
@@ -189,7 +190,7 @@ def gradients_of_keys(
     section = n_kv_heads
     if not ordered:
         at_once = multiprocessors(q.device)
-        # if one KV head ran at a time, all running tiles of a document would add to the same rows of dQ
+        # with only one KV head at a time, all running tiles of a document would compete for the same rows of dQ
         fewest = 2 if schedule.crosses_documents else 1
         section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, fewest)
     launch(

@@ -19,8 +19,8 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # programs draw work items from a queue; if false, each program processes one item
-    halves: bool = False  # dS = P * (dP - delta), times the slope of a soft cap, is computed in 16 bits
-    ahead: bool = False  # each step also starts the matmul S of the next step, after its own exponentials
+    halves: bool = False  # dS = P * (dP - delta) is computed in 16 bits, including the slope of a soft cap
+    ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
     after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
     lse_early: bool = True  # lse is read before the wait for dO; if false, after that wait
     delta_early: bool = False  # delta is read before the wait for dP; if false, after that wait
@@ -28,7 +28,7 @@ class FusedConfig(NamedTuple):
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
-# The configurations for calls without a soft cap, which use 193 to 227 KiB of shared memory.
+# Configurations for calls without a soft cap. They use 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
         64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True
@@ -39,8 +39,8 @@ CONFIGS = {
     (128, torch.bfloat16): _HALVES_128._replace(delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# The configurations for calls with a soft cap, whose slope needs registers. The registers suffice neither for fp16 at
-# head_dim 128, nor for `ahead` in bf16 at head_dim 96.
+# Configurations for calls with a soft cap. The slope of the soft cap needs registers: too few are left for fp16 at
+# head_dim 128, and for `ahead` in bf16 at head_dim 96.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
@@ -61,7 +61,7 @@ def config_of(
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # at block_m 128, tiles of keys would form one long chain of waits
+    if ordered and config.block_m > SUM_BLOCK:  # at block_m 128, tiles would wait in one long chain (order.py)
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 

@@ -79,7 +79,7 @@ class Step:
 
     number: gl.tensor  # the number of the step, counted over all items of the program
     m: gl.tensor  # the first query
-    stage: gl.tensor  # the ring place of Q and dO
+    stage: gl.tensor  # the place of Q and dO in their ring buffers
     phase: gl.tensor  # the phase of the mbarriers of Q and dO
     ds_stage: gl.tensor  # the place of dS
     ds_phase: gl.tensor
@@ -98,7 +98,7 @@ class Probabilities:
     """P^T [64, M] of one step, in the two forms that the gradients dV and dS need."""
 
     low: gl.tensor  # P^T in 16 bits, the operand for dV
-    factor: gl.tensor  # dS^T is `factor * (dP - delta)^T`, where factor is P^T, or with a soft cap P^T times its slope
+    factor: gl.tensor  # dS^T = factor * (dP - delta)^T; factor is P^T, multiplied by the slope if there is a soft cap
 
 
 @gluon.jit
@@ -217,7 +217,7 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Processes one step.
 
-    Returns the gradients, the next step's place in the ring buffers, and the phase of the mbarriers of this place.
+    Returns the gradients, the next step's place in the ring of Q and dO, and the phase of the mbarriers of this place.
     The matmul dP starts after S has become P, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
@@ -248,7 +248,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     if not CONFIG.delta_early:
         delta = _read_rows(buffers.delta, stage, SCORES)
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
-    if not CONFIG.halves:  # dV starts only now, because registers cannot hold P both in fp32 and in 16 bits
+    if not CONFIG.halves:  # the matmul dV starts only now, because registers cannot hold P in both fp32 and 16 bits
         gradients = _begin_dv(gradients, p.low, do)
     gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
     hand_back(barriers.empty.index(stage))
@@ -261,9 +261,9 @@ def _step_ahead(
 ):  # fmt: skip
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
-    Returns S of the next step, the gradients, the next step's place in the ring buffers, and the phase of the mbarriers
-    of this place. In the last step of an item, the returned S is computed from arbitrary data, and the caller does not
-    use this S.
+    Returns S of the next step, the gradients, the next step's place in the ring of Q and dO, and the phase of the
+    mbarriers of this place. In the last step of an item, the returned S is computed from arbitrary data, and the caller
+    does not use this S.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -282,7 +282,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # without a wait between the next step's S and dS, ptxas interleaves their instructions
+    if CONFIG.after_dp:  # the next step's S and this dS have no wait between them, so ptxas interleaves them
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -338,7 +338,7 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    # If `STAGES` is not a power of two, `number // STAGES` would need registers, so the kernel increments the stage.
+    # If `STAGES` is not a power of two, `number // STAGES` would need registers. `stage` is then incremented.
     COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)
@@ -362,7 +362,7 @@ def _consume_item(
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # frees the buffers of the previous item, whose dK and dV have been stored
+        if item_index > 0:  # frees the previous item's buffers after dK and dV in them have been stored
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
     meet()  # without this barrier, Triton would insert one in every step, because of the waits above
@@ -399,13 +399,13 @@ def _sums_of(gradients):
 
 @gluon.jit
 def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
-    """Starts to store dK and dV by TMA, from the buffers of K and V in shared memory.
+    """Writes dK and dV to the buffers of K and V in shared memory, and starts to store them to global memory by TMA.
 
     k and v: this consumer's 64 rows of the buffers. k_tiles and v_tiles: all 128 rows of the buffers.
     """
     dtype: gl.constexpr = k[0].dtype
     HEAD_DIM: gl.constexpr = width_of(k)
-    meet()  # waits until all warps of this consumer have read their half of K and V
+    meet()  # waits until all warps of this consumer have read the consumer's half of K and V
     for i in gl.static_range(len(gradients)):
         v[i].store(gradients[i].dv.to(dtype))
     final = stop - 1

@@ -1,4 +1,4 @@
-"""The dQ warpgroup of the fused backward kernel (fused.py), which computes dQ = dS K and adds dQ to a sum by TMA."""
+"""The dQ warpgroup of the fused backward kernel (fused.py). It computes dQ = dS K, and adds dQ to a sum by TMA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -107,7 +107,7 @@ def _add_columns(
     COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ
     ACROSS: gl.constexpr = k.shape[1] // COLUMNS
     PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
-    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # the number of rows of 32 elements in the sum for `ROWS` queries
+    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum (32 elements each) for `ROWS` queries of a head
     no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
     for piece in gl.static_range(PIECES):
         ds_rows = ds_tile.slice(piece // ACROSS * ROWS, ROWS, dim=1).permute((1, 0))

@@ -1,10 +1,9 @@
 """Work items of the backward kernels that compute dK and dV: their steps, their buffers and the producer warp.
 
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
-item's keys, for all query heads that share the KV head. A step of an item is one block of queries of one head. By
-default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py), steps
-visit blocks of queries from the last to the first. For each block of queries, steps visit all heads before they reach
-the next block.
+item's keys. It does so for each query head that shares the KV head. A step of an item is one block of queries of one
+head. By default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py),
+steps visit the last block of all heads, then the preceding block of all heads, and so on.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
@@ -33,7 +32,10 @@ SIZES = (
 
 @structure
 class Item:
-    """A work item: keys of a KV head, from `first` on, and the queries that can see them, from `start` to `end - 1`."""
+    """A work item: keys of a KV head, beginning with key `first`.
+
+    Only the queries from `start` to `end - 1` can see these keys.
+    """
 
     first: gl.tensor
     kv_head: gl.tensor
@@ -95,7 +97,7 @@ class Barriers:
 class Visible:
     """The queries that see each key of a block: start <= query < end.
 
-    Queries from whole_start to whole_end see every key of the block.
+    Queries with whole_start <= query < whole_end see every key of the block.
     """
 
     start: gl.tensor
@@ -143,8 +145,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head. After the last block of a head, the next
-    step is the first block of the next head. With `BACKWARDS`, the next step is the same block of the next head, or,
-    after the last head, the preceding block of the first head.
+    step is the first block of the next head. With `BACKWARDS`, the next step is the same block of the next head. After
+    the last head, the next step is the preceding block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -168,11 +170,11 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
     """Returns the range of queries that see a key, for each of `KEYS` keys from `first` on.
 
     `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
-    mask, because they see the first key, the last key, and all keys between.
+    mask, because their queries see all of these keys.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # Keys past the last one are loaded as 0, and their P = 2^(0 - lse) might overflow. Their range of queries is
-    # therefore empty.
+    # TMA loads keys past the last one as 0, and their P = 2^(0 - lse) might overflow. Such a key therefore gets an
+    # empty range of queries.
     start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
     end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
     last = first + KEYS - 1
@@ -219,8 +221,8 @@ def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
     """Returns initialised mbarriers.
 
     TMA arrives at the mbarriers named full, and all threads of both consumers arrive at the mbarriers named empty. If
-    `ITEMS` is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
-    mbarrier that it allocates (barriers.py).
+    `ITEMS` is 1, nothing waits for kv_empty. kv_empty is then the same mbarrier as kv_full, because a kernel must use
+    every mbarrier that it allocates (barriers.py).
     """
     kv_full = new_barriers(ITEMS)
     kv_empty = kv_full
@@ -284,8 +286,8 @@ def _produce_item(
     """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this function.
 
     item_index: how many items this program has loaded before. done: the number of steps of all earlier items of this
-    program. Returns `done` plus the number of steps of this item. If counter_ptr is not None, also returns a ticket for
-    another item (queue.py).
+    program. Returns `done` plus the number of steps of this item. Also returns a ticket for another item (queue.py), or
+    0 if counter_ptr is None.
     """
     STAGES: gl.constexpr = buffers.q[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
@@ -295,7 +297,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    # with one extra iteration, the warp also draws a ticket if an item has no steps
+    # the loop has one extra iteration, so that the warp draws a ticket even if the item has no steps
     DRAWS: gl.constexpr = 0 if counter_ptr is None else 1
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0

@@ -1,9 +1,9 @@
 """A Hopper kernel for dK and dV in fp16 at head_dim 128 with a soft cap.
 
-With a soft cap in fp16 at head_dim 128, the fused kernel (fused.py) has too few registers. One program of keys.py
-computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer warpgroups own 64
-keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV and dK can read P^T
-and dS^T from registers. Every output is written by exactly one program, so every run gives the same bits.
+For these calls, the fused kernel (fused.py) would need too many registers. One program of this kernel computes dK and
+dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer warpgroups own 64 keys each. The
+consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV and dK can read P^T and dS^T from
+registers. Exactly one program writes each output, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -49,7 +49,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
 STAGES = 4  # steps whose Q and dO can be in shared memory at once; the kernel uses 194 KiB of shared memory
-# Registers per thread of every warp when the kernel starts, and later of a consumer and of the producer.
+# Registers per thread: in every warp when the kernel starts, and later in a consumer and in the producer.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 
@@ -128,7 +128,9 @@ def _dkdv_kernel(
     GROUP: gl.constexpr, STAGES: gl.constexpr, ALIGNMENT: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """A work item is 128 keys of one KV head, over all query heads that share it. Program i processes work item i.
+    """Computes dK and dV of work items.
+
+    An item is 128 keys of one KV head, with all query heads that share this KV head. Program i processes work item i.
 
     marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or None.
     """

@@ -6,11 +6,12 @@ number of the tile to the block's semaphore. Before tile t adds to dQ, it waits 
 The queries that see a key form a range, and neither end of this range decreases from one key to the next. The tiles
 that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
 
-The kernel cannot deadlock: a tile waits only for an earlier tile that will add to the same block, and semaphores never
-decrease. Programs have one tile each and start in ascending order, so the first unfinished tile waits for nothing.
+The kernel cannot deadlock. A tile waits only for the tile before it, which adds to the same block. Semaphores never
+decrease. Each program has one tile, and programs start in ascending order. The first unfinished tile is therefore
+running, and waits for nothing.
 
-A program visits blocks of queries from the last to the first, and all query heads of the KV head for each block. In
-this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
+A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
+In this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
@@ -37,7 +38,7 @@ _PLACES = gl.constexpr(2)  # the maximum number of steps whose dQ is in memory, 
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: for the step whose dS is in this place, dQ may be added
+    due: gl.shared_memory_descriptor  # [DS_STAGES]: dQ of the step whose dS uses this place may be added
     added: gl.shared_memory_descriptor  # [_PLACES]: dQ of the step in this place has been added to the sum
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
@@ -66,7 +67,7 @@ def wait_for_order(
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp then waits until the previous tile's part is in memory.
 
-    A place in the ring becomes empty only after `due` was signalled for the step that used the place before. The
+    A place in the ring becomes empty only after `due` was signalled for the previous step that used this place. The
     mbarriers of dS and `due` can therefore never be two phases apart.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
@@ -96,7 +97,7 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
     place, phase = place_of(step + _PLACES, _PLACES)  # adding _PLACES avoids a negative index for step -1
-    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # raise_semaphores has seen the last signal
+    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # raise_semaphores has seen this place's signal
     mbarrier.arrive(dq_order.added.index(place), count=1, pred=step >= 0)
 
 
@@ -121,7 +122,9 @@ def raise_semaphores(
 
 @gluon.jit
 def _wait_for(semaphore, number):
-    """Waits until a semaphore is at least `number`. The parts of dQ of all earlier tiles are then in memory.
+    """Waits until a semaphore is at least `number`.
+
+    All tiles up to `number` have then added their parts to dQ in memory.
 
     One warp calls this.
     """

@@ -1,14 +1,13 @@
-"""A Hopper kernel for dQ at head_dim 128 and 256. Every output is written by exactly one program, so every run gives
-the same bits.
+"""A Hopper kernel for dQ at head_dim 128 and 256.
 
-One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once, and then blocks of K and V, by
-TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds dS K to dQ.
-The matmul dS K reads dS from registers. Before this kernel runs, the kernel of keys.py or wide.py computes dK and dV,
-and also computes the same scores.
+One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once by TMA, and then loads blocks of
+K and V by TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds
+dS K to dQ. The matmul dS K reads dS from registers. Exactly one program writes each output, so every run gives the same
+bits. The kernel of keys.py or wide.py computes dK and dV before this kernel runs. Both kernels compute the same scores.
 
-The table gives lower bounds in cycles of a multiprocessor; wide.py explains how they are computed. The bounds in the
-table are for 128 queries x 128 keys at head_dim 128, and for 128 x 64 at head_dim 256. A soft cap doubles the time of
-the exponentials.
+The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py explains how they are computed. The
+bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at head_dim 256. A soft cap
+doubles the time of the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
@@ -63,7 +62,7 @@ class QueryTiles:
 
 
 K_STAGES = 2  # blocks of K in flight
-TILES = {  # by head_dim; the kernels use 192 and 224 KiB of shared memory
+TILES = {  # by head_dim; the shared memory is 192 KiB at head_dim 128, and 224 KiB at head_dim 256
     128: QueryTiles(128, v_stages=2, arrivals=WARPGROUP.value),
     256: QueryTiles(64, v_stages=1, arrivals=1),
 }
@@ -71,7 +70,10 @@ TILES = {  # by head_dim; the kernels use 192 and 224 KiB of shared memory
 
 @structure
 class _Item:
-    """A work item: queries of one head from `first` on, which see n_blocks blocks of keys from `start` on."""
+    """A work item: queries of one head, beginning with query `first`.
+
+    These queries see n_blocks blocks of keys, beginning with key `start`.
+    """
 
     first: gl.tensor
     head: gl.tensor

@@ -1,13 +1,14 @@
 """A Hopper kernel for dK and dV at head_dim 256, with 64 keys per program. Another kernel computes dQ (queries.py).
 
-An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one accumulator. The
+An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one such accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
 warpgroup passes P^T to the second through shared memory, in 16 bits. This kernel and the kernel for dQ need seven
-matmuls together, but one fused kernel would need five. Every output is written by exactly one program, so no sum in
-global memory is needed, and every run gives the same bits.
+matmuls together, but one fused kernel would need five. Exactly one program writes each output. No sum in global memory
+is therefore needed, and every run gives the same bits.
 
-The table gives lower bounds for 64 queries x 64 keys: cycles of a multiprocessor, and KiB that are loaded from L2. The
-tensor cores do 4096 FLOP per cycle, so a matmul needs 512 cycles. Shared memory transfers 128 bytes per cycle.
+The table gives lower bounds for 64 queries and 64 keys: cycles of a multiprocessor, and KiB that are loaded from L2.
+The tensor cores do 4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512 cycles. Shared memory transfers 128 bytes
+per cycle.
 
 | outputs         | tensor cores | shared memory | loads from L2 |
 |:----------------|-------------:|--------------:|--------------:|
@@ -15,7 +16,7 @@ tensor cores do 4096 FLOP per cycle, so a matmul needs 512 cycles. Shared memory
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
 A fused kernel with a third warpgroup for dQ was slower. The lower bounds of this fused kernel are 2560 cycles of the
-tensor cores and 2624 cycles of shared memory. For each 64 queries x 64 keys, the fused kernel also adds 64 KiB of fp32
+tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel also adds 64 KiB of fp32
 values to a sum in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
@@ -68,7 +69,7 @@ THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 @structure
 class _Barriers:
-    """The mbarriers: one for K, one for V, and two for each stage of Q (with lse) and of dO (with delta)."""
+    """The mbarriers: one for K, one for V, two for each stage of Q and lse, and two for each stage of dO and delta."""
 
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
@@ -198,8 +199,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV overwrites K, which only this warpgroup reads. The wait until the second consumer has read the last P is not
-    # needed for correctness, but the kernel was measured with this wait.
+    # dV can overwrite K, because only this warpgroup reads K. The wait until the second consumer has read the last P is
+    # not needed for correctness, but the kernel was measured with this wait.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)
@@ -241,7 +242,7 @@ def _consume_dk(
         mbarrier.arrive(barriers.q_empty.index(stage), count=1)
     if marks_ptr is not None:
         mark_rows(dk, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dK overwrites V in shared memory, because only this warpgroup reads V.
+    # dK can overwrite V in shared memory, because only this warpgroup reads V.
     _store_halves(dk, scale.softmax, v_buf, dk_desc, item)
 
 
