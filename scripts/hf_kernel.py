@@ -1,4 +1,4 @@
-"""Writes the kernels in the form that Hugging Face's package `kernels` loads, without a build.
+"""Writes the kernels to a folder that Hugging Face's package `kernels` can load without a build.
 
     python -m scripts.hf_kernel fa-kernels    # writes the folder.
 
@@ -46,7 +46,7 @@ globals().update((k, v) for k, v in vars(sys.modules["{name}"]).items() if not k
 
 
 def write_kernel(folder: Path) -> Path:
-    """Writes the kernel to `folder` and returns the folder of its variant.
+    """Writes the kernel to `folder`, and returns the folder of its only variant, build/torch-universal.
 
     Raises: ValueError if `folder` already holds a kernel.
     """

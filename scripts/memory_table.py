@@ -89,7 +89,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
 def _devices(cfg: DictConfig) -> int:
     """Returns the number of training processes on one machine.
 
-    trainer.devices=auto and -1 mean all GPUs of this machine, or 1 if there is none.
+    trainer.devices=auto and -1 mean one process for each GPU of this machine, or one process without a GPU.
     """
     devices = cfg.trainer.devices
     if isinstance(devices, int) and devices > 0:
@@ -100,8 +100,8 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: if true, the longest seq_len is that of the combination of memory levers that allows the longest. If false,
-    the longest seq_len is that of the plan's levers.
+    auto: if true, a seq_len fits if at least one combination of memory levers lets it fit. If false, a seq_len fits if
+    the plan's levers let it fit.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)

@@ -4,15 +4,15 @@
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
-is warm-up and is not compared. Three values of the second third must agree with those of the last third. The allowed
-differences are 3% for the median step time and 2% for the lowest host memory. On a GPU, the reserved memory must be
-equal. The lowest host memory is compared, because each checkpoint needs more memory for a short time. The script writes
-OUT.md. The script ends with status 1 if a difference is larger than allowed.
+is warm-up and is not compared. Three values of the second third must agree with those of the last third. The median
+step time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory may not differ. The lowest
+host memory is compared, because each checkpoint needs more memory for a short time. The script writes OUT.md. The
+script ends with status 1 if a difference is larger than allowed.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
-share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The operating system
-divides the memory of a mapped file among all processes that map the file, even processes outside the run. The script
-also writes OUT.csv, which has the memory of each process in each sample.
+share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The run's share of a
+mapped file depends on other processes of the machine: a file's memory is divided among all processes that map it. The
+script also writes OUT.csv, which has the memory of each process in each sample.
 """
 
 import argparse

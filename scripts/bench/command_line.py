@@ -46,8 +46,8 @@ def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str],
 
 
 def overrides_first(arguments: Sequence[str]) -> list[str]:
-    """Moves Hydra's overrides to the front, because an option with several values would take overrides behind it as
-    values.
+    """Moves Hydra's overrides to the front, because an option with several values would take the overrides that follow
+    it as values.
     """
     ordered: list[str] = sorted(arguments, key=lambda argument: re.match(r"[\w.+~@/]+=", argument) is None)
     return ordered

@@ -13,9 +13,9 @@ process. Host memory is what offloaded activations and the offloaded optimizer u
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
-Combinations with another optimizer or bf16-true run at the first length only, because the optimizer's time does not
-depend on the number of tokens. Combinations that are compared with each other run one after the other. Every second
-round runs in reverse order, so that a GPU that slows down over time affects all combinations equally.
+Combinations with bf16-true, or with another optimizer than adamw, run at the first length only: the optimizer's time
+does not depend on the number of tokens. Combinations that are compared with each other run one after the other. Every
+second round runs in reverse order, so that a GPU that slows down over time affects all combinations equally.
 
 The option --profile profiles one step with offload and one without, at the first length. The profile shows what share
 of the copies overlaps with kernels, and how long the compute stream is idle. After every measurement, the script writes
@@ -289,10 +289,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
-    """Runs all measurements for which the time budget suffices.
-
-    The profile runs first, because it takes the least time.
-    """
+    """Runs measurements until the time budget is spent. The profile runs first, because it takes the least time."""
     begin, out = time.monotonic(), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     rows, profiles = read_results(out / "memory.json", head) if args.resume else ([], [])

@@ -1,4 +1,4 @@
-"""Computes how much of a training step's copies overlaps with its kernels, from a trace of torch.profiler."""
+"""Computes how long the copies of a training step overlap with its kernels, from a trace of torch.profiler."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ class Overlap:
     step: float
     to_host: float
     to_device: float
-    hidden: float  # copies in either direction while the compute stream runs a kernel
+    hidden: float  # time of copies in either direction while the compute stream runs a kernel
     idle: float  # time in which the compute stream runs no kernel
     waiting: float  # idle time of the compute stream during a copy, possibly caused by offload
 

@@ -1,17 +1,17 @@
-"""A training step of Hugging Face transformers' LlamaForCausalLM, the peer of scripts/bench/step.py.
+"""A training step of Hugging Face transformers' LlamaForCausalLM, which scripts/bench/step.py compares with ours.
 
 The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are two
 kinds of peers, and a third kind with our attention:
 
 - hf: Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy, and the SDPA kernel that torch chooses.
-- hf-compiled: each decoder layer is compiled with torch.compile into one graph, and SDPA is restricted to cuDNN. Of
-  Liger, only the fused linear cross entropy is used, because a kernel of Liger inside a layer would prevent fusions. If
+- hf-compiled: each decoder layer is compiled with torch.compile into one graph, and SDPA is restricted to cuDNN. The
+  only Liger kernel is the fused linear cross entropy, because a Liger kernel inside a layer would prevent fusions. If
   cuDNN cannot run, torch chooses the SDPA kernel, and the row's note gives the reason.
 - hf-fa_train: like hf, with our attention instead of SDPA.
 
 With adapter=lora, the peer has adapters like peft's LoRA. The weights are frozen. Each linear layer that
-adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B have the dtype of the
-layer's input, or autocast's. With optimizer=adamw_8bit, both sides use torchao's AdamW8bit.
+adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B are computed in the dtype
+of the layer's input, or in that of autocast. With optimizer=adamw_8bit, both sides use torchao's AdamW8bit.
 """
 
 import time
@@ -37,7 +37,7 @@ from scripts.bench.variants import Variant
 
 
 class CannotRunError(Exception):
-    """Raised with the reason if a variant cannot be measured on this machine."""
+    """Raised if a variant cannot be measured on this machine. Its message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Peer:
 
     loss: computes the mean loss over random tokens, in nats per label.
     sdpa: makes the context manager that selects SDPA's kernel. Forward and backward must run inside it.
-    note: SDPA's kernel of a compiled model, and how the model differs from what the variant's name promises.
+    note: which kernel SDPA uses in a compiled model, and how the model differs from what the variant's name promises.
     """
 
     model: nn.Module
@@ -58,8 +58,8 @@ class Peer:
 def build_peer(config: DictConfig, device: torch.device, variant: Variant) -> Peer:
     """Builds transformers' LlamaForCausalLM in the sizes of our model.
 
-    Raises: CannotRunError if transformers is not installed, its Llama cannot express our model, or the plain LoRA here
-    does not support a setting of the adapter.
+    Raises: CannotRunError if transformers is not installed, its Llama cannot express our model, or PlainLoRA does not
+    support a setting of the adapter.
     """
     if find_spec("transformers") is None:
         raise CannotRunError("transformers is not installed")
@@ -131,7 +131,7 @@ def head_dim(config: DictConfig) -> int:
 
 
 def use_liger(device: torch.device, variant: Variant) -> str:
-    """Replaces functions of transformers with Liger's kernels. Returns the reason if Liger's kernels are not used."""
+    """Replaces functions of transformers with Liger's kernels. Returns why they are not used, or an empty string."""
     if find_spec("liger_kernel") is None:
         return "plain transformers: liger-kernel is not installed"
     if device.type != "cuda":
@@ -182,7 +182,7 @@ def without_cudnn(config: DictConfig, device: torch.device) -> str:
 def adapter_of(config: DictConfig) -> LoRA | None:
     """Returns the settings of the adapters, or None without adapters.
 
-    Raises: CannotRunError if the plain LoRA here does not support a setting of the adapter.
+    Raises: CannotRunError if PlainLoRA does not support a setting of the adapter.
     """
     adapter = instantiate(config.adapter)
     if not isinstance(adapter, LoRA):

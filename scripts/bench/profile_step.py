@@ -9,11 +9,11 @@ folder that is not a git checkout, pass +commit=HASH to show the commit on the p
 
 The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive times of the parts.
 The exclusive times and the idle time add up to the step's time. Copies and communication count only while no kernel
-computes; the column `kernels` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png`
-shows the allocated memory by component over host time, because the host allocates and frees memory.
+computes; the column `kernels ms` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev.
+`memory.png` shows the allocated memory by component over host time, because the host allocates and frees memory.
 
-A kernel counts for the operator that launched it (attention, loss, optimizer). If none of these operators launched a
-kernel, the kernel's name determines its part. On a CPU, the script times torch's operators instead of kernels. On a
+A kernel belongs to the part of the step that launched it (attention, loss or optimizer). If none of these parts
+launched the kernel, its name determines its part. On a CPU, the script times torch's operators instead of kernels. On a
 CPU, the time of an operator excludes the operators that it calls.
 """
 
@@ -168,8 +168,8 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
 
 
 def table(step: Step) -> list[tuple[str, float, float, float, int]]:
-    """Returns a line for each part: exclusive milliseconds, share of the step, milliseconds of all kernels, and number
-    of kernels.
+    """Returns a line for each part: exclusive milliseconds, share of the step, milliseconds of its kernels, and number
+    of its kernels.
     """
     parts, whole = exclusive(step), step.end - step.start
     kernels, numbers = Counter[str](), Counter[str]()
@@ -188,7 +188,7 @@ def report(step: Step, head: dict[str, str]) -> str:
         if copies:
             share = hidden(step.intervals, COPIES) / copies
             lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
-    # An operator's time includes the operators that it calls, so only the times of kernels can be added.
+    # Without kernels, the last column is empty: a sum over operators would count the operators that they call twice.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)
     for part, ms, share, kernels_ms, number in rows:

@@ -1,4 +1,4 @@
-"""Makes the file name of a results page, and its header, which says how and where the page was measured."""
+"""Makes the file name and the header of a results page. The header says how and where the results were measured."""
 
 import os
 import platform

@@ -1,19 +1,19 @@
-"""Compares the speed of train.py on all GPUs of a machine with its speed on one GPU, and its memory with the plan.
+"""Compares the speed of train.py on all GPUs with its speed on one GPU, and its memory with the planner's prediction.
 
     python -m scripts.bench.scaling                                         # llama_1b and llama_8b on all GPUs.
     python -m scripts.bench.scaling --cases llama_1b:8192:ddp llama_1b:32768:fsdp --parallel
     python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # on several GPUs.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
-Cases that differ only in the strategy and in strategy.* share the run on one GPU, which ignores strategy.*. Every GPU
-trains on the same number of tokens per step, --rows rows of random tokens. Each run is a new process with logger=csv,
-without validation and without checkpoints. The order of the runs is random.
+Cases that differ only in the strategy and in overrides of strategy.* share the run on one GPU, which ignores both. In
+each step, every GPU trains on --rows rows of random tokens. Each run is a new process with logger=csv, without
+validation and without checkpoints. The order of the runs is random.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
-logs of the timed steps. The first third of the steps is not timed. The columns of step time, data wait, communication
-and compute show the mean over the ranks and, in brackets, the largest value of any rank. Peaks are those of torch's
-allocator, for each rank, over all steps. `plan` is the planner's prediction of a rank's peak. The error of the plan is
-the largest error over the ranks.
+log entries of the timed steps. The first third of the steps is not timed. The columns of step time, data wait,
+communication and compute show the mean over the ranks and, in brackets, the largest value of any rank. Peaks are those
+of torch's allocator, for each rank, over all steps. `plan` is the planner's prediction of a rank's peak. The error of
+the plan is the largest error over the ranks.
 
 The script writes OUT.csv and OUT.md after every run, and keeps the log and metrics.csv of each run in the folder
 OUT_runs.
@@ -61,10 +61,10 @@ CASES = (
 )
 STRATEGIES = "ddp", "fsdp"
 ONE = ("auto",)  # the strategy of runs on one GPU
-LOGS = 12  # logs in a run, if it has enough steps
+LOGS = 12  # number of log entries in a run, if the run has enough steps
 FAILED_LINES = 15  # how many lines are printed from the end of a failed run's log
 MISTAKES = ValueError, HydraException, OmegaConfBaseException
-# {field of Row: metric of train.py}
+# maps a field of Row to a metric of train.py
 MEDIANS = {
     "tokens_per_s": "perf/tokens_per_s",
     "mfu": "perf/mfu",
@@ -96,8 +96,8 @@ class Case:
 class Run:
     """One run of train.py.
 
-    rows: rows per step on each GPU. common: overrides of all runs, without strategy.* on one GPU. cpu: whether the
-    ranks are processes on the CPU.
+    rows: rows per step on each GPU. common: overrides of all runs; a run on one GPU leaves out those of strategy.*.
+    cpu: whether the ranks are processes on the CPU.
     """
 
     workload: Workload
@@ -119,7 +119,7 @@ class Run:
         return f"{self.workload.model}_{self.workload.seq_len}_{self.strategy[0]}_{self.gpus}"
 
     def arguments(self) -> list[str]:
-        """Returns the overrides of train.py, without the folder of the run."""
+        """Returns the overrides of train.py, except for the one that sets the run's folder."""
         strategy, *settings = self.strategy
         common = [override for override in self.common if self.gpus > 1 or not sets_strategy(override)]
         return [
@@ -162,12 +162,12 @@ def parse_case(text: str) -> Case:
 
 
 def sets_strategy(override: str) -> bool:
-    """Returns whether an override sets strategy.*, which a run on one GPU does not have."""
+    """Returns whether an override sets a key of strategy.*. A run on one GPU has no such keys."""
     return override.lstrip("+").startswith("strategy.")
 
 
 def runs_of(cases: Sequence[Case], args: argparse.Namespace, gpus: int) -> list[Run]:
-    """Returns the runs that the cases need, in random order. Runs on one GPU are adjacent, and so can be parallel."""
+    """Returns the runs that the cases need, in random order. Runs on one GPU are adjacent, to allow --parallel."""
     sizes = args.rows, args.steps, tuple(args.overrides), args.cpu_ranks is not None
     own: list[int | None] = [*range(gpus)] if args.every_gpu else [None]
     workloads = dict.fromkeys(case.workload for case in cases)
@@ -235,7 +235,7 @@ class Process:
 
 
 def visible(gpus: Sequence[int]) -> str:
-    """Returns CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees."""
+    """Returns the value of CUDA_VISIBLE_DEVICES that selects these GPUs among those that this process sees."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     seen = names.split(",") if names else None
     return ",".join(seen[gpu].strip() if seen else str(gpu) for gpu in gpus)
@@ -282,7 +282,7 @@ def gpus_for(run: Run, free: set[int]) -> list[int]:
 
 
 def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | None) -> Row:
-    """Returns the row of a run, still without the values in its folder. seconds: how long the whole process ran."""
+    """Returns the row of a run, without the values that `measured` adds. seconds: how long the whole process ran."""
     return Row(
         model=run.workload.model,
         seq_len=run.workload.seq_len,
@@ -298,7 +298,7 @@ def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | Non
 def measured(row: Row, warm_up: int, folder: Path) -> Row:
     """Adds the results in a run's folder to its row, from metrics.csv and the files rank_memory_<rank>.json.
 
-    Only the logs whose steps are all timed count. If results are missing, the row says that the run failed.
+    Only log entries that cover no warm-up step count. If results are missing, the row says that the run failed.
     """
     try:
         with (folder / "metrics.csv").open() as file:

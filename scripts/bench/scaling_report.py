@@ -19,8 +19,8 @@ HEAD = (
 class Row:
     """The result of one run. Numbers are None if the run failed or has no such metric.
 
-    *_max: the largest value of a rank, except for tokens_per_s_max, the value of the fastest log. Peaks are in GiB, one
-    for each rank.
+    *_max: the largest value of a rank. tokens_per_s_max is an exception: it is the value of the fastest log entry.
+    Peaks are in GiB, one for each rank.
     """
 
     model: str
@@ -29,9 +29,9 @@ class Row:
     strategy: str
     gpus: int
     outcome: str = "ok"  # "ok" or "failed: REASON"
-    gpu: int | None = None  # the GPU of a run on one GPU
+    gpu: int | None = None  # the index of the GPU, for a run on one GPU
     tokens_per_s: float | None = None  # of all GPUs together
-    tokens_per_s_min: float | None = None  # of the slowest log
+    tokens_per_s_min: float | None = None  # of the slowest log entry
     tokens_per_s_max: float | None = None
     logs: int = 0
     step_ms: float | None = None
@@ -57,7 +57,7 @@ class Row:
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
     """Returns the tokens/s of a run on N GPUs divided by N times those of one GPU, or None if one is missing.
 
-    With several runs on one GPU (--every-gpu), the ideal is N times their mean.
+    With --every-gpu, there are several runs on one GPU, and the ideal is N times their mean.
     """
     alone = [
         x.tokens_per_s
@@ -116,7 +116,7 @@ def with_largest(mean: float | None, largest: float | None, form: str) -> str:
 
 
 def page(rows: Sequence[Row], head: dict[str, str]) -> str:
-    """Formats all rows as Markdown, the runs of a workload next to each other."""
+    """Formats all rows as Markdown. The runs of a workload are next to each other."""
     lines = [
         "# Training on several GPUs compared with one",
         "",

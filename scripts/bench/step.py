@@ -18,9 +18,9 @@ FLOPs as fa_train/flops.py does, without recomputation.
 Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
 (FLASH_ATTENTION_BACKEND). Variants that start with hf are transformers with Liger's kernels: scripts/bench/peers.py
-describes hf, hf-compiled and hf-fa_train. Each of them also exists with `-checkpointing`. The script writes OUT.csv and
-OUT.md after every case. For each length, OUT.md compares the fastest peer with the fastest of our variants that do not
-use float8. A peer is a variant without our attention.
+describes hf, hf-compiled and hf-fa_train. Each of these three variants also exists with the suffix `-checkpointing`.
+The script writes OUT.csv and OUT.md after every case. For each length, OUT.md compares the fastest peer with the
+fastest of our variants that do not use float8. A peer is a variant without our attention.
 """
 
 import argparse
@@ -181,7 +181,7 @@ def measure(case: Case) -> Row:
 def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
     """Returns the MFU of one step, or None if the peak FLOP/s of the device is unknown.
 
-    The FLOPs are those of our model.
+    The FLOPs are those of our model, even if the step is that of a peer.
     """
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if device == "cuda" else None
     if peak is None:
@@ -279,7 +279,7 @@ def comparison(rows: list[Row], seq_len: int) -> list[str]:
 
 
 def _ratio(row: Row | None, peer: Row | None) -> str:
-    """Returns the quotient of two speeds with two decimals, or a dash if a speed is missing."""
+    """Returns the speed of `row` divided by that of `peer`, with two decimals, or a dash if a speed is missing."""
     if row is None or peer is None or not row.tokens_per_s or not peer.tokens_per_s:
         return "–"
     return f"{row.tokens_per_s / peer.tokens_per_s:.2f}"

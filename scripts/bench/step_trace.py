@@ -22,7 +22,7 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # copies and communication use separate engines, so computation can hide them
+ASIDE = (COPIES, COMMUNICATION)  # copies and communication can run during computation, which then hides their time
 # Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
 # match wins.
 NAMES = tuple(
@@ -176,8 +176,8 @@ def step_of(events: Sequence[Event]) -> Step:
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A kernel and its launch have the same correlation id. The operator that ran in the launch's host thread at that
-    # time has launched the kernel.
+    # A kernel and its launch have the same correlation id. The operator that ran in the launch's host thread at the
+    # time of the launch has launched the kernel.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

@@ -1,4 +1,4 @@
-"""Shares code between benchmarks of a training step: the loss of our model, its memory, and the timing of steps."""
+"""Code that several benchmarks of a training step use: the loss of our model, its memory, and the timing of steps."""
 
 import time
 from collections.abc import Callable
@@ -58,7 +58,9 @@ class StepTimes:
 
 
 class StepTimer(Callback):
-    """A Lightning callback that times each optimizer step with a device sync, and ends the run after enough steps."""
+    """A Lightning callback that times each optimizer step between two device syncs, and ends the run after enough
+    steps.
+    """
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
@@ -109,7 +111,7 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
 
 
 def document_lens(config: DictConfig) -> list[int]:
-    """Returns the lengths in tokens of the documents of a row.
+    """Returns the length in tokens of each document in a row.
 
     Raises: ValueError if a row does not hold whole documents.
     """
@@ -132,7 +134,7 @@ def our_model(config: DictConfig) -> GPT:
 
 
 def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:
-    """Returns our model, and a function for LitGPT's mean loss over one document of random tokens."""
+    """Returns our model, and a function that computes LitGPT's mean loss over one document of random tokens."""
     require_backend(instantiate(config.attention), device)
     with device:
         lit_gpt: LitGPT = instantiate(config.lit_gpt, model=our_model(config))

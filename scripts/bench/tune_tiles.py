@@ -14,10 +14,11 @@ compilation, the script times the candidates one by one on a causal document of 
 = 2048 or slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causality
 halves the FLOPs. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and
 dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
-product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, which torch.backends.cuda.matmul
-can allow for fp32. A candidate counts only if its error is at most twice torch's error, plus rounding. Writes OUT.md:
-its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to OUT.json, except
-with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it.
+product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 if TF32 is allowed
+in torch.backends.cuda.matmul. A candidate counts only if its error is at most twice torch's error, plus rounding.
+Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to
+OUT.json, except with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names
+it.
 """
 
 import argparse
@@ -143,7 +144,7 @@ def near(
 
 
 def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
-    """Returns whether the tile table has an entry. The table has entries dk and dv only for some head_dims."""
+    """Returns whether the tile table has this entry. The table has entries dk and dv only for some head_dims."""
     return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 
@@ -200,7 +201,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # Gives the other backward kernel no tiles, so that this other kernel does nothing.
+    # attention_backward also launches the kernel of the other pass. With no tiles, that kernel does nothing.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -319,7 +320,7 @@ def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tu
 def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
     """Formats the page: its header, a table for each head_dim and pass sorted by time, and the entries for tiles.py.
 
-    Results share one dtype.
+    All results have the same dtype.
     """
     products: Products = results[0].candidate.products if results else "bfloat16"
     lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]

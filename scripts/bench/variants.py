@@ -36,7 +36,7 @@ class Variant:
 
     @property
     def is_peer(self) -> bool:
-        """Whether the variant contains none of our kernels, so that ours is compared with it."""
+        """Whether the variant contains none of our kernels. Our variants are compared with the fastest such variant."""
         return not self.ours and not self.fa_train
 
 
