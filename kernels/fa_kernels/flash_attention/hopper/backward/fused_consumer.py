@@ -362,7 +362,7 @@ def _consume_item(
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # frees the previous item's buffers after dK and dV in them have been stored
+        if item_index > 0:  # frees the previous item's buffers when TMA has read dK and dV from them
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
     meet()  # without this barrier, Triton would insert one in every step, because of the waits above

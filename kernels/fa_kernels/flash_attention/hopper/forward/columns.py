@@ -37,7 +37,7 @@ def _zeros_like(q):
 
 @gluon.jit
 def operands(p, o, q):
-    """Returns p in q's dtype, as the first operand of the matmul P V of each column block. No data moves."""
+    """Returns p in q's dtype, as the first operand of each column block's matmul P V. No data moves."""
     converted = ()
     for i in gl.static_range(len(o)):
         converted += (softmax.operand(p, q[0].dtype, o[i]),)
@@ -75,7 +75,7 @@ def rescale(o, factor):
 def _normalised(o, row_sum, sees):
     """Divides each row of o [M, D] by its softmax sum, and sets rows that see no key to 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    # gl.where is needed: o of a row that sees no key may be infinite, and 0 * inf is NaN.
+    # o of a row that sees no key may be infinite. A multiplication by 0 would then give NaN, but gl.where gives 0.
     o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
     return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
 

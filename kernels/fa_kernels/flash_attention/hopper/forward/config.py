@@ -1,15 +1,14 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were chosen by measurements on an H200 (docs/hopper.md). The options of a configuration have the following
-reasons.
+The values were chosen by measurements on an H200 (docs/hopper.md). The options exist for the following reasons.
 
-`dynamic`: programs are persistent, so the time to start and to end a program is hidden.
-`pingpong`: consumers alternate between the tensor cores and softmax, so all consumers must visit the same blocks.
-`ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
-`consumers`: three consumers read K and V less often than two, which helps at head_dim 64. Tiles of three consumers have
-192 queries, and waste more work on shorter documents.
-`pv_first`: the matmul P V of the previous block finishes before softmax, so softmax needs no registers for that P.
-`max_first`: the scores are not kept while P is computed, which saves registers (softmax.py).
+`dynamic`: programs are persistent: each program processes many items, but starts and ends only once.
+`pingpong`: consumers alternate between the tensor cores and softmax. All consumers must therefore visit the same
+blocks. `ranged`: each consumer visits only the blocks of keys that its own 64 queries see. This saves work on short
+documents. `consumers`: with three consumers, a program loads K and V less often than with two. This helps at head_dim
+64 and 96. Tiles of three consumers have 192 queries, and waste more work on short documents.
+`pv_first`: the matmul P V of the previous block finishes before softmax starts. The registers of that P are then free.
+`max_first`: softmax does not keep the scores while it computes P. This saves registers (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
 
 Three consumers have too few registers for the default softmax, so they use `pv_first` or `max_first`.
@@ -27,8 +26,8 @@ class ForwardConfig(NamedTuple):
 
     block_n: int
     consumers: int
-    stages: int  # how many blocks of K are in flight, and how many of V
-    order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that orders the tiles
+    stages: int  # the number of blocks in flight, for each of K and V
+    order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that holds the order of tiles
     dynamic: bool = True  # programs draw work items from a queue; if false, each program processes one item
     ranged: bool = False  # a consumer visits only the blocks of keys that its own rows see
     pingpong: bool = False  # consumers alternate between the tensor cores and softmax
@@ -38,7 +37,7 @@ class ForwardConfig(NamedTuple):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers per thread for a consumer, for the producer, and for every warp when the kernel starts.
+        """Registers per thread: for a consumer, for the producer, and for every warp when the kernel starts.
 
         The registers of all threads fit in the 64K registers of a multiprocessor.
         """

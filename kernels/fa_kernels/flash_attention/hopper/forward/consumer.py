@@ -34,7 +34,7 @@ class Work:
 
     out: Output
     lse: gl.tensor  # pointer
-    sinks: gl.tensor  # pointer, which is read only if `HAS_SINKS` is true
+    sinks: gl.tensor  # pointer; it is read only if `HAS_SINKS` is true
     scale: Scale
     rings: Rings
     queue: Queue
@@ -91,8 +91,8 @@ def _visit(
 
     The order of operations in this function is chosen for ptxas. The wait for the next K comes between the exponentials
     and the wait for P V, and ends a basic block. Within a single basic block, ptxas would move the wait for P V above
-    the exponentials, and nothing would overlap. No accumulator may be in flight at the end of a loop iteration: ptxas
-    would serialise all matmuls (warnings C7512 and C7514).
+    the exponentials, and the exponentials would not overlap with P V. If an accumulator were in flight at the end of a
+    loop iteration, ptxas would serialise all matmuls (warnings C7512 and C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
@@ -143,7 +143,7 @@ def _visit_first(
 ):  # fmt: skip
     """Processes the first block of keys that this consumer visits.
 
-    For the first block, there is no previous block whose P V is still to be added. The consumer visits the blocks from
+    The first block has no previous block, so this function adds no P V to o. The consumer visits the blocks from
     `begin` to `stop - 1`.
     """
     k, q = work.rings.k, queries.q
@@ -176,7 +176,7 @@ def _consume_item(
 ):  # fmt: skip
     """Computes the attention of 64 queries of an item.
 
-    block: a running count, the number of blocks in all earlier items. Returns `block` plus the number of blocks of this
+    block: the number of blocks in all earlier items of this program. Returns `block` plus the number of blocks of this
     item. to_log2: the result of softmax.scale_to_log2.
     """
     rings, ranges = work.rings, work.ranges
@@ -242,7 +242,7 @@ def _consume_item(
 def _visit_range(
     block, visits, end, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Processes the blocks of keys that this consumer's own rows see, except the first one (`_visit_first`)."""
+    """Processes the blocks of keys that this consumer's own rows see, except the first block (`_visit_first`)."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     for step in range(visits.begin + 1, visits.stop):
         key = end - (step + 1) * BLOCK_N
@@ -258,7 +258,7 @@ def _visit_range(
 def _visit_all(
     block, item, running, queries, work, CONSUMER: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Processes all blocks of an item except the one of `_visit_first`. Blocks that need a mask come first."""
+    """Processes all blocks of an item except the first block (`_visit_first`). Blocks that need a mask come first."""
     BLOCK_N: gl.constexpr = work.rings.k.buffers[0].shape[1]
     n_masked = gl.maximum(item.n_right + item.n_left, 1)
     for step in range(1, n_masked):
@@ -282,7 +282,7 @@ def consume(
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # counts the blocks of all items, which gives each block its place in the rings
+    block = 0  # the number of the next block, over all items; it determines the block's place in the rings
     item_index = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
         pass_pingpong(CONSUMER, CONSUMERS)  # lets the first consumer start
@@ -293,4 +293,4 @@ def consume(
         fields = read(work.queue, item_index)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
-        wait_pingpong(CONSUMER)  # waits for the last consumer's final pass_pingpong, which no other consumer waits for
+        wait_pingpong(CONSUMER)  # no other wait matches the last consumer's final pass_pingpong

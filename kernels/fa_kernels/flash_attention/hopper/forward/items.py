@@ -19,7 +19,7 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 @structure
 class Item:
-    """A work item: a tile of queries of one head, from `first` on, and the blocks of keys that it reads.
+    """A work item: a tile of queries of one head, beginning with query `first`, and the blocks of keys that it reads.
 
     Blocks are counted backwards: block 0 ends at key `end`. Of the n_blocks blocks, the first n_right blocks and the
     last n_left blocks need a mask, because some rows see only a part of such a block. Every row sees all keys of the
@@ -69,7 +69,7 @@ class Rings:
 
 @structure
 class Inputs:
-    """The TMA descriptors of the producer's inputs, in tuples with one entry per column block, and the strides."""
+    """The TMA descriptors of the producer's inputs, and the strides. Tuples have one entry per column block."""
 
     q: tuple
     k: tuple
@@ -120,12 +120,12 @@ def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N
 
 @gluon.jit
 def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
-    """Runs the producer warp: it draws items, and loads Q of each item, and then the item's blocks of K and V."""
+    """Runs the producer warp: it draws items. For each item, it loads Q, and then the blocks of K and V."""
     CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # counts the blocks of all items, which gives each block its place in the rings
+    block = 0  # the number of the next block, over all items; it determines the block's place in the rings
     item_index = 0
     index = gl.program_id(0)
     while index < n_items:
@@ -159,7 +159,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
 
 @gluon.jit
 def _load(ring, place, descs, row, column):
-    """Starts to load a place of a ring buffer by TMA."""
+    """Starts to fill a place of a ring buffer by TMA."""
     full = ring.full.index(place)
     mbarrier.expect(full, nbytes_of(descs))
     start_load(descs, row, column, full, ring.buffers, place)

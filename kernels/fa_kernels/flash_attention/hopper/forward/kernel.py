@@ -12,8 +12,8 @@ config.py chooses the options of the kernel for a call.
 The kernel cannot deadlock. The producer fills places in the order in which the consumers empty them. Each consumer
 waits for every block of an item and releases it, even if it does not visit the block.
 
-NaN isolation: if the batch has several documents, the kernel marks rows that contain NaN (nan_marks.py). The portable
-kernels then compute the tiles with marked rows again (portable/repair.py).
+NaN isolation: if a call may have several documents, the kernel marks the output rows that contain NaN (nan_marks.py).
+The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).
 
 Source: arXiv:2407.08608.
 """
@@ -128,7 +128,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor, features: Features, out_dtype: tor
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Computes o in out_dtype, and lse in fp32.
+    """Returns o in out_dtype, and lse in fp32.
 
     Shapes: q (total_q, n_heads, head_dim), k and v (total_k, n_kv_heads, head_dim) -> o like q, lse (n_heads, total_q).
     """
@@ -145,7 +145,7 @@ def run_forward(
     out_dtype: torch.dtype,
     config: ForwardConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the same results as `attention_forward`, with the given configuration of the kernel."""
+    """Returns the same results as `attention_forward`, but with the given configuration of the kernel."""
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)

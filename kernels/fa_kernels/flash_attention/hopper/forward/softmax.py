@@ -1,12 +1,12 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
-Online softmax (arXiv:1805.02867) subtracts the largest score of the row so far, so the exponentials of a block wait for
-the block's maximum. The value that softmax subtracts is called the reference here. A reference below the largest score
-gives the same result if no exponential overflows, because fp32 and bf16 are as precise at 2^15 as at 1. Each row
-therefore keeps the maximum of its first block as its reference in later blocks, and does not wait for the maxima of
-these blocks. If a thread's sum of exponentials exceeds 2^15, its warp raises the references of the affected rows, and
-computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which fp16 can represent. In
-bf16, o is as accurate as torch's o, because torch also rounds P.
+Online softmax (arXiv:1805.02867) subtracts the largest score that the row has seen so far. The exponentials of a block
+therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A reference
+below the largest score gives the same result if no exponential overflows, because fp32 and bf16 are as precise at 2^15
+as at 1. Each row therefore keeps the maximum of its first block as its reference in later blocks, and does not wait for
+the maxima of these blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp raises the references of
+the affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which
+fp16 can represent. In bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
 
 In the code, row_max is the reference of a row. By default, scores and probabilities are both in registers until the sum
 of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max before exponentials are computed.
@@ -34,7 +34,7 @@ from fa_kernels.flash_attention.scores import cap
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max rises only by more than this, in log2 units
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max rises only if the rise is larger than this (log2 units)
 
 
 @gluon.jit

@@ -54,7 +54,7 @@ def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 def hand_back(empty):
     """Signals at mbarrier `empty` that this warpgroup has read a buffer.
 
-    The mbarrier `empty` must count `WARPGROUP` arrivals per reading warpgroup.
+    The mbarrier `empty` must expect `WARPGROUP` arrivals per reading warpgroup.
     Each thread arrives for itself, with the arrive instruction of cp.async. With mbarrier.arrive, one thread would
     arrive for the whole warpgroup, and only after the warpgroup's last warp is ready. The arrive instruction of
     cp.async does not order stores. Call hand_back only after all reads of the buffer are finished: matmuls and TMA
@@ -67,7 +67,7 @@ def hand_back(empty):
 def hand_over(full):
     """Signals at mbarrier `full` that this warpgroup has written its part of a buffer.
 
-    The mbarrier `full` must count `WARPGROUP` arrivals per writing warpgroup. Each thread arrives for itself, after it
+    The mbarrier `full` must expect `WARPGROUP` arrivals per writing warpgroup. Each thread arrives for itself, after it
     has fenced its own stores. The fences make the stores visible to waiting threads and to the async proxy, through
     which matmuls and TMA read.
     """
@@ -80,8 +80,8 @@ def hand_over(full):
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
     """Starts to add a tile of shared memory to global memory (cp.reduce.async.bulk.tensor).
 
-    tma.store_wait waits for the addition. Rows past the end of the tensor are not written. Triton 3.6 and 3.7 can build
-    this operation, but have no public function for it.
+    tma.store_wait waits until TMA has read the tile. Rows past the end of the tensor are not written. Triton 3.6 and
+    3.7 can build this operation, but have no public function for it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD

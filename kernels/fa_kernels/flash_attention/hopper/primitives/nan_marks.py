@@ -5,7 +5,7 @@ A tile of the Hopper kernels may contain several documents. If a query does not 
 registers and time. Hopper kernels therefore compute without isolation, and only mark rows whose results are NaN.
 portable/repair.py then computes the tiles of marked rows again.
 
-Each mark, 0 or 1, is for 64 rows. Marks need no initial value, because every mark is written.
+Each mark (0 or 1) covers 64 rows. Marks need no initial value, because every mark is written.
 """
 
 from triton.experimental import gluon

@@ -1,12 +1,12 @@
 """A queue of work items for persistent programs.
 
 Program i processes item i first, and then draws tickets from a counter in global memory. With n programs, ticket t
-stands for item n + t. A program stops when its ticket stands for no item. A launch draws as many tickets as it has
-items. A program draws no ticket for its first item, but draws one last ticket for which no item is left. The warp that
-draws the last ticket resets the counter to 0 for the next launch.
+stands for item n + t. A program stops when its ticket stands for no item. A program draws no ticket for its first item,
+but draws one last ticket for which no item is left. A launch therefore draws as many tickets as it has items. The warp
+that draws the last ticket resets the counter to 0 for the next launch.
 
-One warp of a program draws tickets, and posts each item, as up to 32 integers, in one of two slots in shared memory.
-The warpgroups that read the slots wait only for an mbarrier, not for global memory.
+One warp of a program draws tickets, and posts each item in one of two slots in shared memory. A slot holds up to 32
+integers. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +124,7 @@ def post(queue, item_index, fields):
 
 @gluon.jit
 def read(queue, item_index):
-    """Waits until an item is posted, and returns the item's fields, which `field` reads.
+    """Waits until an item is posted, and returns the item's fields. `field` reads one of them.
 
     A whole warpgroup calls this function.
     """

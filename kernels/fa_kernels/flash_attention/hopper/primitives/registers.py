@@ -6,8 +6,8 @@ so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value p
 each of the row's eight columns, or it is the sum of these columns. In `PER_ROW`, a thread holds four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
-a time, and two threads at a time hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a
-time, and the stores need half as many cycles as in row order.
+a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
+and the stores need half as many cycles as in row order.
 
 `keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into the
 instruction R2P, which moves seven bits to predicates at once. Two comparisons per element would need three times as
@@ -93,7 +93,7 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N], but with `OTHERWISE` in all elements of row i outside of the columns start[i] to end[i] - 1.
+    """Returns x [M, N] with hidden elements replaced by `OTHERWISE`. Row i keeps the columns start[i] to end[i] - 1.
 
     x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """

@@ -10,10 +10,11 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform()
 def structure(cls: type[_Class]) -> type[_Class]:
-    """Decorates a class with annotated fields: its objects can be arguments, results and loop variables in kernels.
+    """Decorates a class with annotated fields.
 
-    A field may be any value of a kernel: a tensor, a buffer, a descriptor, a tuple, None or another structure. Methods
-    must be `gluon.jit` functions. Fields cannot be reassigned.
+    Objects of the class can be arguments, results and loop variables in kernels. A field may be any value of a kernel:
+    a tensor, a buffer, a descriptor, a tuple, None or another structure. Fields cannot be reassigned. Methods must be
+    `gluon.jit` functions.
     """
     fields = constexpr(tuple(cls.__annotations__))  # a constexpr, so that kernels are compiled again if names change
 
