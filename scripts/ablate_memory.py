@@ -47,7 +47,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:
-    # On a GPU, the step is compiled: the host, not attention, would determine the time of a short eager step.
+    # On a GPU, the step is compiled. In eager mode, the host would determine the time of a short step.
     settings = (device, args.precision, args.steps, args.seconds, tuple(args.overrides), device == "cuda")
     return [
         StepCase(args.model, attention, seq_len, *settings)

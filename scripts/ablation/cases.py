@@ -30,8 +30,8 @@ from scripts.composed import CONF
 
 GIB = 2**30
 WARMUP = 2  # number of untimed runs at the start of a case
-SHORT = 256  # tokens of the first eager step; this step compiles kernels and allocates the optimizer's state
-VOCABULARIES = {"nano": 259}  # for models whose config sets no vocabulary size; nano: 256 bytes, 3 special tokens
+SHORT = 256  # number of tokens in the first eager step; this step compiles kernels and allocates the optimizer's state
+VOCABULARIES = {"nano": 259}  # vocabulary sizes that no config sets; nano has 256 bytes and 3 special tokens
 GPT2_VOCABULARY = 50257
 REPLACEABLE = ("memory", "optimizer")  # an override can choose another option of these config groups
 Device = Literal["cuda", "cpu"]
@@ -304,7 +304,7 @@ def memory_gib(device: Device) -> tuple[float, float | None]:
 
 
 def capacity(device: Device) -> int:
-    """Returns the bytes of memory that a case can use at most.
+    """Returns the largest number of bytes of memory that a case can use.
 
     On a GPU, the call creates a CUDA context, which itself uses some memory.
     """

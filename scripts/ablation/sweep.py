@@ -47,7 +47,8 @@ def start_server() -> None:
     The server finds modules through PYTHONPATH, not through the sys.path of this process.
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # Torch then checks for a GPU through NVML. This check does not initialise CUDA, so the server can still fork.
+    # PYTORCH_NVML_BASED_CUDA_CHECK makes torch check for a GPU through NVML. This check does not initialise CUDA, so
+    # the server can still fork.
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with patch.dict(os.environ, settings):
         forkserver.set_forkserver_preload([__name__])

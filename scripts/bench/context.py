@@ -53,7 +53,7 @@ from scripts.bench.context_peer import PEER_PARTS, peer_parts
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-WINDOW = 4096  # keys that a query of the stream "window" sees
+WINDOW = 4096  # number of keys that a query of the stream "window" sees
 STREAMS = ("one", "log-normal", "short", "window")
 PARTS = ("one", "shared", "alone", "moved")
 WARM_UP = 2  # untimed repetitions

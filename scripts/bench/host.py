@@ -45,7 +45,7 @@ from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # number of documents of equal length, for cases with several documents
 WARM_UP = 5  # untimed calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
-GPU_BOUND = 0.1  # a row is GPU-bound if, after its last call, the GPU works for more than this share of its time
+GPU_BOUND = 0.1  # a row is GPU-bound if the median of Sample.left is larger than this
 MOST_CALLS = 500  # maximum number of calls in a sample
 NOTHING = "a Function that does nothing"
 

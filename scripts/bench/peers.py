@@ -37,7 +37,7 @@ from scripts.bench.variants import Variant
 
 
 class CannotRunError(Exception):
-    """Raised if a variant cannot be measured on this machine. Its message is the reason."""
+    """Raised if a variant cannot be measured on this machine. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def add_lora(model: Any, settings: LoRA) -> None:
 
 
 class PlainLoRA(nn.Module):
-    """Computes `x W^T + scale * (x A^T) B^T`. A (r, in_features) and B (out_features, r) are in fp32, and B is 0."""
+    """Computes `x W^T + scale * (x A^T) B^T`. A (r, in_features) and B (out_features, r) are in fp32. B starts at 0."""
 
     def __init__(self, base: nn.Linear, r: int, scale: float) -> None:
         super().__init__()

@@ -162,7 +162,7 @@ def parse_case(text: str) -> Case:
 
 
 def sets_strategy(override: str) -> bool:
-    """Returns whether an override sets a key of strategy.*. A run on one GPU has no such keys."""
+    """Returns whether an override sets a key of strategy.*. A run on one GPU leaves out such overrides."""
     return override.lstrip("+").startswith("strategy.")
 
 
@@ -296,7 +296,7 @@ def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | Non
 
 
 def measured(row: Row, warm_up: int, folder: Path) -> Row:
-    """Adds the results in a run's folder to its row, from metrics.csv and the files rank_memory_<rank>.json.
+    """Adds the results in metrics.csv and rank_memory_<rank>.json, which are in a run's folder, to the run's row.
 
     Only log entries that cover no warm-up step count. If results are missing, the row says that the run failed.
     """

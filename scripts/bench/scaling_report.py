@@ -55,7 +55,7 @@ class Row:
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
-    """Returns the tokens/s of a run on N GPUs divided by N times those of one GPU, or None if one is missing.
+    """Returns the tokens/s of a run on N GPUs divided by N times those of one GPU. Returns None if a value is missing.
 
     With --every-gpu, there are several runs on one GPU, and the ideal is N times their mean.
     """

@@ -6,19 +6,19 @@
     python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2    # two candidates.
     python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32.
 
-A candidate is a combination of block_m, block_n, warps and stages, where the blocks are powers of two. A candidate must
-fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With --near, the
-script tries only the table's entry and the candidates that differ from this entry by one step in one value. With
---tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates. After
-compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim
-= 2048 or slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3. Causality
-halves the FLOPs. If separate kernels for dK and dV take less time than one kernel for both, add the entries dk and
-dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
-product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 if TF32 is allowed
-in torch.backends.cuda.matmul. A candidate counts only if its error is at most twice torch's error, plus rounding.
-Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest tiles to
-OUT.json, except with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names
-it.
+A candidate is a combination of block_m, block_n, warps and stages, where block_m and block_n are powers of two. A
+candidate must fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With
+--near, the script tries only the table's entry and the candidates that differ from this entry by one step in one value.
+With --tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates.
+After compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads *
+head_dim = 2048 or slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3.
+Causality halves the FLOPs. If separate kernels for dK and dV take less time than one kernel for both, add the entries
+dk and dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
+product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 inputs when
+torch.backends.cuda.matmul allows TF32. A candidate counts only if its error is at most twice torch's error, plus
+rounding. Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest
+tiles to OUT.json, except with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES
+names it.
 """
 
 import argparse
@@ -119,7 +119,7 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 
 
 def has_scores_for_threads(tiles: TileConfig) -> bool:
-    """Returns whether a tile has at least one score for each thread. Used for fp32 instead of has_rows_for_warps.
+    """Returns whether a tile has at least one score for each thread. For fp32, this check replaces has_rows_for_warps.
 
     In fp32, 16 rows per warp often do not fit. With mma.sync, warps can split the columns of a tile instead of its
     rows.

@@ -23,7 +23,8 @@ VARIANTS = (
 class Variant:
     """One implementation of a training step, and its settings.
 
-    `memory`, `portable` and `float8` apply to our model only, `checkpointing` and `fa_train` to transformers only.
+    `memory`, `portable` and `float8` apply only to our model. `checkpointing` and `fa_train` apply only to
+    transformers.
     """
 
     ours: bool
