@@ -3,11 +3,11 @@
 `prepare` launches a kernel that computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to
 0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
 
-The sum of dQ has shape (n, 1, 32). 32 * n is the number of elements of dQ, with its queries padded to a multiple of 64.
-The sum consists of blocks of 64 queries and 64 columns of a head. At head_dim 96, the second block of a head has only
-32 columns. The blocks are sorted by queries, then by heads, then by columns. A block is contiguous (16 KiB, or 8 KiB
-with 32 columns), so one TMA operation can add to the whole block. Inside a block, elements are in the order in which
-threads hold them (registers.py).
+The sum of dQ has shape (n, 1, 32). 32 * n is the number of elements of dQ after its queries are padded to a multiple of
+64. The sum consists of blocks of 64 queries and 64 columns of a head. At head_dim 96, the second block of a head has
+only 32 columns. The blocks are sorted by queries, then by heads, then by columns. A block is contiguous (16 KiB, or 8
+KiB with 32 columns), so one TMA operation can add to the whole block. Inside a block, elements are in the order in
+which threads hold them (registers.py).
 """
 
 from functools import partial
@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
     """
 
     rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta
-    delta: Tensor | None  # (n_heads, total_q) fp32: the same delta without padding
+    delta: Tensor | None  # (n_heads, total_q) fp32: delta as in `rows`, but without padding
     dq_sum: Tensor | None  # fp32 zeros, in the layout that the module docstring describes
     semaphores: Tensor | None  # int32 semaphores, one for each head and block of 64 queries (order.py)
 

@@ -70,7 +70,7 @@ from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_he
 from fa_kernels.launch.record import launch
 
 # All warps start with `REGISTERS` registers per thread. The second consumer, the dQ warpgroup and the producer then
-# change to `GROUP_REGISTERS`, and the first consumer has the rest of the multiprocessor's registers.
+# change to `GROUP_REGISTERS`. The first consumer gets the rest of the multiprocessor's registers.
 REGISTERS = 128
 GROUP_REGISTERS = (208, 72, 24)
 ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # order.py adds two warps with 24 registers per thread

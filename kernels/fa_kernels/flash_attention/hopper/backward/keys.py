@@ -153,7 +153,7 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes dk and dv, which are contiguous.
+    """Returns dk and dv, which are contiguous.
 
     rows: lse and delta in the layout of dq_sum.Prepared.
     marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.

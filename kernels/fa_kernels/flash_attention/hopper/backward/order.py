@@ -6,9 +6,9 @@ number of the tile to the block's semaphore. Before tile t adds to dQ, it waits 
 The queries that see a key form a range, and neither end of this range decreases from one key to the next. The tiles
 that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
 
-The kernel cannot deadlock. A tile waits only for the tile before it, which adds to the same block. Semaphores never
-decrease. Each program has one tile, and programs start in ascending order. The first unfinished tile is therefore
-running, and waits for nothing.
+The kernel cannot deadlock, because a tile waits only for the tile before it, and semaphores never decrease. Each
+program has one tile, and programs start in ascending order. The first unfinished tile is therefore running, and waits
+for nothing.
 
 A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
 In this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.

@@ -48,7 +48,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
+# `REGISTERS`. The first consumer gets the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -62,7 +62,7 @@ class QueryTiles:
 
 
 K_STAGES = 2  # blocks of K in flight
-TILES = {  # by head_dim; the shared memory is 192 KiB at head_dim 128, and 224 KiB at head_dim 256
+TILES = {  # by head_dim; the kernel uses 192 KiB of shared memory at head_dim 128, and 224 KiB at head_dim 256
     128: QueryTiles(128, v_stages=2, arrivals=WARPGROUP.value),
     256: QueryTiles(64, v_stages=1, arrivals=1),
 }
@@ -284,7 +284,7 @@ def gradient_of_queries(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, marks: Tensor | None,
     schedule: Schedule, features: Features,
 ) -> Tensor:  # fmt: skip
-    """Computes dq, which is contiguous and has the shape and dtype of q.
+    """Returns dq, which is contiguous and has the shape and dtype of q.
 
     head_dim must be 128 or 256, and descriptors.loadable must be True for q, k, v and do.
     marks: receives the NaN marks of dq (nan_isolation.new_marks), or None.

@@ -63,7 +63,7 @@ BLOCK = 64  # keys of a program, and queries of a step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`, and the first consumer has the rest of the multiprocessor's registers (also 240 per thread).
+# `REGISTERS`. The first consumer gets the rest of the multiprocessor's registers (also 240 per thread).
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -304,7 +304,7 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, marks: Tensor | None, schedule: Schedule,
     features: Features,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Computes dk and dv, which are contiguous and have the shapes and dtypes of k and v.
+    """Returns dk and dv, which are contiguous and have the shapes and dtypes of k and v.
 
     head_dim must be 256, and descriptors.loadable must be True for q, k, v and do.
     rows: lse and delta in the layout of dq_sum.Prepared.

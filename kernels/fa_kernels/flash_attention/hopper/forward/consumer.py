@@ -84,7 +84,7 @@ def _visit(
     block, key, at_edge, more, running, queries, work, CONSUMER: gl.constexpr, MASK: gl.constexpr,
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Processes one block of keys, from `key` on: adds P V of the previous block to o, and computes P of this block.
+    """Adds P V of the previous block to o, and computes P of the block of keys that begins with `key`.
 
     When this function is called, K of this block has arrived. If there are `more` blocks, K of the next block has
     arrived when this function returns.

@@ -96,7 +96,7 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """Returns the index of the item of a ticket, in every lane.
+    """Returns, in every lane, the index of the item that a ticket stands for.
 
     An index of n_items or more means that no item is left.
     """

@@ -2,8 +2,8 @@
 
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread holds a pair of adjacent columns in row
 i, then the same columns in row i + 8. The thread's next pairs are eight columns further right in the same two rows, and
-so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value per row. The value of a row is either in
-each of the row's eight columns, or it is the sum of these columns. In `PER_ROW`, a thread holds four elements.
+so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value per row. Either each of a row's eight
+columns holds the row's value, or the value is the sum of these columns. In `PER_ROW`, a thread holds four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,

@@ -46,7 +46,7 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until the fill with this number is complete. If `pred` is false, does not wait.
+    """Waits until the fill with this number is complete. The function does not wait if `pred` is false.
 
     A fill writes one place of the ring. Fills are numbered from 0, and use the places in turn. `full` holds the
     mbarriers of the places.
