@@ -323,7 +323,8 @@ def wanted(hint: Any) -> str:
         return f"{noun} of {' and '.join(bounds)}{comma}{items}"
     if origin in (Union, UnionType):
         *first, last = sorted(arguments, key=lambda argument: argument is NoneType)
-        return f"{', '.join(map(wanted, first))} or {wanted(last)}"
+        words = ", ".join(map(wanted, first))
+        return f"{words}{',' * words.endswith(' or null')} or {wanted(last)}"
     if origin is Literal:
         values = ", ".join(map(shown, arguments))
         return f"one of {values}" if len(arguments) > 1 else values

@@ -6,7 +6,7 @@ Each mistake gives an error of one line that names the mistake.
 import math
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import zip_longest
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -362,6 +362,7 @@ def test_a_type_hint_that_cannot_be_evaluated_is_not_checked():
         pytest.param(NonNegativeFloat | None, "a finite number of at least 0 or null", id="bounds"),
         pytest.param(Betas, "a list of 2 items, each a number of at least 0 and less than 1", id="list"),
         pytest.param(bool | Literal["all"], "true or false or all", id="union"),
+        pytest.param(Sequence[int | None] | None, "a list, each an integer or null, or null", id="null-twice"),
     ],
 )
 def test_a_type_hint_is_said_in_words(hint, words):

@@ -106,6 +106,8 @@ class ModelConfig:
             raise ValueError(f"model.head_dim must be even for model.positions=rope; got {self.heads.dim}")
         _ = self.ropes  # checks rope_scaling and the lists in `family`
         if self.positions == "learned":
+            if self.max_seq_len is None:
+                raise ValueError("model.positions=learned needs model.max_seq_len, the number of positions; got null")
             self._require_positive("max_seq_len")
 
     @property

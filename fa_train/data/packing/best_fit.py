@@ -222,9 +222,10 @@ class BestFit:
         return int(self.row_costs[index])
 
     def row(self, index: int) -> Row:
-        """Returns a row: its documents, longest first, and then padding. Positions start at 0 in each document.
+        """Returns a row: its documents, longest first, and then padding.
 
-        Padding is stored as one more document, which has no labels.
+        Positions start at 0 in each document, and all positions of padding are 0. Padding is stored as one more
+        document, which has no labels.
         """
         tokens = np.full(self.seq_len, self.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
@@ -239,8 +240,10 @@ class BestFit:
             if self.documents.loss_mask is not None:
                 targets[~self.documents.loss_mask[document][span][1:]] = IGNORE_INDEX
             boundaries.append(begin + size)
-        if boundaries[-1] < self.seq_len:
+        n_real = boundaries[-1]
+        if n_real < self.seq_len:
             boundaries.append(self.seq_len)
         edges = np.array(boundaries)
         position_ids = np.arange(self.seq_len) - np.repeat(edges[:-1], np.diff(edges))
+        position_ids[n_real:] = 0  # padding can be longer than max_doc_len, but learned positions may end there
         return Row(tokens, labels, position_ids, edges)
