@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fa_train.bounds import Seed
+from fa_train.checkpoints.architecture import ARCHITECTURE, differences
 from fa_train.checkpoints.base import drop_base, restore_base
 from fa_train.data.packing.collate import Batch
 from fa_train.memory.loss import IGNORE_INDEX
@@ -180,12 +181,14 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the frozen base model's weights to the checkpoint.
+        """Adds the frozen base model's weights to the checkpoint. Prints how the model's architecture has changed.
 
         Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
         model.
         """
         restore_base(self.model, checkpoint)
+        for difference in differences(self.model.config, checkpoint.get(ARCHITECTURE)):
+            self.trainer.print(f"warning: {difference}")
         for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
             require_same_kind(self.optimizer, saved)
 
@@ -195,6 +198,7 @@ class LitGPT(L.LightningModule):
         A signal or an error can cause a checkpoint between the micro-batches of a step. A run that resumes from this
         checkpoint starts the step again.
         """
+        checkpoint[ARCHITECTURE] = self.model.config.values()
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches

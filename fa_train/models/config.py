@@ -1,7 +1,7 @@
 """The configuration of a decoder's architecture, for the model, the memory planner and the exports."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from fa_train.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -109,6 +109,21 @@ class ModelConfig:
             if self.max_seq_len is None:
                 raise ValueError("model.positions=learned needs model.max_seq_len, the number of positions; got null")
             self._require_positive("max_seq_len")
+
+    def values(self) -> dict[str, Any]:
+        """Returns the architecture as numbers, texts and lists. Defaults that follow from other fields are filled in.
+
+        The keys of `family` and `rope_scaling` are named as on the command line, for example family.softcap.
+        """
+        whole = {field.name: getattr(self, field.name) for field in fields(self)}
+        whole |= {"n_kv_heads": self.heads.kv, "head_dim": self.heads.dim}
+        family = asdict(self.extras)
+        family |= {"qkv_bias": self.qkv_bias, "out_bias": self.out_bias, "ffn_bias": self.ffn_bias}
+        nested = {"family": family, "rope_scaling": whole["rope_scaling"] or {}}
+        parts = {f"{name}.{key}": value for name, part in nested.items() for key, value in part.items()}
+        flat = {name: value for name, value in whole.items() if name not in nested} | parts
+        is_plain = (str, bool, int, float, type(None))
+        return {name: value if isinstance(value, is_plain) else list(value) for name, value in flat.items()}
 
     @property
     def heads(self) -> Heads:

@@ -381,7 +381,8 @@ def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# in a compiled checkpoint, torch 2.11 would save q, k and v, because an autograd.Function in `_rotated` returns them
+# Compiled activation checkpointing uses `_rotated_first`. With `_rotated`, torch 2.11 would save q, k and v, because an
+# autograd.Function returns them.
 _rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
 
 

@@ -246,6 +246,33 @@ def test_a_checkpoint_of_another_model_is_one_line(override, difference, trained
     assert "\n" not in str(caught.value) and not list(tmp_path.rglob("*.ckpt*")), "no half-restored state is saved"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "changed"),
+    [
+        pytest.param([], [], id="same"),
+        pytest.param(["model.head_dim=8", "model.init=llama"], [], id="same-computation", marks=pytest.mark.slow),
+        pytest.param(
+            ["model.rope_theta=100", "model.activation=geglu"],
+            ["model.activation=swiglu; this run has geglu", "model.rope_theta=10000.0; this run has 100"],
+            id="other-computation",
+        ),
+    ],
+)
+def test_another_architecture_with_the_same_shapes_is_said(overrides, changed, trained, tmp_path, capsys):
+    start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000002.ckpt"
+    run(tmp_path / "run", trained, *TWO_STEPS, "max_steps=3", start, *overrides)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert warnings == [f"warning: the checkpoint was written with {text}" for text in changed]
+
+
+def test_a_head_of_its_own_is_not_dropped(trained, tmp_path):
+    start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000002.ckpt"
+    with pytest.raises(
+        ValueError, match=r"was written with model.tied=true; this run has false\. Use the model settings"
+    ):
+        run(tmp_path / "run", trained, *TWO_STEPS, "max_steps=3", start, "model.tied=false")
+
+
 @pytest.mark.slow
 def test_last_skips_a_damaged_checkpoint_and_says_so(trained, tmp_path):
     folder = tmp_path / "runs/cut/earlier/checkpoints"

@@ -36,7 +36,7 @@ class Traffic(NamedTuple):
     entries: Tensor  # (total,) int32, indices into `sent`, grouped by token, in the order of `shared`
     offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
-    counts: list[int]  # the numbers of rows of the buffer, of tokens in `shared`, and of keys in the buffer
+    counts: list[int]  # three counts: rows of the buffer, tokens in `shared`, and keys in the buffer
 
 
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -> Traffic:
