@@ -110,7 +110,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
 
     Raises: ValueError, which names `where`, if a field is missing, a message is empty or a role is unknown.
     """
-    present = {name: value for name, value in row.items() if value is not None}
+    present = {name: _encodable(value) for name, value in row.items() if value is not None}
     trained_from = 0
     if "messages" in present:
         messages = _messages(present["messages"], where)
@@ -141,7 +141,8 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
             raise ValueError(
                 f"each entry of conversations must have from and value; {where}, message {number} is {message!r}"
             )
-        role = SHAREGPT_ROLES.get(message["from"], message["from"])
+        role = message["from"]
+        role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
         messages.append({"role": role, "content": message["value"]})
     return messages
 
@@ -165,8 +166,8 @@ def _message(value: Any, where: str) -> Message:
             f"a message's weight must be 1 or absent; {where} has {message['weight']!r}. To train only on "
             "some answers, use rows of prompt and completion, which train only on the completion"
         )
-    calls = message.get("tool_calls")
-    if calls:
+    calls = message.pop("tool_calls", None)
+    if calls:  # an empty list means no calls, but some templates reject it
         if role != "assistant":
             raise ValueError(f"only an assistant's message can have tool_calls; {where} has role {role}")
         message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
@@ -177,10 +178,6 @@ def _message(value: Any, where: str) -> Message:
         raise ValueError(f"a message must have text as its content; {where} has {found}")
     elif not content.strip() and not calls and role != "tool":  # a tool's result may be empty
         raise ValueError(f"a message must not be empty; {where} with role {role} is empty")
-    else:
-        message["content"] = content.encode(
-            "utf-8", "replace"
-        ).decode()  # replaces lone surrogates such as "\ud800", which tokenizers reject
     return message
 
 
@@ -191,14 +188,14 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"a tool call must have the name of a function; {where} has {value!r}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments, "a tool call's arguments", where)
+        arguments = _encodable(_json(arguments, "a tool call's arguments", where))
     function = {**function, "arguments": arguments}
     return {**value, "function": function} if "function" in value else function
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
-        value = _json(value, "tools", where) if value.strip() else None
+        value = _encodable(_json(value, "tools", where)) if value.strip() else None
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -211,6 +208,17 @@ def _list(value: Any, name: str, where: str) -> list[Any]:
         raise ValueError(f"{name} must be a list; {where} has a {type(value).__name__}")
     if not value:
         raise ValueError(f"{name} must have at least one entry; {where} has an empty list")
+    return value
+
+
+def _encodable(value: Any) -> Any:
+    """Replaces lone surrogates such as "\\ud800" in all texts of a JSON value, because tokenizers reject them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, list):
+        return [_encodable(entry) for entry in value]
+    if isinstance(value, dict):
+        return {_encodable(name): _encodable(entry) for name, entry in value.items()}
     return value
 
 

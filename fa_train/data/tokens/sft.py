@@ -21,7 +21,7 @@ from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "2"  # the version of the conversion from chats to tokens, which is part of the cache key
+FORMAT = "3"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 

@@ -80,6 +80,7 @@ def with_message(**changes):
         (PAIR | {"tools": ["f"]}, "tools must be a list of JSON schemas; .*line 2 has"),
         ({"conversations": [{"from": "human"}]}, "must have from and value; .*line 2, message 0 is"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, "a role must be one of .*message 0 has 'alien'"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, r"a role must be one of .*message 0 has \['human'\]"),
     ],
 )
 def test_a_bad_chat_is_named(tmp_path, row, message):

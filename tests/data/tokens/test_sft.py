@@ -68,6 +68,27 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
     assert masked["assistant_masks"] == loss_mask.astype(int).tolist()
 
 
+def test_an_empty_list_of_tool_calls_means_no_calls(tmp_path):
+    """PLAIN omits tool calls, so it would reject a chat with tool calls."""
+    question, answer = chat_message("user", "2 + 2?"), chat_message("assistant", "4.")
+    row = {"messages": [question | {"tool_calls": []}, answer | {"tool_calls": []}]}
+    chat_encoder = encoder(tmp_path, PLAIN)
+    found, expected = encode(chat_encoder, row), encode(chat_encoder, {"messages": [question, answer]})
+    assert found.tokens.tolist() == expected.tokens.tolist() and found.loss_mask.any()
+
+
+@pytest.mark.parametrize("arguments", [{"city": "\ud800"}, '{"city": "\\ud800"}'], ids=["object", "json-text"])
+def test_lone_surrogates_in_tools_and_calls_are_replaced(tmp_path, arguments):
+    def row(arguments, text):
+        calls = [{"function": {"name": "weather", "arguments": arguments}}]
+        messages = [chat_message("user", f"weather{text}"), chat_message("assistant", "", tool_calls=calls)]
+        return {"messages": messages, "tools": [{"name": "weather", "description": text}]}
+
+    chat_encoder = encoder(tmp_path, CHATML)
+    found, expected = encode(chat_encoder, row(arguments, "\ud800")), encode(chat_encoder, row({"city": "?"}, "?"))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+
+
 @pytest.mark.parametrize("trim_offsets", [False, True])
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
