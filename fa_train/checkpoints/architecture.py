@@ -13,19 +13,27 @@ from fa_train.settings import shown
 ARCHITECTURE = "architecture"  # a checkpoint stores ModelConfig.values() under this key
 
 
+def require_same_head(config: ModelConfig, stored: Mapping[str, Any] | None) -> None:
+    """Raises: CheckpointError if only the run or only the checkpoint shares the head's weight with the token embedding.
+
+    stored: the architecture in the checkpoint, or None for a checkpoint of an older version.
+    """
+    if stored is not None and stored["tied"] != config.tied:
+        raise CheckpointError(f"{_difference('tied', config.values(), stored)}. Use the setting of the checkpoint")
+
+
 def differences(config: ModelConfig, stored: Mapping[str, Any] | None) -> list[str]:
     """Returns one line for each setting of the architecture in which a run differs from its checkpoint.
 
-    stored: the architecture in the checkpoint, or None for a checkpoint of an older version.
-    Raises: CheckpointError if only the run or only the checkpoint shares the head's weight with the token embedding.
+    stored: as in require_same_head.
     """
     if stored is None:
         return []
-    own, lines = config.values(), []
-    for name in sorted((own.keys() | stored.keys()) - {"init"}):  # a resumed run draws no weights
-        if own.get(name) != stored.get(name):
-            written, got = shown(stored.get(name)), shown(own.get(name))
-            lines.append(f"the checkpoint was written with model.{name}={written}; this run has {got}")
-            if name == "tied":
-                raise CheckpointError(f"{lines[-1]}. Use the model settings of the run that wrote it")
-    return lines
+    own = config.values()
+    names = (own.keys() | stored.keys()) - {"init"}  # a resumed run draws no weights
+    return [_difference(name, own, stored) for name in sorted(names) if own.get(name) != stored.get(name)]
+
+
+def _difference(name: str, own: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
+    written, got = shown(stored.get(name)), shown(own.get(name))
+    return f"the checkpoint was written with model.{name}={written}; this run has {got}"

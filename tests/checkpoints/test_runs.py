@@ -268,7 +268,7 @@ def test_another_architecture_with_the_same_shapes_is_said(overrides, changed, t
 def test_a_head_of_its_own_is_not_dropped(trained, tmp_path):
     start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000002.ckpt"
     with pytest.raises(
-        ValueError, match=r"was written with model.tied=true; this run has false\. Use the model settings"
+        ValueError, match=r"was written with model.tied=true; this run has false\. Use the setting of the checkpoint"
     ):
         run(tmp_path / "run", trained, *TWO_STEPS, "max_steps=3", start, "model.tied=false")
 
