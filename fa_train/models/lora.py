@@ -82,6 +82,14 @@ class LoRA:
             raise ValueError(f"adapter.lora_dropout must be at least 0 and less than 1; got {self.lora_dropout}")
         if not self.target_modules:
             raise ValueError("adapter.target_modules must name at least one module; got none")
+        if isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                raise ValueError(
+                    f"adapter.target_modules must be {ALL_LINEAR}, a list of names or a regular expression; "
+                    f"got {self.target_modules}: {error}"
+                ) from error
         if self.quantization not in (None, "nf4"):
             raise ValueError(f"adapter.quantization must be nf4 or null; got {self.quantization}")
 
@@ -479,6 +487,11 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
     missing = sorted(READ - {"use_rslora"} - config.keys())
     if missing:
         raise ValueError(f"{path} must have {', '.join(missing)}; it does not")
+    alpha, targets = config["lora_alpha"], config["target_modules"]
+    if not isinstance(alpha, int | float):
+        raise ValueError(f"{path}: lora_alpha must be a number; got {json.dumps(alpha)}")
+    if not isinstance(targets, str | list):
+        raise ValueError(f"{path}: target_modules must be a text or a list; got {json.dumps(targets)}")
     return replace(own, **{name: config[name] for name in READ & config.keys()})
 
 

@@ -260,6 +260,11 @@ def test_an_adapter_goes_on_where_it_was_saved(tmp_path):
         pytest.param(
             {"target_modules": "nothing"}, "must be all-linear or name some of q_proj, .*; got nothing", id="regex"
         ),
+        pytest.param(
+            {"target_modules": "*_proj"},
+            r"a list of names or a regular expression; got \*_proj: nothing to repeat",
+            id="glob",
+        ),
         pytest.param({"lora_dropout": 0.1}, "adapter.lora_dropout=0.1 needs memory.checkpointing=none", id="recompute"),
     ],
 )
@@ -285,6 +290,8 @@ def test_dropout_drops_in_training_only():
         pytest.param("init_lora_weights", "pissa", "init_lora_weights must be .* got .pissa", id="pissa"),
         pytest.param("r", 5, r"must be \(5, 32\) in this model; got \(4, 32\)", id="shape"),
         pytest.param("target_modules", ["q_proj", "v_proj"], "is missing", id="missing"),
+        pytest.param("target_modules", None, "target_modules must be a text or a list; got null", id="no-targets"),
+        pytest.param("lora_alpha", None, "lora_alpha must be a number; got null", id="no-alpha"),
     ],
 )
 def test_folders_that_cannot_be_read(field, value, message, tmp_path):

@@ -78,7 +78,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
 
     try:
         normalised = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # for_model modifies its argument
-    except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
+    except (StrictDataclassError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     for name, supported in family.required.items():
         found = getattr(normalised, name, supported[0]) if config.get(name) is None else config[name]
@@ -225,6 +225,8 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 def _rope(parameters: Mapping[str, Any], max_seq_len: int) -> tuple[float, dict[str, Any] | None]:
     """Returns the values of rope_theta and rope_scaling for ModelConfig."""
     fields = {name: value for name, value in parameters.items() if value is not None}
+    if "rope_theta" not in fields:
+        raise ValueError("rope_theta must be a number; got null")
     theta, part = fields.pop("rope_theta"), fields.pop("partial_rotary_factor", 1.0)
     if part != 1.0:
         raise ValueError(f"partial_rotary_factor must be 1.0; got {part}")
