@@ -36,8 +36,8 @@ ATTENTION_OPERATORS = frozenset(
         *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )
-# The largest magnitude of a tensor determines its float8 scale. The magnitude is a single number. Keeping this number
-# avoids reading the tensor again in the backward pass.
+# aten.max computes the largest magnitude of a tensor, which determines the tensor's float8 scale. Keeping this single
+# number avoids reading the tensor again in the backward pass.
 _KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 
@@ -53,9 +53,9 @@ def block_runner(checkpointing: Checkpointing) -> RunBlock:
 
     "none" keeps all saved tensors. "full" keeps only x. "selective" keeps x and also attention's output o and logsumexp
     lse. The backward pass recomputes everything that is not kept. Random states are not saved, because a block has no
-    dropout. If attention is not a single operator, "selective" does the same as "full". Naive and chunked attention and
-    SDPA's math fallback are not single operators. Call `run` inside the compiled module, so that torch.compile applies
-    the policy.
+    dropout. If attention is not a single operator, "selective" does the same as "full". Naive attention, chunked
+    attention and SDPA's math fallback are not single operators. Call `run` inside the compiled module, so that
+    torch.compile applies the checkpointing policy.
     """
     return {"none": _keep_all, "selective": _keep_input_and_attention, "full": _keep_input}[checkpointing]
 

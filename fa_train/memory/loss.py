@@ -136,7 +136,7 @@ def _torch_cross_entropy(
 def _liger_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
+    """Computes the same as `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
 
     The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. Liger's
     wrapper waits for values that a summed loss does not need.

@@ -2,20 +2,21 @@
 
 memory.offload=true offloads the input of each block. With full activation checkpointing, a block saves only its input.
 Offloading the inputs then frees most of the memory of very long sequences. memory.offload=all offloads all large
-tensors that blocks without checkpointing save, so nothing is recomputed. Copies run on a side stream while other blocks
-compute.
+tensors that blocks save. It requires checkpointing=none, so nothing is recomputed. Copies run on a side stream while
+other blocks compute.
 
 Saved-tensor hooks around each block replace saved tensors with a `_State`. With offload=true, the hooks replace the
 block's input. With offload=all, the hooks replace every large tensor that has one row per token. A `_State` holds a
-whole storage, because q, k and v are views of one storage. autograd owns the `_State` objects. The lifetime of a
-`_State` is therefore correct for every wrapper around a block, including torch.compile.
+whole storage, because q, k and v are views of one storage. autograd owns the `_State` objects, and frees them together
+with its graph. This works with every wrapper around a block, including torch.compile.
 
 A copy to the host starts after the compute stream has written the storage. If block `i` starts the copy, the compute
-stream waits for the copy at the start of block `i + 2`, or of block `i + IN_FLIGHT + 1` with offload=all. The storage's
-GPU memory is then freed. For a copy back to the GPU, the compute stream allocates memory, the side stream copies, and
-the compute stream waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies use one
-stream, so the last copy out of a buffer ends before the next copy into the buffer. The host never waits.
-Tensor.record_stream is not used, because it would free memory later, at a time that depends on the host.
+stream waits for the copy at the start of block `i + 2`. With offload=all, the compute stream waits `IN_FLIGHT - 1`
+blocks later. The storage's GPU memory is then freed. For a copy back to the GPU, the compute stream allocates memory,
+the side stream copies, and the compute stream waits for the copy. When autograd's graph is freed, host buffers return
+to a pool. All copies use one stream, so the last copy out of a buffer ends before the next copy into the buffer. The
+host never waits. Tensor.record_stream is not used, because it would free memory later, at a time that depends on the
+host.
 """
 
 import mmap
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-Offloaded = bool | Literal["all"]  # "all" offloads all large saved tensors, True only hidden states between blocks
+Offloaded = bool | Literal["all"]  # "all": all large saved tensors; True: only hidden states between blocks
 IN_FLIGHT = 2  # with offload=all, copies to the host may still run for this many earlier blocks
 
 
@@ -87,8 +88,8 @@ class Offload:
     def forward_pass(self, x: Tensor) -> "ForwardPass":
         """Starts a forward pass. x: the input of the first block. Only the size and the device of x are used.
 
-        Raises: ValueError if the host has too little memory. With `everything`, the first block raises the
-        error, not this call.
+        Raises: ValueError if the host has too little memory. With `everything`, the first block raises this error
+        instead.
         """
         if self.pool is None:
             self.pool = HostPool(pinned=x.is_cuda)
@@ -105,7 +106,7 @@ class HostPool:
         self.pinned = pinned
         self.free: list[Tensor] = []
         self.allocated = 0  # the number of allocations so far; tests check that only the first step allocates
-        self.nbytes = 0  # the size of all buffers together
+        self.nbytes = 0  # the total size of all buffers
 
     def require(self, nbytes: int, *, everything: bool) -> None:
         """Raises: ValueError if the host has too little memory to grow the pool to nbytes."""
@@ -162,8 +163,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies to the host may still run. The GPU memory of the copied tensors is then released after
-        the backward pass has computed the gradient of x.
+        With offload=all, copies to the host may still run at this point. The GPU memory of the copied tensors is then
+        released only when the backward pass has computed the gradient of x.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
@@ -193,7 +194,7 @@ class _Underway:
         self.blocks: deque[list[tuple[Tensor, torch.cuda.Event | None]]] = deque()
 
     def next_block(self) -> None:
-        """Starts a new block. Releases the storages of all earlier blocks except the newest `keep`."""
+        """Starts a new block. Releases the storages of all but the newest `keep` blocks."""
         self.let_go(self.keep)
         self.blocks.append([])
 
@@ -202,7 +203,7 @@ class _Underway:
         self.blocks[-1].append((storage, copied))
 
     def let_go(self, keep: int = 0) -> None:
-        """Frees the storages of all blocks except the newest `keep`, after the current stream has waited for copies."""
+        """Makes the current stream wait for copies, and frees the storages of all but the newest `keep` blocks."""
         while len(self.blocks) > keep:
             for _, copied in self.blocks.popleft():
                 if copied is not None:
@@ -213,7 +214,10 @@ class _Underway:
 
 
 class _State:
-    """The storage of a saved tensor, on GPU or host. below: the storages that the backward pass needs next."""
+    """The storage of a saved tensor, on GPU or host.
+
+    below: the storages that the backward pass needs after this one.
+    """
 
     def __init__(self, storage: Tensor, below: "list[_State]") -> None:
         self.storage: Tensor | None = storage

@@ -15,7 +15,10 @@ from fa_train.memory.tiled_ffn import activate
 
 
 def trains_plainly(linear: nn.Linear) -> bool:
-    """Returns whether a layer is an nn.Linear with a trained weight, and is not sharded, quantized or a LoRA layer."""
+    """Returns whether a layer is an nn.Linear with a trained weight.
+
+    Sharded, quantized and LoRA layers do not count.
+    """
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.requires_grad
 
 

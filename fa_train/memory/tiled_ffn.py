@@ -3,8 +3,8 @@
 The forward pass of an FFN saves the input and the weights of the FFN. The backward pass recomputes the activations of
 each chunk (ALST, arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and
 memory.offload=all moves it to the host. Outputs and input gradients differ from those of an FFN without chunks only by
-rounding. Rounding differs because the matmul library may split smaller products differently, and a fused kernel rounds
-SwiGLU once. Weight gradients are summed over chunks in fp32.
+rounding. Rounding differs because the matmul library may split smaller products differently, and because a fused kernel
+rounds SwiGLU only once. Weight gradients are summed over chunks in fp32.
 
 Memory traffic limits the speed of everything except the matmuls. Activation kernels therefore overwrite their inputs,
 and matmuls write directly to the rows of the result.
@@ -105,7 +105,7 @@ def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """The autograd node for keep=True. The backward of this node repeats none of the matmuls of the forward."""
+    """The autograd node for keep=True. The backward of this node repeats no matmul of the forward."""
 
     @staticmethod
     def forward(

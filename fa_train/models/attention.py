@@ -1,4 +1,4 @@
-"""Four implementations of attention with the same signature, so that an ablation can change the attention alone.
+"""Four implementations of attention with the same signature, so that an ablation can change only the attention.
 
 The schedule defines the mask: query i sees the keys j with key_start[i] <= j < key_end[i]. The output of a query that
 sees no key is 0. The softmax is computed in fp32 for every dtype of q, k and v.
@@ -123,7 +123,7 @@ def sdpa_attention(
     # Torch's kernels return different outputs for a query that sees no key. Here, a query that sees no
     # key is given all keys, and the last line of this function sets the query's output to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
-    # with a mask and enable_gqa, torch would use its kernel that keeps all scores in memory
+    # with a mask and enable_gqa, torch would use a kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
     o = F.scaled_dot_product_attention(
         _heads_first(q), _heads_first(k), _heads_first(v), attn_mask=visible, scale=softmax_scale
@@ -151,7 +151,7 @@ def chunked_attention(
     """
     if chunk_size < 1:
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
-    # k and v are split before the loop, because the gradient of each slice made in the loop would be as large as k
+    # k and v are split before the loop: a slice that is made in the loop would have a gradient as large as k
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [

@@ -1,9 +1,9 @@
 """Float8 training: torchao computes the matrix products of the blocks' linear layers in float8 (arXiv:2209.05433).
 
-Weights, gradients and optimizer states keep their dtypes, and so do embeddings, norms, attention and the head. In every
-product, both operands are multiplied by a scale and rounded to 8 bits: inputs and weights to e4m3, gradients of outputs
-to e5m2. A tensor has one scale, which is computed from the tensor's largest magnitude at each use. Float8 therefore has
-no state, and checkpoints have the same format as without float8.
+Weights, gradients and optimizer states keep their dtypes. Embeddings, norms, attention itself and the head do not use
+float8. In every product, both operands are multiplied by a scale and rounded to 8 bits: inputs and weights to e4m3,
+gradients of outputs to e5m2. A tensor has one scale. At each use, the scale is computed again from the tensor's largest
+magnitude. Float8 therefore has no state, and checkpoints have the same format as without float8.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
     """Makes the linear layers of all blocks compute in float8. Call `use_float8` before the blocks are compiled.
 
     The parameters and their names stay the same.
-    emulate: whether to round operands to float8 but multiply them in fp32, which works on every device.
+    emulate: whether to round operands to float8 but multiply them in fp32. Emulation works on every device.
     Raises: ValueError if torchao is not installed. Also raises the errors of `require_float8_model`.
     """
     require_float8_model(model)

@@ -54,7 +54,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
-    random_base_hash: str | None = None  # LoRA sets this hash of the frozen weights if they are random
+    random_base_hash: str | None = None  # set by LoRA if the frozen weights are random: their hash
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any
@@ -66,8 +66,8 @@ class GPT(nn.Module):
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # A checkpointed or offloaded block saves its input as one tensor, so the previous block must complete this
-        # input.
+        # A checkpointed or offloaded block saves its input as one tensor. The previous block must therefore not leave
+        # its last residual addition to this block.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -132,7 +132,7 @@ class GPT(nn.Module):
             source(self)
 
     def init_weights(self) -> None:
-        """Gives all weights their random initial values, in this rank's rows if the model is sharded."""
+        """Gives all weights their random initial values. In a sharded model, sets only this rank's rows."""
         for name, distribution in self._distributions():
             initialise(self.get_parameter(name), distribution, self.seed, name)
 
@@ -248,10 +248,10 @@ class GPT(nn.Module):
             block.attention.attention = ContextAttention(block.attention.attention, group)
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compiles each block with torch.compile(**options). Blocks share one graph: their code and shapes are equal.
+        """Compiles each block with torch.compile(**options).
 
-        A compiled block without checkpointing leaves its last residual addition to the next block. The next block fuses
-        this addition with its first norm.
+        Blocks share one graph, because their code and shapes are equal. A compiled block without checkpointing leaves
+        its last residual addition to the next block. The next block fuses this addition with its first norm.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:
@@ -308,7 +308,9 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """The last linear layer and the loss. FSDP gathers the weight for this forward, so the loss is a part of it.
+    """The last linear layer and the loss.
+
+    FSDP gathers the weight for this module's forward, so this forward also computes the loss.
 
     softcap: the soft cap on the logits, or 0.
     """

@@ -31,7 +31,7 @@ class RopeScaling(ABC):
 
     @property
     def magnitude(self) -> float:
-        """The factor that cos and sin are multiplied by. Attention scores are multiplied by its square."""
+        """The factor that cos and sin are multiplied by. The square of this factor multiplies attention scores."""
         return 1.0
 
 

@@ -47,7 +47,7 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
 
 
 def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the names in `KINDS` of the optimizers that possibly wrote the state_dict `saved`."""
+    """Returns the optimizers that may have written the state_dict `saved`, as names in `KINDS`."""
     if "offloaded" in saved:
         return ["adamw_offload"]
     if any("fused" in group for group in saved["param_groups"]):

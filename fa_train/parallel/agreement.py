@@ -1,4 +1,4 @@
-"""Finds the largest of all ranks' numbers, for example to decide whether and how they stop the run."""
+"""Finds the maximum of one number per rank, for example to decide whether and how all ranks stop the run."""
 
 import torch
 import torch.distributed as dist
@@ -7,13 +7,13 @@ from fa_train.parallel.communication import TIMEOUT
 
 
 class Agreement:
-    """Finds the largest answer of all ranks. Every rank gets this answer from its next call of `largest`.
+    """Finds the largest answer of all ranks. An answer is the integer that a rank passes to `largest`.
 
     All ranks must stop at the same step. If one rank stopped earlier, the collectives of the remaining ranks would wait
     forever.
-    Each call of `largest` starts an all-reduce of one integer in a separate gloo group, which does not wait for the
-    GPU. The all-reduce overlaps with the next micro-batch. The next call of `largest` reads the result. A flag in
-    torch's TCPStore would not be enough, because the hosts of some ranks can be several steps ahead of the others.
+    A call of `largest` starts an all-reduce of the answers in a separate gloo group, which does not wait for the GPU.
+    The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the result. A flag in torch's
+    TCPStore would not be enough, because the hosts of some ranks can be several steps ahead of the others.
     """
 
     def __init__(self) -> None:

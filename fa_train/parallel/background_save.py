@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, rename_into_place
 
-PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest one to write its part
+PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part
 PINNED_FROM = 2**20  # bytes; smaller copies are not pinned: they are fast anyway, and can share pages
 Key = tuple[Any, ...]
 
@@ -34,7 +34,8 @@ class BackgroundSave:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # gloo does not wait for the GPU. The thread and the training loop use their groups at the same time.
+        # gloo does not wait for the GPU. The thread and the training loop have separate groups, because both
+        # communicate at the same time.
         self.writers, self._askers = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
         self._copies = HostCopies(device)
         self._thread: threading.Thread | None = None
@@ -48,12 +49,12 @@ class BackgroundSave:
         assert self._thread is None, "the last checkpoint must be finished first"
         self._error = None
         arguments = (self._copies.of(state), write, partial)
-        # the thread is a daemon: the interpreter must not wait for it at exit, because it may wait for another rank
+        # the thread is a daemon: at exit, the interpreter must not wait for a thread that may wait for another rank
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns whether all ranks had already finished when this method was last called.
+        """Returns whether all ranks had already finished at the previous call of this method.
 
         All ranks must call this method equally often.
         """

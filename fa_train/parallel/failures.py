@@ -1,7 +1,7 @@
-"""Lets a rank tell its launcher why the rank fails. torchrun shows the same message.
+"""Lets a failing rank tell its launcher the reason.
 
-The launcher (torchrun's or train.py's) names a file for this message in TORCHELASTIC_ERROR_FILE. The launcher ends all
-ranks as soon as one fails.
+The launcher is torchrun or train.py. It names a file for the reason in TORCHELASTIC_ERROR_FILE, and shows what the rank
+has written there. The launcher ends all ranks as soon as one fails.
 """
 
 import json

@@ -1,13 +1,13 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps a part of every parameter's rows, its shard. Weights are gathered in groups: each block, the embeddings
-and the head. A group is gathered before its forward pass and again before its backward pass, and freed after each. As
-soon as the backward pass of a group has computed the group's gradients, they are averaged and sharded. The head stays
-gathered between both passes, because the backward pass begins with it. The last norm, and the token embedding if the
-head shares its weight, stay gathered for the whole micro-batch.
+Each rank keeps some rows of every parameter, called its shard. Weights are gathered in groups: each block, the
+embeddings and the head. A group is gathered before its forward pass and again before its backward pass, and freed after
+each pass. As soon as the backward pass of a group has computed the group's gradients, they are averaged and sharded.
+The head stays gathered between both passes, because the backward pass begins with it. The last norm, and the token
+embedding if the head shares its weight, stay gathered for the whole micro-batch.
 
-With replicas (HSDP), ranks form groups of equal size. Each group holds the whole model, sharded inside the group.
-Gradients are also averaged between groups, once per step.
+With replicas (HSDP), ranks form groups of equal size. Each group of ranks holds the whole model, sharded over the
+group. Gradients are also averaged between these groups, once per step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -111,8 +111,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Postpones the averaging of gradients until the last micro-batch of a step.
 
-        Without reduce_once, postpones only the averaging between replicas. Lightning runs the backward pass of
-        every micro-batch but the last in this context.
+        Without reduce_once, postpones only the averaging between replicas. Lightning enters this context manager for
+        the backward pass of every micro-batch except the last.
         """
         model = cast(FSDPModule, self._gpt)
         # set_requires_all_reduce has no effect without replicas, because only replicas need an all-reduce

@@ -1,9 +1,9 @@
 """Starts the ranks of a run on one machine, forwards signals to them, and reports why a run fails.
 
 This launcher uses the processes, the store and the error files of torchrun (torch.distributed.elastic), so a rank runs
-in the same way under both launchers. torchrun's agent would kill a rank that needs over 30 seconds to save a checkpoint
-after a signal, so this file forwards signals itself and waits. The store is in the launcher's process, so it outlives
-every rank.
+in the same way under both launchers. After a signal, torchrun's agent would kill a rank that needs over 30 seconds to
+save a checkpoint. This file therefore forwards signals itself and waits. The store is in the launcher's process, so it
+outlives every rank.
 """
 
 import json
@@ -27,7 +27,7 @@ from fa_train.parallel.ranks import TOLD
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # exit statuses of GracefulInterrupt
-REPEATED = 1.0  # seconds; within this time, a second signal counts as the first signal, sent again by another process
+REPEATED = 1.0  # seconds; a second signal within this time counts as a copy of the first, sent by another process
 
 
 class _StoppedError(BaseException):
@@ -42,8 +42,8 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 
     told: the decisions that rank 0 passes on to the other ranks (fa_train.parallel.decisions).
     If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM and SIGUSR1 are forwarded
-    to all ranks, without a time limit. A second signal kills the ranks. After a signal, the program ends with the exit
-    status of the ranks.
+    to all ranks, and the launcher then waits without a time limit. A second signal kills the ranks. After a signal, the
+    program ends with the exit status of the ranks.
     Raises: RankFailedError if a rank fails.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # this file reports failures

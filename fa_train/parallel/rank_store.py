@@ -12,9 +12,9 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import DistStoreError, TCPStore
 
-PATIENCE = timedelta(minutes=10)  # other ranks wait this long for rank 0, which may start later
-GOODBYE = timedelta(seconds=10)  # rank 0 waits this long until other ranks have read its error
-_ASKED: Counter[str] = Counter()  # how often each question was asked, which is equal on all ranks
+PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for rank 0, which may start later
+GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
+_ASKED: Counter[str] = Counter()  # how often each question was asked; equal on all ranks
 
 
 def launched_ranks() -> ClusterEnvironment | None:

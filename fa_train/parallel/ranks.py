@@ -59,7 +59,7 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
 
 
 def end_with_launcher() -> None:
-    """Makes the kernel kill this process when its launcher ends, even if SIGKILL ends the launcher. Linux only."""
+    """On Linux, makes the kernel kill this process when its launcher ends, even if SIGKILL ends the launcher."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

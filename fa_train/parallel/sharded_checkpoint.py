@@ -143,7 +143,7 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
     reader = FolderReader(folder)
     reader.read_metadata()  # if `.metadata` is damaged, this raises an error before torch logs a traceback
     try:
-        with warnings.catch_warnings():  # torch warns that one process loads the checkpoint, as `alone` asks for
+        with warnings.catch_warnings():  # with `alone`, torch warns that only one process loads the checkpoint
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
     except CheckpointException as error:

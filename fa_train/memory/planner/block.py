@@ -127,7 +127,10 @@ class Block:
         }
 
     def _argument(self) -> int:
-        """Returns the bytes of a norm's fp32 output, which exists while attention or the FFN uses a rounded copy."""
+        """Returns the bytes of a norm's fp32 output.
+
+        The output exists while attention or the FFN uses a rounded copy of it.
+        """
         return self.x if self.run.mixed and self.eager else 0
 
     def _attention_forward(self) -> int:
@@ -148,7 +151,7 @@ class Block:
         return held + max(self.activated(), self.hidden + self.x_rounded)
 
     def _chunk_forward(self) -> int:
-        """Returns the bytes of a tiled FFN's rounded weights, and of the temporaries of one chunk in its forward."""
+        """Returns the bytes of a tiled FFN's rounded weights and of one chunk's temporary tensors in the forward."""
         if not self.levers.mlp_chunk:
             return 0
         # GELU overwrites its input, unless the input is saved
@@ -163,7 +166,7 @@ class Block:
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
             held -= self.attention_kept() - self.saved()  # compiled code has not yet recomputed q, k and v
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
-        if self.run.adapters:  # gradients of the activations through the frozen weight and through A
+        if self.run.adapters:  # two gradients of the activations: through the frozen weight and through A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantized()
@@ -172,7 +175,7 @@ class Block:
         if not self.levers.mlp_chunk:  # the backward makes the rounded copy of `down` again
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
-            # the gradient of the last weight: compiled code holds it until the end of the block
+            # the gradient of the last weight: compiled code holds it until the block's backward ends
             its_own = 0 if self.eager and self.run.gradients_in_place else self.down_weight * self.run.weight_bytes
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
@@ -198,7 +201,7 @@ class Block:
         return self.attention_kept() + between + self.statistics + 3 * self.x
 
     def _attention_backward(self) -> int:
-        """Returns the peak bytes of attention's backward, with the gradients of q, k and v and kernel workspaces."""
+        """Returns the peak bytes of attention's backward, including workspaces and the gradients of q, k and v."""
         held = self.attention_kept() + self.x + self.q
         heads = self.model.heads
         workspace = backward_workspace(heads.dim, self.run.compute_dtype, self.model.extras.softcap, self.run.arch)

@@ -21,8 +21,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# The cost of copies as a fraction of compute time, and the cost of a chunk in seconds. Both costs are too
-# small to measure. If chunks are as fast as copies, chunks are preferred, because copies need pinned memory.
+# The cost of copies as a fraction of compute time, and the cost of a chunk in seconds. Both are too small to measure.
+# They make chunks win over equally fast copies, because copies need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -118,8 +118,8 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
-    The function first tries fewer rows per micro-batch, then other levers, then smaller optimizer states and precision.
-    If all these changes are not enough, the overrides also set seq_len to the longest sequence that fits.
+    The function first tries fewer rows per micro-batch, then other levers, then smaller optimizer states and a lower
+    precision. If all these changes are not enough, the overrides also set seq_len to the longest sequence that fits.
     """
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
@@ -145,10 +145,10 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
-    """Returns memory-saving changes of the settings for optimizer and precision, the cheapest first.
+    """Returns changes of optimizer and precision that save memory, the cheapest first.
 
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first list and the first dict are
-    empty. strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. In the first change, both are empty.
+    strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
     """
     run = plan.run
     changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]

@@ -8,7 +8,10 @@ QUANTIZATION_BLOCK = 256  # the number of elements per scale
 
 
 def optimizer_bytes(plan: Plan) -> tuple[int, int]:
-    """Returns the bytes of the optimizer's states on the GPU, and those on the host, which include pinned buffers."""
+    """Returns the bytes of the optimizer's states on the GPU and on the host.
+
+    The host's bytes include pinned buffers.
+    """
     sizes, w = trained_sizes(plan), plan.run.gradient_bytes
     if plan.run.optimizer == "adamw_offload":
         moved = [n for n in sizes if n >= OFFLOADED_FROM]

@@ -25,7 +25,7 @@ def require_precision(precision: str) -> None:
 class Adapters:
     """The sizes of a model's LoRA adapters (fa_train.models.lora).
 
-    sizes: the number of elements of each matrix A and B, all fp32.
+    sizes: the number of elements of each matrix A and each matrix B. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
     attention_joined, ffn_joined: the number of elements of all A and B of a block, in attention and in the FFN. Several
     adapters of one matrix are joined into one A and one B, and only these joined matrices count.
@@ -45,7 +45,7 @@ class RunSize:
     """The properties of a run that determine its memory, except for the model and the memory levers.
 
     Units: seq_len and loss_chunk in tokens; rows is data.micro_batch_size.
-    accumulates: whether a step has several micro-batches, so that gradients exist in all micro-batches after the first.
+    accumulates: whether a step has several micro-batches. Gradients then exist from the second one on.
     adapters: the sizes of LoRA adapters, or None if all weights are trained.
     ranks: the number of GPUs over which weights, gradients and optimizer states are sharded (fa_train.parallel.fsdp),
     or 1 without sharding. reshard_after_forward, reduce_once: the settings of strategy=fsdp.

@@ -2,8 +2,8 @@
 
 The formulas count every tensor that the model's code saves or allocates. The peak is at one of a few moments: the
 forward of the last block, the loss, the backward of a block, the end of the backward pass, or the optimizer's update.
-tests/memory/planner/test_planner.py compares the prediction with the model on fake tensors, and with peaks that were
-measured on GPUs.
+tests/memory/planner/test_planner.py compares the prediction with the memory of the model on fake tensors, and with
+peaks that were measured on GPUs.
 
 The prediction assumes attention=flash. Other kinds of attention need at least as much memory as flash attention.
 The prediction also assumes matrix products in bf16 or fp32, even if the run has lit_gpt.float8.

@@ -99,11 +99,11 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Levers:
-    """Returns the run's memory levers (settings that reduce memory), or with memory=auto the fastest that fit.
+    """Returns the run's memory levers (settings that reduce memory), or, with memory=auto, the fastest that fit.
 
     processes: the number of processes that share this machine's memory.
     attention: the name of the chosen option of conf/attention.
-    say: called with a summary of the prediction if the run is on a GPU.
+    say: called with the levers that memory=auto chose, and on a GPU also with a summary of the prediction.
     Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
     running out of memory is a result of the sweep.
     """

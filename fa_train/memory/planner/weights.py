@@ -56,8 +56,8 @@ def gathered_bytes(plan: Plan) -> int:
     """Returns the peak bytes of the weights and gradients that FSDP2 gathers on a rank.
 
     The formula counts the weights in `gathered_outside`, the weights of two blocks (of all blocks without
-    reshard_after_forward), and the gradients of one block with an fp32 copy. With reduce_once, the formula also counts
-    whole gradients in fp32. No measurement has confirmed the formula.
+    reshard_after_forward), and the gradients of one block and their fp32 copy. With reduce_once, the formula also
+    counts whole gradients in fp32. No measurement has confirmed the formula.
     """
     model, run = plan.model, plan.run
     if run.ranks == 1:

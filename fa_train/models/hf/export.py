@@ -1,7 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
-The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. Only one
-kind of export needs a GPU: an adapter whose base model has random weights, if a GPU drew these weights.
+The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. An
+export needs a GPU in only one case: the run trained an adapter, and a GPU drew the random weights of its base model.
 """
 
 import re
@@ -96,7 +96,7 @@ def write(
     """
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
-    if model.config.max_seq_len is None:  # without a context length, take the length of training rows
+    if model.config.max_seq_len is None:  # if the model has no context length, use that of training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

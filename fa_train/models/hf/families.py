@@ -25,9 +25,9 @@ class Layout:
     """The names of the tensors in a family's checkpoints.
 
     layers: the name of a layer in the checkpoint, with {} for its number.
-    outer: maps module names of the GPT outside the layers to module names of the checkpoint.
-    inner: maps each module name within a layer of the GPT to one or more module names of the checkpoint. The GPT's
-    module holds the rows of all these modules of the checkpoint, one module after another.
+    outer: for modules outside the layers, maps the GPT's name to the checkpoint's name.
+    inner: for modules within a layer, maps the GPT's name to one or more names of the checkpoint. The GPT's module
+    holds the rows of all these modules of the checkpoint, one module after another.
     transposed: whether the checkpoint stores the weights of linear layers as (in, out).
     """
 

@@ -223,7 +223,7 @@ def _with_rope(
 def _asked_scaling(
     scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
 ) -> dict[str, Any]:
-    """Returns `scaling`, and adds a rope_type and a factor if they are missing.
+    """Returns a copy of `scaling`, in which a missing rope_type and a missing factor are filled in.
 
     If `scaling` has no factor and the checkpoint already supports max_seq_len tokens, returns the checkpoint's scaling,
     `own`.

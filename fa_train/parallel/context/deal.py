@@ -96,7 +96,7 @@ def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.nd
 
     start, end: from causal_ranges.
     The queries of a chunk that is all padding see no key. `first` is then the index of the next chunk, so that
-    received_chunks counts no chunk for it.
+    received_chunks counts no keys for the padding.
     """
     work = (end - start).reshape(-1, size).sum(axis=1)
     return work, np.where(work > 0, start[::size] // size, np.arange(1, len(work) + 1))
@@ -107,9 +107,9 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 
     A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and
     another rank swap two runs of equal length. Among the other ranks with possible swaps, the rank with the least work
-    is chosen. A swap moves at most half of the work by which the two ranks differ. Many swaps are compared, and the one
-    that moves the most work per additional chunk of keys to receive is chosen. A run of several chunks can hold a whole
-    document, whose keys then need not be sent.
+    is chosen. A swap moves at most half of the work by which the two ranks differ. Many swaps are compared. The chosen
+    swap moves the most work per additional chunk of received keys. A run of several chunks can hold a whole document,
+    whose keys then need not be sent.
 
     owner: (n_chunks,), as in Deal. `exchange` changes it in place.
     work: (n_chunks,), for each chunk, the number of pairs of a query of the chunk and a key that the query sees.
@@ -155,7 +155,7 @@ class Swaps(NamedTuple):
 
 
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
-    """Returns swaps of rank `most` with rank `least` that move some work, but at most `limit`.
+    """Returns swaps between rank `most` and rank `least` that move some work, but at most `limit`.
 
     For each length, the result has at most `TRIED` swaps: those that move the most work. In each of them,
     rank `most` gives a different run.
@@ -166,7 +166,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run to give, find the run to take: it has the least work with which at most `limit` work is moved.
+        # For each run to give, find the run to take: the one with the least work that lets the swap move at most
+        # `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

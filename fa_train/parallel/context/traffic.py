@@ -71,7 +71,10 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -
 
 
 def buffer_rows(n_keys: int, total: int) -> int:
-    """Returns the number of rows of a buffer for n_keys keys. It is more than n_keys, and has about `STEPS` values."""
+    """Returns the number of rows of a buffer for n_keys keys.
+
+    The result is greater than n_keys, and can have about `STEPS` different values.
+    """
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
 
