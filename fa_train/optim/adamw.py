@@ -37,8 +37,10 @@ def adamw_8bit(
     eps: NonNegativeFloat,
     stochastic_rounding: bool,
 ) -> Optimizer:
-    """Returns AdamW with 8-bit moments. A parameter with fewer than 4096 elements has moments in its own dtype.
+    """Returns AdamW with 8-bit moments.
 
+    A parameter has moments in its own dtype if it has fewer than 4096 elements, or if their number is not a multiple of
+    256.
     stochastic_rounding: whether to round updates of bf16 weights (trainer.precision=bf16-true) stochastically.
     Stochastic rounding has no effect on fp32 weights.
     """

@@ -27,8 +27,8 @@ class Adapters:
 
     sizes: the number of elements of each matrix A and each matrix B. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
-    attention_joined, ffn_joined: the number of elements of all A and B of a block, in attention and in the FFN. Several
-    adapters of one matrix are joined into one A and one B, and only these joined matrices count.
+    attention_joined, ffn_joined: the number of elements of all A and B of a block, in attention and in the FFN. If a
+    linear layer has several adapters, the A and the B into which they are joined count.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
     """
 
