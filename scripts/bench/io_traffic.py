@@ -18,8 +18,7 @@ In flash attention, each query tile reads its own rows once, and reads all keys 
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
 attention moves on the order of `N**2 * d**2 / M` elements, where fast memory holds M elements. The formulas for flash
 attention count the bytes that the multiprocessors load. Most of these bytes come from the L2 cache. The column `least`
-is the minimum, where each tensor moves once. Tile sizes are those of the portable kernels (tiles.py) or of the Hopper
-kernels.
+is the minimum, where each tensor moves once. Tile sizes are those of the portable or of the Hopper kernels.
 """
 
 import argparse

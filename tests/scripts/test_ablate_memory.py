@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
-from html.parser import HTMLParser
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from scripts.ablation.cases import SHORT, AttentionCase, Result, StepCase, confi
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
 from scripts.ablation.sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
+from tests.scripts.support.html_page import assert_self_contained
 from tests.support import processes
 from tests.support.training import REPOSITORY, quiet_environment
 
@@ -140,27 +140,6 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [case.attention for case in load(path)] == ["naive", "chunked", "sdpa"]
     assert kept.items() <= load(path).items(), "finished cases are not measured again"
-
-
-class References(HTMLParser):
-    """Collects the tags of an HTML page, and the addresses that the page loads."""
-
-    def __init__(self):
-        super().__init__()
-        self.targets, self.tags = [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.targets += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
-
-
-def assert_self_contained(html):
-    parser = References()
-    parser.feed(html)
-    parser.close()
-    assert parser.targets and all(target.startswith("data:") for target in parser.targets)
-    assert "script" not in parser.tags and "@import" not in html and "url(" not in html
-    return parser
 
 
 def test_the_page_asks_nothing_of_others_and_escapes(parts):

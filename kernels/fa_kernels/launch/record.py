@@ -12,10 +12,10 @@ launchers of the compiled kernels directly.
 
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
-multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters. A
-call cannot be recorded if it runs a torch operator other than torch.empty or a view. A call also cannot be recorded
-if a launch contains an address that belongs to no known tensor, or to two overlapping tensors. If recording a call
-fails, all later calls with its key run without recording.
+multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters.
+A call cannot be recorded in two cases: it runs a torch operator other than torch.empty or a view, or a launch contains
+an address that belongs to no known tensor or to two overlapping tensors. If recording a call fails, all later calls
+with its key run without recording.
 Tile tables and other module globals are not part of a key: call `forget()` after changing them.
 """
 
@@ -68,10 +68,7 @@ class _Known(Enum):
 
 
 class _Watched(threading.local):
-    """The recording in progress in this thread.
-
-    Each thread has a separate recording, because autograd runs one thread per device.
-    """
+    """The recording in progress in this thread. Threads record separately: autograd runs one thread per device."""
 
     recorder: "_Recorder | None" = None
 
@@ -189,8 +186,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 def lasting(x: Tensor) -> Tensor:
     """Returns x, and tells the recording in progress that repeated calls must use this very tensor, not a new one.
 
-    Call `lasting` for a tensor that is neither an input of the call nor allocated by the call, such as the counter of a
-    work queue.
+    The tensor is neither an input of the call nor allocated by it, for example the counter of a work queue.
     """
     recorder = _WATCHED.recorder
     if recorder is not None and all(x is not known for known in recorder.tensors):  # x is new to the recorder
@@ -266,8 +262,7 @@ def _encoded(described: _Map, address: int) -> Any:
 class _Recording:
     """The allocations and launches of a call. A recording keeps no tensors alive, except those passed to `lasting`.
 
-    A list of addresses holds the addresses of the inputs that launches read, of the allocations, and of the slices of
-    the last allocation, in this order.
+    Lists of addresses have this order: inputs that launches read, allocations, slices of the last allocation.
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # given all inputs, returns those that launches read

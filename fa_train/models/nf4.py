@@ -1,0 +1,110 @@
+"""Linear layers whose frozen weights have 4 bits per element, in torchao's NF4 format (arXiv:2305.14314)."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fa_train.private_names import TESTED
+
+BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and scales per second-level scale, as in QLoRA
+# besides its codes, a 4-bit weight has these tensors: three for the scales, and the table of values
+NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
+
+
+class NF4Linear(torch.autograd.Function):
+    """Computes x W^T and saves W in 4 bits. The backward pass dequantizes W again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        *codes, out_features = arguments
+        ctx.save_for_backward(*codes)
+        ctx.out_features, ctx.in_features = out_features, x.shape[-1]
+        return F.linear(x, nf4_weight(*codes, out_features, x.shape[-1]).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weight = nf4_weight(*ctx.saved_tensors, ctx.out_features, ctx.in_features)
+        return dy @ weight.to(dy.dtype), None, None, None, None, None, None
+
+
+@torch.library.custom_op("fa_train::nf4_weight", mutates_args=())
+def nf4_weight(
+    quantized_data: Tensor,
+    quantized_scalers: Tensor,
+    quantization_factor: Tensor,
+    scaler_mean: Tensor,
+    nf4: Tensor,
+    out_features: int,
+    in_features: int,
+) -> Tensor:
+    """Dequantizes a weight to (out_features, in_features). The result has the dtype of `nf4`.
+
+    nf4_weight is a custom operator because torch.compile cannot trace torchao's tensor class.
+    """
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
+
+    shape, n_blocks = torch.Size((out_features, in_features)), quantized_scalers.numel()
+    meta = SubclassTensorArgs(shape, (in_features, 1), 0, nf4.dtype, nf4.device, False)
+    block, scaler_block = shape.numel() // n_blocks, n_blocks // quantization_factor.numel()
+    scales = (quantized_scalers, quantization_factor, scaler_mean)
+    return NF4Tensor(meta, block, n_blocks, scaler_block, *scales, quantized_data, nf4).get_original_weight()
+
+
+@nf4_weight.register_fake
+def _nf4_weight_fake(
+    quantized_data: Tensor,
+    quantized_scalers: Tensor,
+    quantization_factor: Tensor,
+    scaler_mean: Tensor,
+    nf4: Tensor,
+    out_features: int,
+    in_features: int,
+) -> Tensor:
+    return nf4.new_empty(out_features, in_features)
+
+
+def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Quantizes a matrix to NF4. Returns the 4-bit codes, two per byte, and a dict of scales with the keys NF4_PARTS.
+
+    The scales are quantized as well (QLoRA's "double quantization"). Each second-level scale applies to gcd(256, number
+    of scales) scales. If `weight` is on the meta device, so are the results.
+    what: the weight's name, for error messages.
+    Raises: ValueError if torchao is not installed, or the number of elements is not a multiple of 64.
+    """
+    if weight.numel() % BLOCK:
+        raise ValueError(f"adapter.quantization=nf4 needs matrices with a multiple of {BLOCK} elements; {what} has "
+                         f"{weight.numel()}")  # fmt: skip
+    n_blocks = weight.numel() // BLOCK
+    scaler_block = math.gcd(n_blocks, SCALER_BLOCK)
+    require_torchao()
+    if weight.is_meta:
+        shapes = {"quantized_scalers": (n_blocks,), "quantization_factor": (n_blocks // scaler_block,)}
+        others = {
+            name: torch.empty(
+                shapes.get(name, (16,) if name == "nf4" else ()),
+                dtype=torch.int8 if name == "quantized_scalers" else weight.dtype,
+                device="meta",
+            )
+            for name in NF4_PARTS
+        }
+        return torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta"), others
+    from torchao.quantization import to_nf4
+
+    tensor = to_nf4(weight.contiguous(), BLOCK, scaler_block)
+    return tensor.quantized_data, {name: getattr(tensor, name) for name in NF4_PARTS}
+
+
+def require_torchao() -> None:
+    """Raises: ValueError if torchao is not installed, or does not have the 4-bit tensor class that QLoRA needs."""
+    try:
+        from torchao.quantization import to_nf4  # noqa: F401  seconds to import
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # noqa: F401
+            NF4Tensor,
+            SubclassTensorArgs,
+        )
+    except ImportError as error:
+        wanted = f"torchao=={TESTED['torchao']}"
+        raise ValueError(f"adapter.quantization=nf4 needs {wanted}; got {error}. Run `pip install {wanted}`") from error
