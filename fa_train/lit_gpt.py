@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fa_train.bounds import Seed
-from fa_train.checkpoints.architecture import ARCHITECTURE, differences, require_same_head
+from fa_train.checkpoints.architecture import ARCHITECTURE, differences
 from fa_train.checkpoints.base import drop_base, restore_base
 from fa_train.data.packing.collate import Batch
 from fa_train.memory.loss import IGNORE_INDEX
@@ -186,10 +186,8 @@ class LitGPT(L.LightningModule):
         Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
         model.
         """
-        architecture = checkpoint.get(ARCHITECTURE)
-        require_same_head(self.model.config, architecture)
         restore_base(self.model, checkpoint)
-        for difference in differences(self.model.config, architecture):
+        for difference in differences(self.model.config, checkpoint.get(ARCHITECTURE)):
             self.trainer.print(f"warning: {difference}")
         for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
             require_same_kind(self.optimizer, saved)

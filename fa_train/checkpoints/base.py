@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa_train.checkpoints.architecture import ARCHITECTURE, require_same_head
 from fa_train.checkpoints.files import CheckpointError, Shapes, require_same_shapes, shapes
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.weights import weight_files
@@ -47,22 +48,25 @@ def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
     weights = checkpoint.get("state_dict")
     if weights is None:  # FullyShardedStrategy has already loaded and checked the weights
         return
-    require_fit(model, shapes(weights), checkpoint.get(REFERENCE), "the checkpoint")
+    require_fit(model, shapes(weights), checkpoint, "the checkpoint")
     if REFERENCE in checkpoint:
         own = {PREFIX + name: weight for name, weight in model.state_dict().items()}
         checkpoint["state_dict"] = own | weights
 
 
-def require_fit(model: GPT, stored: Shapes, reference: Mapping[str, Any] | None, checkpoint: str) -> None:
+def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoint: str) -> None:
     """Checks that a checkpoint fits the model.
 
     A checkpoint holds all weights, or only the adapters and a reference to the base model.
 
     stored: the shapes of the stored weights, by their names in LitGPT.
-    reference: the checkpoint's reference to the base model, or None if the checkpoint holds all weights.
+    content: the other contents of the checkpoint. They include a reference to the base model, unless the checkpoint
+    holds all weights.
     checkpoint: the checkpoint's name, for error messages.
     Raises: CheckpointError, which names the first difference.
     """
+    require_same_head(model.config, content.get(ARCHITECTURE))
+    reference = content.get(REFERENCE)
     # A checkpoint may store the weight of a tied head twice, or only under the embedding's name.
     if model.config.tied:
         stored = {name: shape for name, shape in stored.items() if name != f"{PREFIX}head.weight"}

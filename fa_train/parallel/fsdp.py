@@ -33,8 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
-from fa_train.checkpoints.architecture import ARCHITECTURE, require_same_head
-from fa_train.checkpoints.base import REFERENCE, require_fit
+from fa_train.checkpoints.base import require_fit
 from fa_train.checkpoints.files import read_file, shapes
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
@@ -151,9 +150,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Loads this rank's shards. Raises: CheckpointError if the checkpoint is damaged or from another model."""
         assert self.model is not None
         checkpoint = read_meta(folder)
-        require_same_head(self._gpt.config, checkpoint.get(ARCHITECTURE))
         stored = shapes(stored_weights(FolderReader(folder).read_metadata()))
-        require_fit(self._gpt, stored, checkpoint.get(REFERENCE), str(folder))
+        require_fit(self._gpt, stored, checkpoint, str(folder))
         self._require_same_optimizer(saved_optimizer(folder))
         own = get_model_state_dict(self.model)
         values: dict[str, Any] = {"state_dict": {name: weight for name, weight in own.items() if name in stored}}
@@ -174,8 +172,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         assert self.model is not None
         checkpoint = read_file(path, mmap=True)
         weights = checkpoint.pop("state_dict")
-        require_same_head(self._gpt.config, checkpoint.get(ARCHITECTURE))
-        require_fit(self._gpt, shapes(weights), checkpoint.get(REFERENCE), str(path))
+        require_fit(self._gpt, shapes(weights), checkpoint, str(path))
         for saved in checkpoint["optimizer_states"]:
             self._require_same_optimizer(saved)
         options = StateDictOptions(full_state_dict=True, strict=False)

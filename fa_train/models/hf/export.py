@@ -129,7 +129,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     stored = shapes(weights)
     reference = content.get(REFERENCE)
     model = _empty(build, checkpoint, stored) if reference is None else _base(build, checkpoint, reference)
-    require_fit(model, stored, reference, str(checkpoint))
+    require_fit(model, stored, content, str(checkpoint))
     if checkpoint.is_dir():
         weights = {name: torch.empty_like(weight, device="cpu") for name, weight in weights.items()}
         load_into({"state_dict": weights}, checkpoint, alone=True)
