@@ -23,7 +23,7 @@ COPIES = {
 # {key of Lightning's Trainer: (the values that a run supports, what to do instead)}
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.accumulate_grad_batches": (
-        (1,), "Set data.micro_batch_size instead: the rest of batch_size is accumulated",
+        (1,), "Set batch_size and data.micro_batch_size, which determine the accumulation",
     ),
     "trainer.limit_train_batches": ((None, 1.0), "Set max_steps instead"),
     "trainer.overfit_batches": ((0.0,), "Train on a small file instead, with data=text and data.path"),
@@ -39,8 +39,8 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
     for key, original in COPIES.items():
         value, wanted = value_of(config, key), value_of(config, original)
         if value not in (..., wanted):
-            of_run = f"={shown(wanted)}" if not isinstance(wanted, Mapping) else ""
-            raise ValueError(f"{key} must be a copy of {original}{of_run}; got {shown(value)}. Set {original} instead")
+            of_run = f", which is {shown(wanted)}" if not isinstance(wanted, Mapping) else ""
+            raise ValueError(f"{key} must equal {original}{of_run}; got {shown(value)}. Set {original} instead")
     for key, (supported, advice) in UNSUPPORTED.items():
         value = value_of(config, key)
         if value is not ... and value not in supported:
@@ -52,7 +52,7 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
         )
     if value_of(config, "callbacks.monitor") in (None, ...):
         raise ValueError(
-            "callbacks.monitor must be a node, because checkpoints and logs need its measurements; got null"
+            "callbacks.monitor must be a node, because checkpoints and logs need its measurements; got none"
         )
 
 

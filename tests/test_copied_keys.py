@@ -1,4 +1,4 @@
-"""A key that copies another key cannot get another value, and a setting that a run would ignore is refused."""
+"""A key that copies another key cannot get another value. Unsupported settings of Lightning's Trainer are refused."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,24 +12,24 @@ from tests.support.training import composed
     ("overrides", "line"),
     [
         pytest.param(
-            ["data.batch_size=9"], "data.batch_size must be a copy of batch_size=8; got 9. Set batch_size instead",
+            ["data.batch_size=9"], "data.batch_size must equal batch_size, which is 8; got 9. Set batch_size instead",
             id="copied-number",
         ),
         pytest.param(
-            ["trainer.strategy=ddp"], "trainer.strategy must be a copy of strategy; got ddp. Set strategy instead",
+            ["trainer.strategy=ddp"], "trainer.strategy must equal strategy; got ddp. Set strategy instead",
             id="copied-node",
         ),
         pytest.param(
             ["+trainer.accumulate_grad_batches=4"],
-            "trainer.accumulate_grad_batches must be 1; got 4. Set data.micro_batch_size instead", id="ignored",
+            "trainer.accumulate_grad_batches must be 1; got 4. Set batch_size and data.micro_batch_size", id="ignored",
         ),
         pytest.param(
             ["+trainer.limit_train_batches=0.5"],
             r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
         ),
         pytest.param(["trainer.default_root_dir=/tmp"], "trainer.default_root_dir must .*hydra.run.dir", id="folder"),
-        pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got null", id="no-monitor"),
-        pytest.param(["~callbacks.monitor"], "callbacks.monitor must be a node, .*; got null", id="monitor-removed"),
+        pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got none", id="no-monitor"),
+        pytest.param(["~callbacks.monitor"], "callbacks.monitor must be a node, .*; got none", id="monitor-removed"),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_the_key_to_set(overrides, line, tmp_path):

@@ -111,9 +111,9 @@ class ModelConfig:
             self._require_positive("max_seq_len")
 
     def values(self) -> dict[str, Any]:
-        """Returns the architecture as numbers, texts and lists. Defaults that follow from other fields are filled in.
+        """Returns the architecture as plain values and lists of them.
 
-        The keys of `family` and `rope_scaling` are named as on the command line, for example family.softcap.
+        Defaults that follow from other fields are filled in. The keys of `family` and `rope_scaling` are named as on the command line, for example family.softcap.
         """
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
         whole |= {"n_kv_heads": self.heads.kv, "head_dim": self.heads.dim}

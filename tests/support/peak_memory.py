@@ -26,7 +26,7 @@ class Peak:
 
 @contextmanager
 def peak_growth() -> Iterator[Peak]:
-    """Samples private memory every half millisecond. Samples continue while torch's operators work on large tensors.
+    """Samples private memory every half millisecond, also while torch's operators work on large tensors.
 
     Freed memory goes back to the system first, because the allocator would otherwise use it again without any growth.
     """
