@@ -113,7 +113,8 @@ class ModelConfig:
     def values(self) -> dict[str, Any]:
         """Returns the architecture as plain values and lists of them.
 
-        Defaults that follow from other fields are filled in. The keys of `family` and `rope_scaling` are named as on the command line, for example family.softcap.
+        Defaults that follow from other fields are filled in. The keys of `family` and `rope_scaling` are named as on
+        the command line, for example family.softcap.
         """
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
         whole |= {"n_kv_heads": self.heads.kv, "head_dim": self.heads.dim}
