@@ -11,6 +11,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import PurePosixPath
 from types import NoneType, UnionType
 from typing import (
@@ -229,12 +230,28 @@ def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, An
 def fits(value: Any, hint: Any) -> bool:
     """Returns whether a value that is not a node matches a type hint."""
     try:
-        TypeAdapter(list[hint], config=STRICT).validate_python([value])
+        _adapter(hint).validate_python([value])
     except ValidationError:
         return False
     except (PydanticUserError, SchemaError):  # accept any value if pydantic cannot check the hint
         return True
     return True
+
+
+def _adapter(hint: Any) -> TypeAdapter[list[Any]]:
+    """Returns pydantic's validator for lists whose items have the type hint."""
+    try:
+        hash(hint)
+    except TypeError:  # Annotated accepts metadata that has no hash
+        return _new_adapter(hint)
+    return _cached_adapter(hint)
+
+
+def _new_adapter(hint: Any) -> TypeAdapter[list[Any]]:
+    return TypeAdapter(list[hint], config=STRICT)
+
+
+_cached_adapter = cache(_new_adapter)  # most of the time of a check would be spent on building validators
 
 
 def _keys_of_typed_dict(definition: Any) -> Keys:

@@ -75,7 +75,7 @@ def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
     arguments += ["--max-step-seconds", "1e9"]
     arguments += ["--out", str(tmp_path), *TINY]
     script = REPOSITORY / "scripts" / "ablate_memory.py"
-    done = processes.finish(script, arguments, tmp_path, environment(), limit_memory=True)
+    done = processes.finish(script, arguments, tmp_path, environment(), limit_memory=True, fork_servers=False)
     assert done.returncode == 0, done.stderr
     first, second, *_ = done.stdout.splitlines()
     assert first.startswith("Naive attention, a training step of nano") and "must fail from N = " in first

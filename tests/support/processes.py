@@ -5,6 +5,7 @@ take many seconds.
 """
 
 import multiprocessing
+import multiprocessing.util
 import os
 import resource
 import runpy
@@ -12,13 +13,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import patch
+
+from hydra.core.global_hydra import GlobalHydra
 
 REPOSITORY = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -48,14 +51,17 @@ def start(
     out: Path,
     errors: Path,
     limit_memory: bool = False,
+    fork_servers: bool = True,
 ) -> BaseProcess:
     """Starts `python program arguments` in a new session, or `python -m program` if `program` is the name of a module.
 
     `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
-    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory.
+    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory. If fork_servers is
+    False, each server process that the program starts is a new interpreter, as outside the tests.
     """
     start_server()
-    process = CONTEXT.Process(target=_main, args=(program, arguments, cwd, environment, out, errors, limit_memory))
+    settings = limit_memory, fork_servers
+    process = CONTEXT.Process(target=_main, args=(program, arguments, cwd, environment, out, errors, *settings))
     process.start()
     return process
 
@@ -66,6 +72,7 @@ def finish(
     cwd: Path,
     environment: Mapping[str, str],
     limit_memory: bool = False,
+    fork_servers: bool = True,
     timeout: float = 240.0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program, waits for its end and returns its output.
@@ -77,7 +84,7 @@ def finish(
         out.touch()
         errors.touch()
         command = [str(program), *arguments]
-        process = start(program, arguments, cwd, environment, out, errors, limit_memory)
+        process = start(program, arguments, cwd, environment, out, errors, limit_memory, fork_servers)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -103,6 +110,29 @@ class ForkedModule:
         return self.done.stdout, self.done.stderr
 
 
+def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
+    """Starts a helper process of multiprocessing, and returns its process ID.
+
+    A server that forks processes for the program is itself forked from the program. It need not import anything.
+
+    spawn: multiprocessing's function, which starts a new interpreter. kept: file descriptors that stay open.
+    """
+    if "multiprocessing.forkserver" not in arguments[-1]:
+        return spawn(path, arguments, kept)
+    process = os.fork()
+    if process == 0:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in kept:
+                with suppress(OSError):  # the list contains the descriptor of the folder itself
+                    os.close(int(name))
+        try:
+            GlobalHydra.instance().clear()  # in a new interpreter, Hydra would not be initialised
+            exec(arguments[-1])
+        finally:
+            os._exit(0)  # the server ends with SystemExit, which must not reach the program's own code
+    return process
+
+
 def _main(
     program: Path | str,
     arguments: Sequence[str],
@@ -111,6 +141,7 @@ def _main(
     out: Path,
     errors: Path,
     limit_memory: bool,
+    fork_servers: bool,
 ) -> None:
     """Runs the program as Python's command line would, but without the atexit functions at its end.
 
@@ -129,6 +160,8 @@ def _main(
     if limit_memory:
         resource.setrlimit(resource.RLIMIT_AS, (200 * 2**30, 200 * 2**30))
     multiprocessing.set_start_method(None, force=True)  # resets the default
+    if fork_servers:
+        multiprocessing.util.spawnv_passfds = partial(_spawn_or_fork, multiprocessing.util.spawnv_passfds)
     # like `python program`, which does not search the folder in which the tests were started
     first = program.parent if isinstance(program, Path) else cwd
     sys.path[:] = [str(first), *(path for path in sys.path if path not in ("", str(REPOSITORY)))]
