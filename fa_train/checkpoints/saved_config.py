@@ -4,21 +4,23 @@ import importlib
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 
-PACKAGE = "fa_train"
+# The packages that a model is built from. Functions of other packages could import or change any module.
+PACKAGES = "fa_train.models", "fa_train.memory"
 
 
 def require_own_targets(config: object, where: str) -> None:
-    """Checks that every `_target_` in a config is a class or function that fa_train defines.
+    """Checks that every `_target_` in a config is a class or function that one of `PACKAGES` defines.
 
     A check of only the first part of a name would accept fa_train.models.hf.export.shutil.rmtree.
     config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
-    Raises: ValueError, which names the first target that fa_train does not define.
+    Raises: ValueError, which names the first target that is defined elsewhere.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and not _is_own(config["_target_"]):
             raise ValueError(
-                f"{where} must contain only targets that {PACKAGE} defines; got _target_: {config['_target_']}"
+                f"{where} must contain only targets that {' or '.join(PACKAGES)} defines; "
+                f"got _target_: {config['_target_']}"
             )
         for value in config.values():
             require_own_targets(value, where)
@@ -28,7 +30,7 @@ def require_own_targets(config: object, where: str) -> None:
 
 
 def _is_own(target: object) -> bool:
-    if not isinstance(target, str) or not target.startswith(f"{PACKAGE}."):
+    if not isinstance(target, str) or not _is_inside(target):
         return False
     module_name, _, name = target.rpartition(".")
     try:
@@ -36,5 +38,8 @@ def _is_own(target: object) -> bool:
     except ImportError:
         return False
     found = getattr(module, name, None)
-    defined_in = getattr(found, "__module__", "")
-    return isinstance(found, type | FunctionType) and defined_in.partition(".")[0] == PACKAGE
+    return isinstance(found, type | FunctionType) and _is_inside(found.__module__)
+
+
+def _is_inside(name: str) -> bool:
+    return name.startswith(tuple(f"{package}." for package in PACKAGES))

@@ -335,6 +335,9 @@ TARGETS = {
     "through-a-module": {"loss": {"_target_": "fa_train.models.hf.export.shutil.rmtree", "path": "x"}},
     "interpolated": {"loss": {"_target_": "${evil}", "command": "touch ran"}},
     "an-import-of-ours": {"loss": {"_target_": "fa_train.models.hf.export.Path", "_args_": ["x"]}},
+    "an-import-by-name": {
+        "loss": {"_target_": "fa_train.private_names.private_module", "package": "torch", "name": "x"}
+    },
     "the-model": {"_target_": "subprocess.run", "args": ["touch", "ran"]},
 }
 
@@ -348,7 +351,8 @@ def test_a_saved_config_names_no_other_code(part, model, scratch, tmp_path, monk
     OmegaConf.save(OmegaConf.merge(OmegaConf.load(path), {"evil": "os.system", part: model}), path)
     with pytest.raises(
         ValueError,
-        match=rf"^{part} in the run's .hydra/config.yaml must contain only targets that fa_train defines; got",
+        match=rf"^{part} in the run's .hydra/config.yaml must contain only targets that fa_train.models or "
+        "fa_train.memory defines; got",
     ):
         trained_model.export(run / "checkpoints" / scratch.name, tmp_path / "out", [], None)
 
@@ -364,4 +368,6 @@ def test_a_saved_config_runs_no_code(run_script, scratch, tmp_path):
     done = run_script(run / "checkpoints" / scratch.name)
     assert done.returncode == 1 and not (tmp_path / "ran").exists()
     [line] = done.stderr.strip().splitlines()
-    assert line.endswith("must contain only targets that fa_train defines; got _target_: torch.load")
+    assert line.endswith(
+        "must contain only targets that fa_train.models or fa_train.memory defines; got _target_: torch.load"
+    )
