@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    arguments = list(hydra.overrides.task) if in_sweep() else sys.argv[1:]
+    arguments = list(hydra.overrides.task) if in_sweep() else in_folder(sys.argv[1:], folder)
     try:
         launch(n_ranks, arguments, told={"folder": str(folder), "sweep_group": sweep_group()})
     except RankFailedError as error:
@@ -46,6 +47,16 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     file = folder / "result.json"
     result: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return result
+
+
+def in_folder(arguments: Sequence[str], folder: Path) -> list[str]:
+    """Replaces the value of hydra.run.dir in the arguments of train.py, if they set this key.
+
+    The value may contain an interpolation such as ${now:%H-%M-%S}, which has another value in each rank.
+    """
+    escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    key = "hydra.run.dir="
+    return [f"{key}'{escaped}'" if argument.startswith(key) else argument for argument in arguments]
 
 
 def check(cfg: DictConfig) -> None:

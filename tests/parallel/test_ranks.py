@@ -11,10 +11,12 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -197,6 +199,15 @@ def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, t
     else:
         with pytest.raises(RankFailedError):
             run_config.launch_ranks(2)
+
+
+def test_ranks_get_the_folder_of_the_launcher():
+    given = ["hydra.run.dir=runs/${now:%S}", "seq_len=8"]
+    expected = [r"hydra.run.dir='/runs/a\'b'", "seq_len=8"]
+    assert run_config.in_folder(given, Path("/runs/a'b")) == expected
+    [run_dir, _] = OverridesParser.create().parse_overrides(expected)
+    assert run_dir.value() == "/runs/a'b"
+    assert run_config.in_folder(["seq_len=8"], Path("/runs/a")) == ["seq_len=8"]
 
 
 def test_a_run_that_had_nothing_to_do_has_no_result(tmp_path, monkeypatch):
