@@ -91,7 +91,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
 def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
     """Returns the family of config.json. Raises: ValueError if its model_type or another field is unknown."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}; got {model_type}")
     family = FAMILIES[model_type]
     architectures = config.get("architectures")
@@ -164,6 +164,8 @@ def _gemma2(config: Any) -> dict[str, Any]:
     size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both this field and sliding_window
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
+    if config.query_pre_attn_scalar <= 0:
+        raise ValueError(f"query_pre_attn_scalar must be positive; got {config.query_pre_attn_scalar}")
     family = dataclasses.replace(
         arguments["family"],
         windows=_windows(config),

@@ -17,6 +17,8 @@ from tests.models.hf.support.checkpoints import YARN, edit_config
         pytest.param("llama", {"quantization_config": {"bits": 4}}, "quantization_config=", id="quantized"),
         pytest.param("mistral", {"layer_types": ["full_attention"] * 3}, "model_type=mistral: layer_types", id="other"),
         pytest.param("llama", {"model_type": "mixtral"}, "model_type must be one of gpt2, .*; got mixtral", id="model"),
+        pytest.param("llama", {"model_type": ["llama"]}, r"model_type must be one of .*; got \['llama'\]", id="list"),
+        pytest.param("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be positive", id="zero"),
         pytest.param("llama", {"architectures": ["LlamaModel"]}, "architectures must name LlamaFor", id="head"),
         pytest.param("llama", {"hidden_act": "relu"}, 'hidden_act must be "silu"; got "relu"', id="activation"),
         pytest.param("gpt2", {"activation_function": "gelu"}, 'must be "gelu_pytorch_tanh" or .* got "gelu"', id="erf"),
