@@ -44,7 +44,8 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
-        remove(path)
+        with suppress(OSError):  # for example, if the file system has become read-only
+            remove(path)
         raise not_written(path, error) from error
 
 

@@ -7,6 +7,7 @@ restrictions.
 import io
 import pickle
 import warnings
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,7 @@ from fa_train.checkpoints.files import (
 )
 from fa_train.parallel.background_save import BackgroundSave
 
+METADATA_CRC32 = "metadata_crc32"  # the file `META` stores the CRC32 of `.metadata` under this key
 COPY_AHEAD = 10_000_000  # bytes, torch's default
 DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
 DCP = "torch.distributed.checkpoint"
@@ -78,7 +80,8 @@ class FolderWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        write_file(self._meta, Path(self.path) / META)
+        folder = Path(self.path)
+        write_file(self._meta | {METADATA_CRC32: _crc32(folder / ".metadata")}, folder / META)
 
 
 def write_folder(
@@ -179,8 +182,9 @@ def require_whole(checkpoint: Path) -> None:
         require_intact(checkpoint)
         read_file(checkpoint, mmap=True)
         return
-    read_meta(checkpoint)
+    meta = read_meta(checkpoint)
     require_intact(checkpoint / META)
+    _require_intact_metadata(checkpoint, meta.get(METADATA_CRC32))
     for stored in FolderReader(checkpoint).read_metadata().storage_data.values():
         require_intact_slice(checkpoint / stored.relative_path, stored.offset, stored.length)
 
@@ -220,6 +224,20 @@ def load_sharded(folder: Path) -> dict[str, Any]:
         (states if kind == "state" else groups).setdefault(owner, {})[field] = values[name]
     states_in_order = [_by_place(*optimizers[part]) for part in sorted(optimizers)]
     return checkpoint | {"state_dict": weights, "optimizer_states": states_in_order}
+
+
+def _require_intact_metadata(folder: Path, crc32: int | None) -> None:
+    """Checks the CRC32 of `.metadata`. crc32: the right value, or None for a checkpoint of an older version."""
+    try:
+        intact = crc32 is None or _crc32(folder / ".metadata") == crc32
+    except OSError as error:
+        raise damaged(folder, error) from error
+    if not intact:
+        raise damaged(folder, ValueError("the CRC32 of its .metadata is wrong"))
+
+
+def _crc32(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
 
 
 def _require_metadata(metadata: object) -> None:

@@ -22,7 +22,7 @@ from fa_train.checkpoints.files import (
     write_file,
 )
 from fa_train.checkpoints.resume import checkpoint_path
-from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole
+from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole, write_folder
 from tests.support.peak_memory import peak_growth
 
 
@@ -94,8 +94,7 @@ def test_a_damaged_or_foreign_file_is_one_line(damage, file):
     ("name", "damage"),
     [
         *((name, damage) for name in ("__0_0.distcp", "meta.pt") for damage in ("one-bit", "cut", "empty", "text")),
-        # no changed bit, because a pickle file has no checksum
-        *((".metadata", damage) for damage in ("cut", "empty", "text")),
+        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # the next test changes its bits
     ],
 )
 def test_a_damaged_folder_is_one_line(name, damage, folder):
@@ -104,6 +103,18 @@ def test_a_damaged_folder_is_one_line(name, damage, folder):
     with pytest.raises(CheckpointError, match=r"folder.ckpt\S* is damaged or is not a checkpoint") as caught:
         require_whole(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_each_changed_byte_of_the_metadata_is_found(tmp_path):
+    folder = tmp_path / "folder.ckpt"
+    write_folder({"state_dict": content()["state_dict"]}, {"global_step": 3}, folder)
+    require_whole(folder)
+    path = folder / ".metadata"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 50):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"is damaged .*: the CRC32 of its .metadata is wrong$"):
+            require_whole(folder)
 
 
 def test_a_folder_without_its_weights_is_one_line(folder):
@@ -160,6 +171,12 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, full_disk):
     with pytest.raises(CheckpointError, match=r"^the checkpoint \S*big.ckpt could not be written: File too large$"):
         write_file({"global_step": 1, "weights": torch.zeros(2**16)}, tmp_path / "big.ckpt.partial")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"^the checkpoint \S*/file/x.ckpt could not be written: File exists$"):
+        write_file({"global_step": 1}, tmp_path / "file" / "x.ckpt.partial")
 
 
 def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
