@@ -10,6 +10,7 @@ from weakref import proxy
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.monitor import monitor_of, results
@@ -48,7 +49,8 @@ class Checkpoint(CheckpointCallback):
     keep_best: whether each validation with a new lowest val/loss also saves a checkpoint. The checkpoint with the
     lowest val/loss is kept in addition to the newest ones.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. In a run
-    of one process, this setting also saves a checkpoint if an error ends the run.
+    of one process, this setting also saves a checkpoint if an error ends the run, except an error in an update of the
+    weights.
     asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this setting. The
     ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is
     written. If a rank cannot write its part, the run ends.
@@ -75,6 +77,7 @@ class Checkpoint(CheckpointCallback):
         self.saved: list[Path] = []  # the checkpoints that this process has saved, oldest first
         self.best_model_path, self.best_model_score = "", float("inf")
         self._saved_step: int | None = None  # None before training starts
+        self._update_after: int | None = None  # the global step at which the newest update of the weights started
         self._warned = False
         self._background: BackgroundSave | None = None
         self._save_in_flight: Save | None = None  # equal on all ranks
@@ -98,6 +101,9 @@ class Checkpoint(CheckpointCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved_step = trainer.global_step  # do not save the initial state
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self._update_after = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -128,7 +134,9 @@ class Checkpoint(CheckpointCallback):
         # Diverged weights must not replace an older checkpoint.
         self._logs_times = False  # Record has closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
-        alone = trainer.world_size == 1 and not isinstance(exception, CheckpointError)
+        # If an update fails, some weights may be new and others old. global_step increases at the end of an update.
+        half_updated = self._update_after == trainer.global_step
+        alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)
         try:
             if stopped or isinstance(exception, DivergedError):  # raised on all ranks at the same step

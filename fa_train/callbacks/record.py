@@ -47,7 +47,10 @@ class Record(Callback):
         if not explained and trainer.global_step > self._first_step:
             # a ValueError after the first step is not a user's mistake, so this error needs a traceback
             traceback.print_exception(exception)
-        self._write(trainer)
+        try:
+            self._write(trainer)
+        except OSError as error:  # only print this error, because another exception has ended the run
+            trainer.print(f"error: result.json was not written: {error}")
         if run := wandb_run(trainer):
             run.finish(exit_code=1)
 

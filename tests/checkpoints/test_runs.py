@@ -4,7 +4,9 @@ import errno
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -186,6 +188,39 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
     for name in checkpoints(folder.parent):
         require_whole(folder / name)
     assert "ckpt_path=last resumes from it" in done.stdout
+
+
+class Fails(Callback):
+    """Raises an error in the third step: after the update of the first group of weights, or after the whole update."""
+
+    def __init__(self, whole_update: bool) -> None:
+        self.whole_update = whole_update
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        if trainer.global_step == 2 and not self.whole_update:
+            module = sys.modules["torch.optim.adam"]
+            module.adam = Mock(side_effect=[None, RuntimeError("the first error")])  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == 3:
+            Path(trainer.default_root_dir, "result.json").mkdir()  # the run cannot write its result
+            raise RuntimeError("the first error")
+
+
+@pytest.mark.parametrize(
+    ("whole_update", "saved"),
+    [pytest.param("true", ["step_0000003.ckpt"], id="whole-update"), pytest.param("false", [], id="half-update")],
+)
+def test_an_error_saves_whole_updates_only(whole_update, saved, tmp_path, monkeypatch):
+    module = sys.modules["torch.optim.adam"]
+    monkeypatch.setattr(module, "adam", module.adam)  # restores the function after the test
+    fails = (
+        "+callbacks.fails._target_=tests.checkpoints.test_runs.Fails",
+        f"+callbacks.fails.whole_update={whole_update}",
+    )
+    with pytest.raises(RuntimeError, match="the first error"):
+        run(tmp_path / "run", tmp_path, "max_steps=4", *fails)
+    assert [path.name for path in tmp_path.glob("run/checkpoints/*")] == saved
 
 
 class Spoil(Callback):
