@@ -227,7 +227,7 @@ def test_the_commands_in_the_docs_are_parsed():
     commands = [line for line in step.__doc__.splitlines() if "python -m" in line]
     commands += re.findall(r"`(python -m scripts\.bench\.step .*?)`", (REPOSITORY / "docs/benchmarks.md").read_text())
     overrides = [parse_arguments(shlex.split(command, comments=True)[3:]).overrides for command in commands]
-    assert len(commands) == 13 and sum(map(len, overrides)) == 11
+    assert len(commands) == 14 and sum(map(len, overrides)) == 13
     assert parse_arguments(["--cases", "8:hf", "a=1", "--steps", "3", "+b=2"]).cases == [(8, "hf")]
 
 
