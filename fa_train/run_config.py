@@ -50,13 +50,13 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
 
 
 def in_folder(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Replaces the value of hydra.run.dir in the arguments of train.py, if they set this key.
+    """Returns the arguments of train.py, with `folder` as the value of each argument that sets hydra.run.dir.
 
-    The value may contain an interpolation such as ${now:%H-%M-%S}, which has another value in each rank.
+    Otherwise, each rank would resolve an interpolation such as ${now:%H-%M-%S} itself, and get a different folder.
     """
     escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     key = "hydra.run.dir="
-    return [f"{key}'{escaped}'" if argument.startswith(key) else argument for argument in arguments]
+    return [f"{key}'{escaped}'" if argument.lstrip("+").startswith(key) else argument for argument in arguments]
 
 
 def check(cfg: DictConfig) -> None:

@@ -251,7 +251,7 @@ def _new_adapter(hint: Any) -> TypeAdapter[list[Any]]:
     return TypeAdapter(list[hint], config=STRICT)
 
 
-_cached_adapter = cache(_new_adapter)  # most of the time of a check would be spent on building validators
+_cached_adapter = cache(_new_adapter)  # building validators takes most of the time of a check
 
 
 def _keys_of_typed_dict(definition: Any) -> Keys:

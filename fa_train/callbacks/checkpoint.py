@@ -134,7 +134,8 @@ class Checkpoint(CheckpointCallback):
         # Diverged weights must not replace an older checkpoint.
         self._logs_times = False  # Record has closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
-        # If an update fails, some weights may be new and others old. global_step increases at the end of an update.
+        # An update increases global_step at its end. If global_step is still that of the start of an update, the update
+        # has failed, and some weights may be new and others old.
         half_updated = self._update_after == trainer.global_step
         alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)

@@ -4,7 +4,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 
-# The packages that a model is built from. Functions of other packages could import or change any module.
+# Only classes and functions that these packages define may be used. private_names.private_module, for example, imports
+# any module.
 PACKAGES = "fa_train.models", "fa_train.memory"
 
 

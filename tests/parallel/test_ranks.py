@@ -202,7 +202,7 @@ def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, t
 
 
 def test_ranks_get_the_folder_of_the_launcher():
-    given = ["hydra.run.dir=runs/${now:%S}", "seq_len=8"]
+    given = ["++hydra.run.dir=runs/${now:%S}", "seq_len=8"]
     expected = [r"hydra.run.dir='/runs/a\'b'", "seq_len=8"]
     assert run_config.in_folder(given, Path("/runs/a'b")) == expected
     [run_dir, _] = OverridesParser.create().parse_overrides(expected)

@@ -56,8 +56,9 @@ def start(
     """Starts `python program arguments` in a new session, or `python -m program` if `program` is the name of a module.
 
     `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
-    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory. If fork_servers is
-    False, each server process that the program starts is a new interpreter, as outside the tests.
+    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory. fork_servers:
+    whether multiprocessing's fork server is forked from the program. If False, it is a new interpreter that imports all
+    modules again, as outside the tests.
     """
     start_server()
     settings = limit_memory, fork_servers
@@ -113,7 +114,8 @@ class ForkedModule:
 def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
     """Starts a helper process of multiprocessing, and returns its process ID.
 
-    A server that forks processes for the program is itself forked from the program. It need not import anything.
+    multiprocessing's fork server is forked from the program, so it has all imported modules and starts quickly. Every
+    other helper process is a new interpreter.
 
     spawn: multiprocessing's function, which starts a new interpreter. kept: file descriptors that stay open.
     """
@@ -123,10 +125,10 @@ def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str
     if process == 0:
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in kept:
-                with suppress(OSError):  # the list contains the descriptor of the folder itself
+                with suppress(OSError):  # listdir's own descriptor is in the list, but already closed
                     os.close(int(name))
         try:
-            GlobalHydra.instance().clear()  # in a new interpreter, Hydra would not be initialised
+            GlobalHydra.instance().clear()  # a new interpreter has no initialised Hydra, but the program may
             exec(arguments[-1])
         finally:
             os._exit(0)  # the server ends with SystemExit, which must not reach the program's own code

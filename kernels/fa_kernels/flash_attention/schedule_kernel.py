@@ -171,7 +171,7 @@ class _Layout(NamedTuple):
     """How the tensors of a schedule lie in one buffer of int32, and how many programs fill the buffer."""
 
     size: int  # the size of the buffer in elements
-    sizes: list[int]  # 0 for the tensors that are empty, then the sizes of the others and of the gaps after them
+    sizes: list[int]  # of the parts of the buffer. All empty tensors share the first part, which has size 0
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the tensors, in the order of Schedule's fields
     programs: int
 
@@ -190,7 +190,7 @@ def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradient
     places: list[int] = []  # indices into sizes
     for size in (total_q, total_q, query_tiles, wide_tiles, *of_gradients):
         places.append(len(sizes) if size else 0)
-        sizes += [part for part in (size, -size % ALIGNMENT) if part]  # each part costs about 1 us of host time
+        sizes += [part for part in (size, -size % ALIGNMENT) if part]  # each part takes about 1 us of host time
     key_start, key_end, query_tiles, wide_query_tiles, query_start, query_end, key_tiles = places
     pick = itemgetter(key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles)
     return _Layout(sum(sizes), sizes, pick, programs)
