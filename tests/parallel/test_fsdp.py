@@ -339,8 +339,9 @@ def test_an_error_of_one_rank_waits_for_no_other(world_size, exception, saves, t
     saved = []
     monkeypatch.setattr(Checkpoint, "_save", lambda self, trainer, module: saved.append(module))
     trainer = SimpleNamespace(
-        world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print, callbacks=[Monitor(1, 1, None)]
-    )
+        world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print, callbacks=[Monitor(1, 1, None)],
+        global_step=1,
+    )  # fmt: skip
     checkpoint = Checkpoint(str(tmp_path), 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
     checkpoint.on_exception(trainer, None, exception)
     assert bool(saved) == saves
