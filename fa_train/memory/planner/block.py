@@ -26,6 +26,9 @@ class Block:
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
+        # FSDP2 gathers a block's weights in autocast's dtype, which is then also the dtype of their gradients
+        self.rounds_weights = run.mixed and run.ranks == 1
+        self.gradient_bytes = c if run.ranks > 1 else run.weight_bytes
         self.qkv_weight, self.out_weight, self.up_weight, self.down_weight = model.block_matrices
         a = run.adapters
         self.attention_adapters = (t * a.attention_rank + a.attention_joined) * c if a else 0
@@ -34,17 +37,16 @@ class Block:
     def rounded_weights(self) -> int:
         """Returns the bytes of autocast's weight copies that autograd keeps.
 
-        A tiled FFN frees its copies at the end of its forward pass. Sharded blocks need no copies, because FSDP
-        gathers their weights in autocast's dtype.
+        A tiled FFN frees its copies at the end of its forward pass.
         """
-        if not self.run.mixed or self.run.ranks > 1 or (self.run.adapters and self.run.adapters.quantized):
+        if not self.rounds_weights or (self.run.adapters and self.run.adapters.quantized):
             return 0
         ffn = 0 if self.levers.mlp_chunk else self.up_weight + (self.down_weight if self.run.adapters else 0)
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
 
     def rounded_down(self) -> int:
         """Returns the bytes of autocast's copy of the FFN's last weight. The backward pass makes this copy again."""
-        if self.run.adapters or self.levers.mlp_chunk or self.run.ranks > 1 or not self.run.mixed:
+        if self.run.adapters or self.levers.mlp_chunk or not self.rounds_weights:
             return 0
         return self.down_weight * self.run.compute_bytes
 
@@ -135,14 +137,22 @@ class Block:
 
     def _attention_forward(self) -> int:
         """Returns the peak bytes of attention's forward, including its output projection."""
-        return self.attention_kept() + self._argument() + max(self.x_rounded, 2 * self._gathered())
+        gathering = self._gathering() - self.q - self.lse  # attention's output does not exist yet
+        return self.attention_kept() + self._argument() + max(self.x_rounded, self._gathered(), gathering)
 
     def _gathered(self) -> int:
         """Returns the bytes of the keys and values of all ranks that share the stream, or 0 without other ranks.
 
-        For one document, the result is exact. For several documents, the result is an upper bound.
+        The last rank of one document needs all of them. For several documents, the result is an upper bound.
         """
         return 2 * self.kv * self.run.context if self.run.context > 1 else 0
+
+    def _gathering(self) -> int:
+        """Returns the peak bytes while keys and values are gathered, at most.
+
+        These are the gathered rows, a copy of the rows that this rank sends, and a copy of those that it receives.
+        """
+        return self._gathered() + 2 * (self._gathered() - 2 * self.kv) if self.run.context > 1 else 0
 
     def _ffn_forward(self) -> int:
         held = self.kept() + self._argument()
@@ -176,7 +186,8 @@ class Block:
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
             # the gradient of the last weight: compiled code holds it until the block's backward ends
-            its_own = 0 if self.eager and self.run.gradients_in_place else self.down_weight * self.run.weight_bytes
+            in_place = self.eager and self.run.gradients_in_place and self.run.ranks == 1
+            its_own = 0 if in_place else self.down_weight * self.gradient_bytes
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
@@ -187,7 +198,7 @@ class Block:
         chunks = d_projected + chunk
         if self.run.compute_bytes == 4:  # bf16 products are accumulated without a temporary
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
-        if self.run.weight_bytes != 4:  # the fp32 sums are rounded after the loop
+        if self.gradient_bytes != 4:  # the fp32 sums are rounded after the loop
             chunks = max(chunks, weights // 2)
         return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
 
@@ -206,8 +217,12 @@ class Block:
         heads = self.model.heads
         workspace = backward_workspace(heads.dim, self.run.compute_dtype, self.model.extras.softcap, self.run.arch)
         workspace *= self.run.tokens * heads.query
-        gathered = 3 * self._gathered()  # gradients of gathered K and V, and copies to send and to receive
-        return held + workspace + gathered + self.qkv + (0 if self.eager else self._held_by_compiled_code())
+        held += 0 if self.eager else self._held_by_compiled_code()
+        if self.run.context == 1:
+            return held + workspace + self.qkv
+        in_kernel = 2 * self._gathered() + self.q + workspace  # K, V and their gradients; the gradient of q
+        returning = self._gathering() + self.q + 2 * self.kv  # gradients of gathered and of own K and V
+        return held + max(self._gathering(), in_kernel, returning)
 
     def _held_by_compiled_code(self) -> int:
         """Returns the bytes that eager code has freed before attention's backward, but compiled code still holds.
@@ -222,7 +237,7 @@ class Block:
         held += 2 * self.x_rounded + self.statistics
         # attention's output, which the gradient of the output projection needs
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
-        return held + (self.up_weight + self.down_weight) * self.run.weight_bytes  # weight gradients
+        return held + (self.up_weight + self.down_weight) * self.gradient_bytes  # weight gradients
 
     def _chunk(self, tokens: int) -> int:
         """Returns the bytes of a (chunk, ffn_dim) tensor, or of (tokens, ffn_dim) if there are fewer tokens."""
@@ -239,7 +254,7 @@ class Block:
         return max(matrices) * DEQUANTIZATION_BYTES
 
     def _ffn_rounded(self) -> int:
-        return (self.up_weight + self.down_weight) * self.run.compute_bytes if self.run.mixed else 0
+        return (self.up_weight + self.down_weight) * self.run.compute_bytes if self.rounds_weights else 0
 
 
 def keeps_up(plan: Plan) -> bool:

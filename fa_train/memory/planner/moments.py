@@ -6,17 +6,19 @@ from fa_train.memory.offload import IN_FLIGHT
 from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.optimizer import optimizer_working
 from fa_train.memory.planner.plan import Plan
-from fa_train.memory.planner.weights import block_sizes, gathered_outside, trained_sizes
+from fa_train.memory.planner.sharded import Sharded
+from fa_train.memory.planner.weights import block_sizes, trained_sizes
 
 
 @dataclass(frozen=True)
 class Moment:
     """The bytes that exist at one point in time of a step, in addition to weights and optimizer states.
 
-    gradients: includes DDP's buckets.
+    weights: the weights that FSDP2 has gathered. gradients: includes the buffers of DDP and FSDP2.
     """
 
     name: str
+    weights: int = 0
     gradients: int = 0
     rounded_weights: int = 0
     activations: int = 0
@@ -25,13 +27,17 @@ class Moment:
     working: int = 0
 
     def total(self) -> int:
-        return self.gradients + self.rounded_weights + self.activations + self.outside + self.loss + self.working
+        kept = self.weights + self.gradients + self.rounded_weights + self.activations
+        return kept + self.outside + self.loss + self.working
 
 
 def moments_of(plan: Plan) -> list[Moment]:
     """Returns a Moment for each point in time of a training step at which memory use can peak."""
     step = _Step(plan)
-    return [*step.around_the_loss(), *step.last_moments(), *step.backward_of_blocks()]
+    moments = [*step.around_the_loss(), *step.backward_of_blocks(), *step.embeddings_backward()]
+    if plan.run.ranks > 1 and plan.run.adapters is None:
+        moments += [*step.ends_of_blocks(), *step.averaging()]
+    return [*moments, step.update()]
 
 
 class _Step:
@@ -43,13 +49,20 @@ class _Step:
         self.block, self.recomputes = Block(plan), levers.checkpointing != "none"
         self.fetches_early = self.recomputes or levers.offloads_all
         self.embeddings = 0 if run.adapters else model.vocab_size * model.dim * run.weight_bytes  # 0: frozen
+        self.sharded = Sharded(plan)
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
         self.buckets = 0 if run.buckets == "none" else self.gradients
         # what exists before the backward pass: DDP's buckets, and gradients from earlier micro-batches of the step
-        self.before = self.buckets + (self.gradients if run.accumulates else 0)
+        earlier = self.sharded.whole_gradients or self.gradients
+        self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # at the end of the backward pass
+        # the shards of the gradients of an embedding or an untied head, and of positions, unless they already exist
+        self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
+        self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to this one
-        self.of_head = self.embeddings if model.tied or not run.gradients_in_place or run.ranks > 1 else 0
+        self.of_head = self.embeddings if model.tied or (run.ranks == 1 and not run.gradients_in_place) else 0
+        # FSDP2 shards the gradient of an untied head as soon as it exists
+        self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
         self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 int64 tensors of the batch, 4 int32 tensors of ranges
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
@@ -61,93 +74,165 @@ class _Step:
 
         The saved tensors of all blocks exist at all three points.
         """
-        block, n_layers = self.block, self.model.n_layers
+        block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         rounded = block.rounded_weights()
         cached = self.run.eager and self.run.adapters is None  # autocast does not cache copies of frozen weights
         kept = cached or not self.recomputes
         rounded_in_forward = n_layers * (rounded + block.rounded_down() * cached) if kept else 0
-        activations = n_layers * block.saved() - (n_layers - 1) * block.offloaded()
         last_norm = block.x + block.statistics + 2 * block.x  # the norm's input, its output and a gradient
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
             Moment(
                 f"{forward} of the last block",
+                weights=sharded.weights_in_forward(),
                 gradients=self.before,
                 rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
-                activations=activations,
+                activations=self._activations(n_layers),
                 outside=self.data,
                 working=self.underway + in_forward - block.saved(),
             ),
             Moment(
                 "the loss",
+                weights=sharded.weights_at_the_loss(),
                 gradients=self.before,
                 rounded_weights=rounded_in_forward,
-                activations=activations,
+                activations=self._activations(n_layers),
                 outside=self.data + last_norm,
                 loss=loss_bytes(self.plan),
                 working=self.lagging,
             ),
             Moment(
                 "the last norm's backward",
-                gradients=self.before,
+                weights=sharded.weights_after_the_head(),
+                gradients=self.before + self.head_shard + sharded.buffer_in_backward(n_layers),
                 rounded_weights=0 if self.recomputes else n_layers * rounded,
-                activations=activations,
+                activations=self._activations(n_layers),
                 outside=self.data + last_norm,
                 loss=self.of_head,
                 working=self.lagging,
             ),
         ]
 
-    def last_moments(self) -> list[Moment]:
-        """Returns the bytes at two points in time: the embedding's backward and the optimizer's update.
-
-        All gradients exist at both points, and the saved tensors of all blocks have been freed.
-        """
-        model, run, embeddings = self.model, self.run, self.embeddings
-        # unsharded gradients of the weights outside the blocks, and fp32 copies of these gradients
-        outer = sum(gathered_outside(model)) * (run.weight_bytes + 4) if run.ranks > 1 and run.adapters is None else 0
-        return [
-            Moment(
-                "the embedding's backward",
-                gradients=self.all_gradients - (0 if run.gradients_in_place else embeddings // run.ranks),
-                outside=self.data,
-                # if the weight is tied, the embedding's gradient is added to the head's gradient in place
-                working=(self.block.x + 2 * embeddings if model.tied else self.block.x + embeddings) + outer,
-            ),
-            Moment(
-                "the optimizer",
-                gradients=self.gradients * (2 if run.buckets == "copies" else 1),
-                outside=self.data,
-                working=optimizer_working(self.plan),
-            ),
-        ]
-
     def backward_of_blocks(self) -> list[Moment]:
-        """Returns the bytes during the backward of three blocks: the last block, the second block and the first block.
+        """Returns the bytes during the backward of some blocks.
 
         The backward of a block frees the block's activations. The backward of a block allocates the gradients of the
         block's weights, unless memory for them already exists.
         """
-        block, n_layers, run = self.block, self.model.n_layers, self.run
-        rounded = block.rounded_weights()
-        of_block = sum(block_sizes(self.model)) * run.weight_bytes // run.ranks
-        if run.adapters:  # frozen weights have no gradients
-            of_block = self.gradients // n_layers
+        block = self.block
         backward, in_backward = max(block.backward().items(), key=_nbytes)
         return [
             Moment(
                 f"{backward} of the {which} block",
-                gradients=self.all_gradients if run.gradients_in_place else self.buckets + (n_layers - left) * of_block,
-                rounded_weights=rounded if self.recomputes else left * rounded,
-                activations=left * block.saved() - (left - 1) * block.offloaded(),
+                weights=self.sharded.weights_in_backward(left),
+                gradients=self._gradients_before(left) + self.sharded.buffer_in_backward(left),
+                rounded_weights=block.rounded_weights() * (1 if self.recomputes else left),
+                activations=self._activations(left),
                 outside=self.data,
                 loss=self.of_head,
-                # the offloaded tensors that the next block's backward needs are fetched early
-                working=(block.offloaded() if self.fetches_early and left > 1 else 0) + in_backward - block.saved(),
+                working=self._fetched(left) + in_backward - block.saved(),
             )
-            for left, which in {n_layers: "last", 2: "second", 1: "first"}.items()
-            if left <= n_layers
+            for which, left in self._some_blocks()
         ]
+
+    def embeddings_backward(self) -> list[Moment]:
+        """Returns the bytes in the embedding's backward. The saved tensors of all blocks have been freed."""
+        # if the weight is tied, the embedding's gradient is added to the head's gradient in place
+        gradients = 2 * self.embeddings if self.model.tied else self.embeddings
+        return [
+            Moment(
+                "the embedding's backward",
+                weights=self.sharded.weights_in_embedding(),
+                gradients=(self.sharded.whole_gradients or self._gradients_of_others())
+                + self.sharded.buffer_in_backward(0)
+                + self.sharded.positions_gradient(),
+                outside=self.data,
+                working=self.block.x + gradients,
+            )
+        ]
+
+    def ends_of_blocks(self) -> list[Moment]:
+        """Returns the bytes at the end of the backward of some blocks. All gradients of the block exist, unsharded."""
+        sharded = self.sharded
+        return [
+            Moment(
+                f"the end of the {which} block's backward",
+                weights=sharded.weights_in_backward(left),
+                gradients=self._gradients_before(left)
+                + sharded.buffer_in_backward(left)
+                + sharded.gradients_of_block(),
+                activations=self._activations(left) - self.block.saved(),
+                outside=self.data,
+                loss=self.of_head,
+                working=self._fetched(left) + self.block.x,  # the gradient of the block's input
+            )
+            for which, left in self._some_blocks()
+        ]
+
+    def averaging(self) -> list[Moment]:
+        """Returns the bytes while FSDP2 averages the gradients of an untied head, of the embedding and of positions."""
+        block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
+        return [
+            Moment(
+                "the averaging of the head's gradient",
+                weights=sharded.weights_after_the_head(),
+                gradients=self.before + sharded.averaged_head(),
+                activations=self._activations(n_layers),
+                outside=self.data + block.x + block.statistics + block.x,  # the norm's input and its output's gradient
+                loss=self.of_head,
+                working=self.lagging,
+            ),
+            Moment(
+                "the averaging of the embedding's gradient",
+                weights=sharded.positions,
+                gradients=self._gradients_of_others() + sharded.averaged_embedding() + sharded.positions_gradient(),
+                outside=self.data,
+            ),
+            Moment(
+                "the averaging of the positions' gradient",
+                gradients=self.gradients - self.positions_shard + sharded.averaged_positions(),
+                outside=self.data,
+            ),
+        ]
+
+    def update(self) -> Moment:
+        """Returns the bytes during the optimizer's update."""
+        return Moment(
+            "the optimizer",
+            gradients=self.gradients * (2 if self.run.buckets == "copies" else 1),
+            outside=self.data,
+            working=optimizer_working(self.plan),
+        )
+
+    def _some_blocks(self) -> list[tuple[str, int]]:
+        """Returns the names of four blocks. For each, returns how many blocks have not finished their backward.
+
+        Between the second to last and the second block, each backward changes the memory by the same number of bytes.
+        """
+        n_layers = self.model.n_layers
+        lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
+        return [(which, left) for left, which in lefts.items() if 1 <= left <= n_layers]
+
+    def _activations(self, left: int) -> int:
+        """Returns the bytes on the GPU that the first `left` blocks have saved."""
+        return left * self.block.saved() - (left - 1) * self.block.offloaded()
+
+    def _fetched(self, left: int) -> int:
+        """Returns the offloaded bytes that the next block's backward needs, which are fetched early."""
+        return self.block.offloaded() if self.fetches_early and left > 1 else 0
+
+    def _gradients_of_others(self) -> int:
+        """Returns the bytes of all gradients except those of the embeddings, for which no memory may exist yet."""
+        return self.all_gradients - self.embedding_shard - self.positions_shard
+
+    def _gradients_before(self, left: int) -> int:
+        """Returns the bytes of the gradients that exist when `left` blocks have not finished their backward."""
+        if self.run.gradients_in_place:
+            return self.sharded.whole_gradients or self.all_gradients
+        of_block = sum(block_sizes(self.model)) * self.run.weight_bytes // self.run.ranks
+        if self.run.adapters:  # frozen weights have no gradients
+            of_block = self.gradients // self.model.n_layers
+        return self.buckets + (self.model.n_layers - left) * of_block + self.head_shard
 
 
 def _nbytes(item: tuple[str, int]) -> int:
@@ -161,13 +246,15 @@ def loss_bytes(plan: Plan) -> int:
     logits, hidden = (chunk * n * run.compute_bytes for n in (model.vocab_size, model.dim))
     rounded_hidden = hidden if run.mixed else 0
     weight = model.vocab_size * model.dim
-    rounded_weight = weight * run.compute_bytes if run.mixed else 0
-    of_weight, product, result = weight * 4, weight * 4, weight * run.weight_bytes
+    # FSDP2 gathers an untied head in autocast's dtype
+    weight_bytes = run.weight_bytes if run.ranks == 1 or model.tied else run.compute_bytes
+    rounded_weight = weight * run.compute_bytes if weight_bytes != run.compute_bytes else 0
+    of_weight, product, result = weight * 4, weight * 4, weight * weight_bytes
     if run.adapters:  # the head is frozen
         of_weight = product = result = 0
     if run.compute_bytes != 4:  # accumulated without a temporary
         product = 0
-    if run.weight_bytes == 4:  # the fp32 sum is the gradient, without a rounded copy
+    if weight_bytes == 4:  # the fp32 sum is the gradient, without a rounded copy
         result = 0
     in_loop = rounded_hidden + logits + max(hidden, product)
     return of_weight + rounded_weight + max(in_loop, result) + run.tokens * 4

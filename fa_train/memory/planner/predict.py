@@ -27,7 +27,8 @@ FRAGMENTATION = 0.03  # memory that the allocator reserves but cannot use, as a 
 class Prediction:
     """The bytes that one process uses on its GPU and on the host when memory use peaks in a step.
 
-    moment: the name of the moment at which memory use peaks. gradients: includes DDP's buckets.
+    moment: the name of the moment at which memory use peaks.
+    weights: includes the weights that FSDP2 has gathered. gradients: includes the buffers of DDP and FSDP2.
     rounded_weights: autocast's copies of weights. activations: tensors that blocks save for the backward pass.
     outside: the data, and the tensors of the last norm. loss: logits and gradients of the head.
     working: temporary tensors at the moment of the peak.
@@ -81,7 +82,7 @@ def predict(plan: Plan) -> Prediction:
     return Prediction(
         plan=plan,
         moment=largest.name,
-        weights=weights,
+        weights=weights + largest.weights,
         optimizer=optimizer,
         gradients=largest.gradients,
         rounded_weights=largest.rounded_weights,

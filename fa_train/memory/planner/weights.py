@@ -30,6 +30,11 @@ def outer_sizes(model: ModelConfig) -> list[int]:
     return embeddings + [model.dim] * _vectors_of_norm(model)
 
 
+def norm_size(model: ModelConfig) -> int:
+    """Returns the number of elements of the parameters of a norm over hidden states."""
+    return model.dim * _vectors_of_norm(model)
+
+
 def _vectors_of_norm(model: ModelConfig) -> int:
     """Returns the number of parameters of a norm: a weight, and in a LayerNorm also a bias."""
     return 2 if model.bias and model.norm == "layernorm" else 1
@@ -41,37 +46,14 @@ def trained_sizes(plan: Plan) -> list[int]:
 
 
 def weights_bytes(plan: Plan) -> int:
-    """Returns the bytes of all parameters. In a sharded run, counts this rank's shard and what FSDP2 gathers."""
+    """Returns the bytes of all parameters, or in a sharded run of this rank's shards (fa_train.memory.planner.sharded
+    computes what FSDP2 gathers).
+    """
     model, run = plan.model, plan.run
     own = sum(parameter_sizes(model)) * run.weight_bytes
     if run.adapters is None:
-        return own // run.ranks + gathered_bytes(plan)
+        return own // run.ranks
     if run.ranks > 1:
-        return (own + 4 * sum(run.adapters.sizes)) // run.ranks + gathered_bytes(plan)
+        return (own + 4 * sum(run.adapters.sizes)) // run.ranks
     quantized = model.n_layers * sum(model.block_matrices) if run.adapters.quantized else 0
     return own - quantized * run.weight_bytes + int(quantized * NF4_BYTES) + 4 * sum(run.adapters.sizes)
-
-
-def gathered_bytes(plan: Plan) -> int:
-    """Returns the peak bytes of the weights and gradients that FSDP2 gathers on a rank.
-
-    The formula counts the weights in `gathered_outside`, the weights of two blocks (of all blocks without
-    reshard_after_forward), and the gradients of one block and their fp32 copy. With reduce_once, the formula also
-    counts whole gradients in fp32. No measurement has confirmed the formula.
-    """
-    model, run = plan.model, plan.run
-    if run.ranks == 1:
-        return 0
-    trained = run.adapters is None
-    blocks = min(2, model.n_layers) if run.reshard_after_forward else model.n_layers
-    of_block = sum(block_sizes(model)) * (blocks * run.compute_bytes + (run.compute_bytes + 4) * trained)
-    whole_gradients = sum(trained_sizes(plan)) * 4 if run.reduce_once and run.accumulates else 0
-    return sum(gathered_outside(model)) * run.weight_bytes + of_block + whole_gradients
-
-
-def gathered_outside(model: ModelConfig) -> list[int]:
-    """Returns the sizes, in elements, of the non-block parameters that FSDP2 holds gathered at the same time.
-
-    If embedding and head have separate weights, the result holds only one of their two sizes, which are equal.
-    """
-    return outer_sizes(model)[0 if model.tied else 1 :]

@@ -1,0 +1,113 @@
+"""Computes what FSDP2 holds on a rank at each moment of a step, in addition to the rank's shards.
+
+fa_train.parallel.fsdp.shard makes these groups of weights: each block, an untied token embedding, an untied head, the
+learned positions, and the root. The root has the last norm, and the token embedding if the head shares its weight.
+FSDP2 gathers and frees the weights of a group together:
+
+- The forward of a block or of the head gathers into a buffer and copies the weights out of it. The buffer lives until
+  the next group is gathered, or until the model's forward ends.
+- The backward of a block frees the block's weights. Before it starts, the group before the block is gathered.
+- The root stays gathered from the first forward to the end of the backward.
+
+After the backward of a group, FSDP2 copies the group's gradients to a buffer, and averages the buffer into the shards.
+The buffer lives until the next group has finished its backward. One gradient of the group outlives the copy, because a
+loop variable of torch.distributed.fsdp's foreach_reduce refers to it.
+
+tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors, and peaks_h100.json has peaks that
+were measured on two GPUs. No peak with reduce_once, adapters or replicas was measured.
+"""
+
+from fa_train.memory.planner.plan import Plan
+from fa_train.memory.planner.weights import block_sizes, norm_size, trained_sizes
+
+REDUCED_BYTES = 4  # per element of the buffer that is averaged; strategy.reduce_dtype=bfloat16 needs only 2
+
+
+class Sharded:
+    """The bytes that FSDP2 holds on a rank. All results are 0 in a run that is not sharded."""
+
+    def __init__(self, plan: Plan) -> None:
+        model, run = plan.model, plan.run
+        self.run, self.n_layers, self.tied = run, model.n_layers, model.tied
+        self.resharded = run.reshard_after_forward
+        is_sharded, is_trained = run.ranks > 1, run.adapters is None
+        embedding = model.vocab_size * model.dim * is_sharded
+        positions = (model.max_seq_len or 0) * model.dim * is_sharded if model.positions == "learned" else 0
+        # gathered weights in bytes
+        self.block = sum(block_sizes(model)) * run.compute_bytes * is_sharded
+        self.head = 0 if self.tied else embedding * run.compute_bytes
+        self.embedding = 0 if self.tied else embedding * run.weight_bytes
+        self.positions = positions * run.weight_bytes
+        self.root = (embedding * self.tied + norm_size(model) * is_sharded) * run.weight_bytes
+        # with reduce_once, gradients stay whole until the last micro-batch of a step
+        is_whole = is_sharded and run.reduce_once and run.accumulates
+        self.whole_gradients = sum(trained_sizes(plan)) * REDUCED_BYTES if is_whole else 0
+        self.gradient_bytes = REDUCED_BYTES if is_whole else run.weight_bytes  # outside the blocks and the head
+        # the number of elements that have a gradient
+        self.trained_embedding = embedding * is_trained
+        self.trained_positions = positions * is_trained
+        self.trained_block = sum(block_sizes(model) if run.adapters is None else run.adapters.sizes) * is_sharded
+        self.trained_block //= 1 if is_trained else self.n_layers
+
+    def weights_in_forward(self) -> int:
+        """Returns the bytes of gathered weights in the forward of the last block, including its buffer."""
+        return self.root + self.block * (1 if self.resharded else self.n_layers) + self.block
+
+    def weights_at_the_loss(self) -> int:
+        """Returns the bytes of gathered weights at the loss, including the buffer of the head or the last block."""
+        buffer = self.block if self.tied else self.head
+        return self.root + self.head + buffer + (0 if self.resharded else self.n_layers * self.block)
+
+    def weights_after_the_head(self) -> int:
+        """Returns the bytes of gathered weights after the head's backward. The last block is gathered early."""
+        return self.root + self.block * (1 if self.resharded else self.n_layers)
+
+    def weights_in_backward(self, left: int) -> int:
+        """Returns the bytes of gathered weights in the backward of the last of `left` blocks."""
+        blocks = min(2, left) if self.resharded else left
+        before = self.positions or self.embedding  # the first block gathers it early
+        return self.root + self.block * blocks + (before if left == 1 else 0)
+
+    def weights_in_embedding(self) -> int:
+        """Returns the bytes of gathered weights in the embedding's backward."""
+        return self.root + self.embedding + self.positions
+
+    def buffer_in_backward(self, left: int) -> int:
+        """Returns the bytes of the buffer that is averaged during the backward of the last of `left` blocks.
+
+        The result is 0 if the buffer replaced a whole gradient of the same size.
+        """
+        before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before that of any block
+        elements = before if left == self.n_layers else self.trained_block
+        return 0 if self.whole_gradients else elements * REDUCED_BYTES
+
+    def positions_gradient(self) -> int:
+        """Returns the bytes of the gradient of learned positions, which is averaged after the backward."""
+        return self.trained_positions * self.run.weight_bytes
+
+    def gradients_of_block(self) -> int:
+        """Returns the bytes of a block's gradients before they are copied to a buffer."""
+        return self.trained_block * self.run.compute_bytes
+
+    def averaged_head(self) -> int:
+        """Returns the bytes of an untied head's gradient while it is averaged. A whole gradient is not counted."""
+        if self.tied:
+            return 0
+        return self._averaged(self.trained_embedding, 0 if self.whole_gradients else self.run.compute_bytes)
+
+    def averaged_embedding(self) -> int:
+        """Returns the bytes of the embedding's gradient while it is averaged."""
+        return self._averaged(self.trained_embedding, self.gradient_bytes, is_last=not self.tied)
+
+    def averaged_positions(self) -> int:
+        """Returns the bytes of the gradient of learned positions while it is averaged."""
+        return self._averaged(self.trained_positions, self.gradient_bytes)
+
+    def _averaged(self, elements: int, gradient_bytes: int, is_last: bool = True) -> int:
+        """Returns the peak bytes of a gradient, its buffer, the average and the new shard.
+
+        is_last: whether the gradient is the last of its group. In the root, the norm's gradient is the last.
+        """
+        gradient, buffer = elements * gradient_bytes, elements * REDUCED_BYTES
+        rounded = 0 if self.run.weight_bytes == REDUCED_BYTES else elements * self.run.weight_bytes
+        return buffer + max(gradient, (buffer + rounded) // self.run.ranks + gradient * is_last)
