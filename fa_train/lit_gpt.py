@@ -215,13 +215,13 @@ def count_labels(labels: Tensor) -> Tensor:
 def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
     """Multiplies the gradients by `scale`. If `skipped` is true, the optimizer's next step changes nothing.
 
-    A fused optimizer scales the gradients or skips the update inside its kernel. With any other optimizer, the host
-    waits for `skipped`.
+    Some optimizers, such as torch's fused AdamW, scale the gradients or skip the update inside their kernels. With any
+    other optimizer, the host waits for `skipped`.
     Shapes: scale () fp32, skipped () bool.
     """
-    if optimizer.defaults.get("fused"):
-        # torch.amp.GradScaler sets the same attributes. Fused kernels divide the gradients by grad_scale, and skip the
-        # update if found_inf is 1.
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # torch.amp.GradScaler reads and sets the same attributes. The kernels divide the gradients by grad_scale, and
+        # skip the update if found_inf is 1.
         optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
     elif skipped.item():
         optimizer.zero_grad(set_to_none=True)  # an optimizer skips parameters without gradient

@@ -9,22 +9,107 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchao import optim
-from torchao.optim import AdamW8bit, CPUOffloadOptimizer, subclass_8bit
+from torchao.optim import AdamW8bit, CPUOffloadOptimizer, quant_utils, subclass_8bit
 
-from fa_train.private_names import private, require_names
+from fa_train.private_names import private, private_module, require_names
 
 Groups = list[dict[str, Any]]
 Closure = Callable[[], Any]
 _AdamW: Any = private("torchao", optim, "_AdamW")
 OptimState8bit: Any = private("torchao", subclass_8bit, "OptimState8bit")
+_without_compile_limit: Any = private("torch", private_module("torch", "torch._dynamo.utils"), "disable_cache_limit")
+_round_stochastically, _dequantize, _quantize, _divide_blocks = (
+    private("torchao", quant_utils, name)
+    for name in ("_fp32_to_bf16_sr", "dequant_with_qmap", "quantize_8bit_with_qmap", "scale_tensor")
+)
 
 
-class _PlainLearningRate:
-    """Stores the learning rate as a float. `step` passes the rate to torchao as a tensor, which torchao requires."""
+Moment = tuple[Tensor, ...]  # one tensor, or the codes, the scales and the code book of 8-bit values
+
+
+def _update(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Moment,
+    second: Moment,
+    step: Tensor,
+    rate: Tensor,
+    grad_scale: Tensor,
+    found_inf: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    stochastic: bool,
+) -> None:
+    """Updates a weight, its moments and its number of steps in place (arXiv:1711.05101), in fp32.
+
+    first, second: the moments. stochastic: whether the new weight is rounded to bf16 stochastically.
+    """
+    skipped = found_inf != 0
+    steps, old = step + 1, weight.float()
+    exact = gradient.float() / grad_scale
+    mean = _value(first).lerp(exact, 1 - beta1)
+    square = _value(second).lerp(exact.square(), 1 - beta2)
+    spread = square.sqrt() / (1 - beta2**steps).sqrt() + eps
+    new = old - rate * weight_decay * old - rate * (mean / (1 - beta1**steps)) / spread
+    weight.copy_(torch.where(skipped, weight, _round_stochastically(new) if stochastic else new.to(weight.dtype)))
+    for moment, value in ((first, mean), (second, square)):
+        for part, part_of_value in zip(moment, _parts_of(value, moment), strict=False):  # the code book stays
+            part.copy_(torch.where(skipped, part, part_of_value))
+    step.copy_(torch.where(skipped, step, steps))
+
+
+_compiled_update = torch.compile(_update, fullgraph=True, dynamic=False)
+
+
+def _value(moment: Moment) -> Tensor:
+    """Returns a moment in fp32."""
+    if len(moment) == 1:
+        return moment[0].float()
+    codes, scales, book = moment
+    value: Tensor = _dequantize(codes, book, scales)
+    return value
+
+
+def _parts_of(value: Tensor, moment: Moment) -> Moment:
+    """Returns an fp32 value in the form of `moment`, without the code book."""
+    if len(moment) == 1:
+        return (value.to(moment[0].dtype),)
+    codes, scales, book = moment
+    divided, new_scales = _divide_blocks(value, codes.numel() // scales.numel())
+    return _quantize(divided, book), new_scales
+
+
+def _parts(moment: Any) -> Moment:
+    return (moment.codes, moment.scale, moment.qmap) if isinstance(moment, OptimState8bit) else (moment,)
+
+
+def _local(x: Any) -> Any:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class _AdamWOfTorchao:
+    """Replaces the `step` of torchao's AdamW. The weights are the same, but the host needs less time.
+
+    torchao's `step` calls torch.compile for each parameter in each step, which takes most of its time. It also passes
+    DTensors to the compiled function, which takes longer than to pass the shards.
+
+    grad_scale, found_inf: as in torch's fused AdamW, `step` divides the gradients by grad_scale, and changes nothing if
+    found_inf is 1. The host does not wait for these values. Both are fp32 scalars on the device of the weights.
+    The learning rate is a float, as in torch's optimizers.
+    """
 
     param_groups: Groups
     defaults: dict[str, Any]
+    state: dict[Tensor, dict[str, Any]]
+    bf16_stochastic_round: bool
+    _new_buffer: Any
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler reads this name, too
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         rate = param_group.get("lr", self.defaults["lr"])
@@ -34,19 +119,43 @@ class _PlainLearningRate:
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Updates the weights, as `torch.optim.Optimizer.step` does."""
-        loss = _run(closure)  # the closure needs the learning rate as a float
-        rates = [group["lr"] for group in self.param_groups]
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = torch.tensor(rate, dtype=torch.float32)
-        try:
-            super().step()  # type: ignore[misc]
-        finally:
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate
+        loss = _run(closure)
+        with _without_compile_limit():  # there is one compiled function for each shape
+            for group in self.param_groups:
+                rate = torch.tensor(group["lr"], dtype=torch.float32)  # a float would be compiled into the function
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, rate, group)
         return loss
 
+    def _update(self, parameter: Tensor, rate: Tensor, group: dict[str, Any]) -> None:
+        state, weight = self.state[parameter], _local(parameter.detach())
+        if not state:
+            state["step"] = torch.zeros((), device=weight.device)
+            state["exp_avg"] = self._new_buffer(parameter, True)  # has a sign
+            state["exp_avg_sq"] = self._new_buffer(parameter, False)
+        if state["step"].device != weight.device:  # in checkpoints of older versions, it is on the CPU
+            state["step"] = state["step"].to(weight.device)
+        if self.grad_scale is None or self.found_inf is None:
+            self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
+        _compiled_update(
+            weight,
+            _local(parameter.grad),
+            _parts(_local(state["exp_avg"])),
+            _parts(_local(state["exp_avg_sq"])),
+            state["step"],
+            rate,
+            self.grad_scale,
+            self.found_inf,
+            group["betas"][0],
+            group["betas"][1],
+            group["weight_decay"],
+            group["eps"],
+            self.bf16_stochastic_round and weight.dtype is torch.bfloat16,
+        )
 
-class EightBitAdamW(_PlainLearningRate, AdamW8bit):
+
+class EightBitAdamW(_AdamWOfTorchao, AdamW8bit):
     """AdamW with 8-bit moments. Each block of 256 elements shares a scale (arXiv:2110.02861).
 
     The saved state contains only plain tensors, because torch.load cannot map torchao's tensor class to another device.
@@ -59,7 +168,7 @@ class EightBitAdamW(_PlainLearningRate, AdamW8bit):
         super().load_state_dict(_with_states(state_dict, _put_together))
 
 
-class RoundingAdamW(_PlainLearningRate, _AdamW):
+class RoundingAdamW(_AdamWOfTorchao, _AdamW):
     """AdamW with bf16 weights and moments. Stochastic rounding preserves small updates on average."""
 
 

@@ -221,6 +221,73 @@ def test_the_offloaded_optimizer_skips_a_step():
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
 
 
+def states_of(optimizer: Optimizer) -> Any:
+    return copy.deepcopy(optimizer.state_dict()["state"])
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("name", LOW_MEMORY)
+def test_low_memory_optimizers_scale_or_skip_without_waiting_for_the_gpu(name, monkeypatch):
+    """`item` and `bool` would make the host wait for the GPU."""
+    make, dtype = LOW_MEMORY[name]
+    model = small_model(dtype)
+    optimizer = make(model)
+    train_steps(model, optimizer, 0, 2)
+    before = copy.deepcopy(model.state_dict()), states_of(optimizer)
+    weights = [*model.parameters()]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, torch.inf)
+    for waits in ("item", "__bool__", "__float__", "tolist", "cpu"):
+        monkeypatch.setattr(Tensor, waits, lambda *_: pytest.fail("the host waits for the GPU"))
+    scale_or_skip(optimizer, [weight.grad for weight in weights], torch.tensor(1.0), torch.tensor(True))
+    optimizer.step()
+    skipped = copy.deepcopy(model.state_dict()), states_of(optimizer)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.25)
+    torch.manual_seed(1)
+    scale_or_skip(optimizer, [weight.grad for weight in weights], torch.tensor(0.5), torch.tensor(False))
+    optimizer.step()
+    monkeypatch.undo()
+    torch.testing.assert_close(skipped, before, rtol=0, atol=0)
+    other = small_model(dtype)
+    unscaled = make(other)
+    other.load_state_dict(before[0])
+    unscaled.load_state_dict({"state": before[1], "param_groups": optimizer.state_dict()["param_groups"]})
+    for weight in other.parameters():
+        weight.grad = torch.full_like(weight, 0.125)
+    torch.manual_seed(1)
+    unscaled.step()
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(states_of(optimizer), states_of(unscaled), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize("name", LOW_MEMORY)
+def test_low_memory_optimizers_step_like_those_of_torchao(name):
+    """Also checks that a step asks torch for no new compiled function."""
+    from torchao import optim
+
+    make, dtype = LOW_MEMORY[name]
+    models = [small_model(dtype) for _ in range(2)]
+    ours = make(models[0])
+    theirs = (optim.AdamW8bit if "8bit" in name else optim._AdamW)(
+        [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in make(models[1]).param_groups],
+        lr=SETTINGS["lr"], betas=SETTINGS["betas"], eps=SETTINGS["eps"], bf16_stochastic_round=True,
+    )  # fmt: skip
+    for step in range(3):
+        for model in models:
+            noise = torch.Generator().manual_seed(step)
+            for weight in model.parameters():
+                weight.grad = torch.randn(weight.shape, generator=noise).to(weight)
+        for optimizer in (ours, theirs):
+            torch.manual_seed(step)
+            with pytest.MonkeyPatch.context() as patch:
+                if optimizer is ours:
+                    patch.setattr(torch, "compile", lambda *_, **__: pytest.fail("torch.compile is slow"))
+                optimizer.step()
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["offload", *LOW_MEMORY])
 def test_low_memory_optimizers_on_a_gpu(name):
