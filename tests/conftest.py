@@ -9,7 +9,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-import tests.support.fast_yaml  # noqa: F401
+import tests.support.fast_configs  # noqa: F401
 
 gc.disable()  # while pytest collects tests: the imports create many objects, but little garbage
 

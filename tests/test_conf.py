@@ -8,13 +8,14 @@ from itertools import zip_longest
 import pytest
 import torch
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fa_train import run_config, training
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
-from tests.support.fast_yaml import PYTHON_LOADER
+from tests.support import fast_configs
 from tests.support.marks import slow, slow_except, slow_if
 from tests.support.training import CONF, command_line, composed, tiny
 from tests.test_finetune import write_base
@@ -59,7 +60,29 @@ def test_libyaml_reads_the_configs_as_python_does():
     files = sorted(CONF.rglob("*.yaml"))
     assert len(files) > 40 and yaml.SafeLoader.__name__ == "CSafeLoader"
     for file in files:
-        assert yaml.safe_load(file.read_text()) == yaml.load(file.read_text(), PYTHON_LOADER), file
+        assert yaml.safe_load(file.read_text()) == yaml.load(file.read_text(), fast_configs.PYTHON_LOADER), file
+
+
+def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
+    """Composes each config with Hydra's own functions, and then twice with their replacements of fast_configs."""
+    cases = [(), ("strategy=fsdp", "strategy.context=2"), ("adapter=lora", "model.dim=64"), ("model=llama_1b", "+x=3")]
+
+    def configs() -> list[str]:
+        found = []
+        for case in cases:
+            with composed(tmp_path, *tiny(tmp_path), *case) as cfg:
+                found.append(OmegaConf.to_yaml(cfg) + OmegaConf.to_yaml(HydraConfig.instance().cfg))
+        return found
+
+    monkeypatch.setattr(fast_configs, "_lists", {})
+    monkeypatch.setattr(fast_configs, "UNCHANGING", set())
+    expected = configs()
+    assert not fast_configs._lists and len({*expected}) == len(cases)
+    monkeypatch.undo()
+    monkeypatch.setattr(fast_configs, "_lists", {})
+    assert configs() == expected
+    assert len(fast_configs._lists) == len(cases)
+    assert configs() == expected
 
 
 @pytest.mark.parametrize("base", ["data/_base", "model/_decoder", "optimizer/_adamw"])
