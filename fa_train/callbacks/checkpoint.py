@@ -20,6 +20,7 @@ from fa_train.checkpoints.files import (
     SUFFIX,
     CheckpointError,
     all_finite,
+    not_written,
     remove,
     remove_partial,
     rename_into_place,
@@ -198,11 +199,14 @@ class Checkpoint(CheckpointCallback):
             failure = error
             if not isinstance(trainer.strategy, FullyShardedStrategy):
                 trainer.strategy.barrier()  # all other ranks wait at the end of save_checkpoint
+        if failure is None and trainer.is_global_zero:
+            try:
+                rename_into_place(partial, path)
+            except OSError as error:
+                failure = not_written(path, error)
         failure = trainer.strategy.broadcast(failure)
         if failure is not None:
             raise failure
-        if trainer.is_global_zero:
-            rename_into_place(partial, path)
 
     def _finish(self, trainer: L.Trainer) -> None:
         """Waits for a save in flight. Raises: CheckpointError on all ranks if any rank failed to write."""

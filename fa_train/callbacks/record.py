@@ -47,16 +47,17 @@ class Record(Callback):
         if not explained and trainer.global_step > self._first_step:
             # a ValueError after the first step is not a user's mistake, so this error needs a traceback
             traceback.print_exception(exception)
-        try:
-            self._write(trainer)
-        except OSError as error:  # only print this error, because another exception has ended the run
-            trainer.print(f"error: result.json was not written: {error}")
+        self._write(trainer)
         if run := wandb_run(trainer):
             run.finish(exit_code=1)
 
     def _write(self, trainer: L.Trainer) -> None:
+        """Writes result.json. Only prints an error, because the run has already ended and its checkpoint is saved."""
         if trainer.is_global_zero:
-            Path(trainer.default_root_dir, "result.json").write_text(json.dumps(results(trainer), indent=1) + "\n")
+            try:
+                Path(trainer.default_root_dir, "result.json").write_text(json.dumps(results(trainer), indent=1) + "\n")
+            except OSError as error:
+                trainer.print(f"error: result.json was not written: {error}")
 
 
 def wandb_run(trainer: L.Trainer) -> "wandb.Run | None":

@@ -15,6 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.utilities import _scan_checkpoints
 
 from fa_train import run_config, training
+from fa_train.callbacks import checkpoint
+from fa_train.checkpoints.files import CheckpointError
 from fa_train.parallel.sharded_checkpoint import require_whole
 from tests.support.marks import slow_except
 from tests.support.training import column, command_line, composed, tiny
@@ -188,6 +190,29 @@ def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
     for name in checkpoints(folder.parent):
         require_whole(folder / name)
     assert "ckpt_path=last resumes from it" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_failed_rename_is_one_line(tmp_path, monkeypatch):
+    def rename(partial: Path, path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(checkpoint, "rename_into_place", rename)
+    with (
+        composed(tmp_path / "run", *tiny(tmp_path, *EACH_STEP)) as cfg,
+        pytest.raises(CheckpointError, match=r"step_0000001.ckpt could not be written: Read-only file system"),
+    ):
+        training.train(cfg)
+
+
+@pytest.mark.slow
+def test_a_run_ends_well_if_result_json_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "run" / "result.json").mkdir(parents=True)
+    with composed(tmp_path / "run", *tiny(tmp_path, *EACH_STEP, "max_steps=2")) as cfg:
+        training.train(cfg)
+    printed = capsys.readouterr().out
+    assert "error: result.json was not written: [Errno 21] Is a directory" in printed
+    assert "done: " in printed and "step_0000002.ckpt" in printed
 
 
 class Fails(Callback):
