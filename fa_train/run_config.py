@@ -1,5 +1,6 @@
 """Checks a run's config after Hydra has composed it, and before torch or Lightning is imported."""
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,8 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
 
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    arguments = list(hydra.overrides.task) if in_sweep() else in_folder(sys.argv[1:], folder)
+    given = sys.argv[1:]
+    arguments = [*config_options(given), *hydra.overrides.task] if in_sweep() else in_folder(given, folder)
     try:
         launch(n_ranks, arguments, told={"folder": str(folder), "sweep_group": sweep_group()})
     except RankFailedError as error:
@@ -47,6 +49,15 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     file = folder / "result.json"
     result: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return result
+
+
+def config_options(arguments: Sequence[str]) -> list[str]:
+    """Returns those of the arguments of train.py that choose a config, such as --config-dir, in their long form."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, short in (("dir", "cd"), ("name", "cn"), ("path", "cp")):
+        parser.add_argument(f"--config-{name}", f"-{short}", dest=name)
+    chosen = vars(parser.parse_known_args(arguments)[0])
+    return [f"--config-{name}={value}" for name, value in chosen.items() if value is not None]
 
 
 def in_folder(arguments: Sequence[str], folder: Path) -> list[str]:

@@ -183,7 +183,7 @@ def test_what_follows_from_another_rank_is_told_apart():
 @pytest.mark.parametrize(("in_sweep", "out_of_memory"), [(True, True), (True, False), (False, True)])
 def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, tmp_path, monkeypatch):
     def launched(n_ranks, arguments, told):
-        assert arguments == (["seq_len=8"] if in_sweep else sys.argv[1:])
+        assert arguments == (["--config-dir=mine", "seq_len=8"] if in_sweep else sys.argv[1:])
         assert told == {"folder": str(tmp_path), "sweep_group": "sweep" if in_sweep else None}
         raise RankFailedError("rank 1 ran out of memory", out_of_memory=out_of_memory)
 
@@ -193,6 +193,7 @@ def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, t
     )  # fmt: skip
     monkeypatch.setattr(run_config, "HydraConfig", SimpleNamespace(get=lambda: hydra))
     monkeypatch.setattr(run_config, "in_sweep", lambda: in_sweep)
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "--config-dir", "mine", "seq_len=8,16"])
     monkeypatch.setattr(launch, "launch", launched)
     if in_sweep and out_of_memory:
         assert run_config.launch_ranks(2) == {"oom": 1.0}
@@ -208,6 +209,12 @@ def test_ranks_get_the_folder_of_the_launcher():
     [run_dir, _] = OverridesParser.create().parse_overrides(expected)
     assert run_dir.value() == "/runs/a'b"
     assert run_config.in_folder(["seq_len=8"], Path("/runs/a")) == ["seq_len=8"]
+
+
+def test_the_ranks_of_a_multirun_use_its_config():
+    given = ["-m", "seq_len=8,16", "-cn", "other", "--config-path=/conf", "-cd=mine"]
+    assert run_config.config_options(given) == ["--config-dir=mine", "--config-name=other", "--config-path=/conf"]
+    assert run_config.config_options(["-m", "seq_len=8"]) == []
 
 
 def test_a_run_that_had_nothing_to_do_has_no_result(tmp_path, monkeypatch):
