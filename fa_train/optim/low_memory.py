@@ -94,8 +94,8 @@ def _local(x: Any) -> Any:
 class _AdamWOfTorchao:
     """Replaces the `step` of torchao's AdamW. The weights are the same, but the host needs less time.
 
-    torchao's `step` calls torch.compile for each parameter in each step, which takes most of its time. It also passes
-    DTensors to the compiled function, which takes longer than to pass the shards.
+    torchao's `step` calls torch.compile for each parameter in each step, and these calls take most of its time. It also
+    passes DTensors to the compiled function. This class passes their shards, which is faster.
 
     grad_scale, found_inf: as in torch's fused AdamW, `step` divides the gradients by grad_scale, and changes nothing if
     found_inf is 1. The host does not wait for these values. Both are fp32 scalars on the device of the weights.
@@ -132,7 +132,7 @@ class _AdamWOfTorchao:
         state, weight = self.state[parameter], _local(parameter.detach())
         if not state:
             state["step"] = torch.zeros((), device=weight.device)
-            state["exp_avg"] = self._new_buffer(parameter, True)  # has a sign
+            state["exp_avg"] = self._new_buffer(parameter, True)  # True: signed values
             state["exp_avg_sq"] = self._new_buffer(parameter, False)
         if state["step"].device != weight.device:  # in checkpoints of older versions, it is on the CPU
             state["step"] = state["step"].to(weight.device)
