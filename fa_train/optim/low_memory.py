@@ -95,10 +95,10 @@ class _AdamWOfTorchao:
     """Replaces the `step` of torchao's AdamW. The weights are the same, but the host needs less time.
 
     torchao's `step` calls torch.compile for each parameter in each step, and these calls take most of its time. It also
-    passes DTensors to the compiled function. This class passes their shards, which is faster.
+    passes DTensors to the compiled function. This class passes their shards.
 
     grad_scale, found_inf: as in torch's fused AdamW, `step` divides the gradients by grad_scale, and changes nothing if
-    found_inf is 1. The host does not wait for these values. Both are fp32 scalars on the device of the weights.
+    found_inf is not 0. The host does not wait for these values. Both are fp32 scalars on the device of the weights.
     The learning rate is a float, as in torch's optimizers.
     """
 
