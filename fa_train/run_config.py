@@ -4,16 +4,35 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from fa_train import compat, copied_keys, settings
 from fa_train.errors import RankFailedError
+from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.ranks import told
+
+
+class OneFolder(Callback):
+    """A Hydra callback that makes all ranks of a run use one folder.
+
+    Otherwise, each rank would resolve an interpolation such as ${now:%H-%M-%S} in hydra.run.dir itself, and get a
+    different folder.
+    """
+
+    def on_run_start(self, config: DictConfig, **others: Any) -> None:
+        HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
+        # an invalid value is no error here: Hydra resolves it again, and only warns of errors in callbacks
+        with suppress(ValueError), read_write(config.hydra.run):
+            config.hydra.run.dir = told().get("folder") or decided_by_rank_zero(
+                "hydra.run.dir", lambda: str(config.hydra.run.dir)
+            )
 
 
 def in_sweep() -> bool:
@@ -38,7 +57,7 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     given = sys.argv[1:]
-    arguments = [*config_options(given), *hydra.overrides.task] if in_sweep() else in_folder(given, folder)
+    arguments = [*config_options(given), *hydra.overrides.task] if in_sweep() else given
     try:
         launch(n_ranks, arguments, told={"folder": str(folder), "sweep_group": sweep_group()})
     except RankFailedError as error:
@@ -58,16 +77,6 @@ def config_options(arguments: Sequence[str]) -> list[str]:
         parser.add_argument(f"--config-{name}", f"-{short}", dest=name)
     chosen = vars(parser.parse_known_args(arguments)[0])
     return [f"--config-{name}={value}" for name, value in chosen.items() if value is not None]
-
-
-def in_folder(arguments: Sequence[str], folder: Path) -> list[str]:
-    """Returns the arguments of train.py, with `folder` as the value of each argument that sets hydra.run.dir.
-
-    Otherwise, each rank would resolve an interpolation such as ${now:%H-%M-%S} itself, and get a different folder.
-    """
-    escaped = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-    key = "hydra.run.dir="
-    return [f"{key}'{escaped}'" if argument.lstrip("+").startswith(key) else argument for argument in arguments]
 
 
 def check(cfg: DictConfig) -> None:

@@ -67,9 +67,9 @@ def test_train_py_and_torchrun_give_the_same_run(tmp_path):
     torchrun = ["torchrun", "--nproc-per-node=2", str(REPOSITORY / "train.py")]
     losses = []
     slow = "+callbacks.slow._target_=tests.parallel.test_launch.Slow"
-    at_this_time = "hydra.run.dir=runs/ours/${now:%H-%M-%S-%f}"  # all ranks must use the launcher's folder
-    for name, launcher, others in (("ours", ["train.py"], [slow, at_this_time]), ("theirs", torchrun, [])):
-        done = forked(tmp_path, *launcher, *tiny(tmp_path, *TWO, f"run_name={name}"), *others)
+    at_this_time = "hydra.run.dir=runs/${run_name}/${now:%H-%M-%S-%f}"  # all ranks must use one folder
+    for name, launcher, others in (("ours", ["train.py"], [slow]), ("theirs", torchrun, [])):
+        done = forked(tmp_path, *launcher, *tiny(tmp_path, *TWO, f"run_name={name}"), *others, at_this_time)
         assert done.returncode == 0, done.stderr
         [folder] = (tmp_path / "runs" / name).iterdir()
         assert {"result.json", "metrics.csv", "checkpoints", ".hydra"} <= {path.name for path in folder.iterdir()}

@@ -11,23 +11,23 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fa_train import run_config
 from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.errors import DivergedError, OutOfMemoryError, RankFailedError
-from fa_train.parallel import communication, failures, launch
+from fa_train.parallel import communication, failures, launch, rank_store
 from fa_train.parallel.failures import failures_reported, kind_of
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.ranks import TOLD, ranks_to_start
-from tests.support.training import REPOSITORY, quiet_environment
+from tests.support.training import CONF, REPOSITORY, quiet_environment
 
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_NAME", "TORCHELASTIC_ERROR_FILE", TOLD)
 
@@ -202,13 +202,37 @@ def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, t
             run_config.launch_ranks(2)
 
 
-def test_ranks_get_the_folder_of_the_launcher():
-    given = ["++hydra.run.dir=runs/${now:%S}", "seq_len=8"]
-    expected = [r"hydra.run.dir='/runs/a\'b'", "seq_len=8"]
-    assert run_config.in_folder(given, Path("/runs/a'b")) == expected
-    [run_dir, _] = OverridesParser.create().parse_overrides(expected)
-    assert run_dir.value() == "/runs/a'b"
-    assert run_config.in_folder(["seq_len=8"], Path("/runs/a")) == ["seq_len=8"]
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        pytest.param({TOLD: '{"folder": "/runs/of the launcher"}'}, "/runs/of the launcher", id="train.py"),
+        pytest.param({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"}, "/runs/of rank 0", id="torchrun"),
+        pytest.param({}, "/runs/of this process", id="one-process"),
+    ],
+)
+def test_ranks_use_one_folder(variables, expected, environment):
+    def from_store(ranks, question, decide):
+        assert question == "hydra.run.dir" and decide() == "/runs/of this process"
+        return "/runs/of rank 0"
+
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    environment.setattr(rank_store, "launched_ranks", lambda: "two" if "WORLD_SIZE" in variables else None)
+    environment.setattr(rank_store, "decided_through_store", from_store)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given = ["hydra.run.dir=/runs/${run_name}", "run_name=of this process", "hydra.mode=RUN"]
+        cfg = compose("train", given, return_hydra_config=True)
+    instantiate(cfg.hydra.callbacks.one_folder).on_run_start(cfg, config_name="train")
+    assert cfg.hydra.run.dir == expected
+
+
+def test_an_invalid_folder_is_an_error_of_hydra(environment):
+    """Hydra would only print a warning if the callback raised the error."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", ["run_name=../x", "hydra.mode=RUN"], return_hydra_config=True)
+    run_config.OneFolder().on_run_start(cfg)
+    with pytest.raises(ValueError, match="run_name must be the name of a folder below runs/"):
+        str(cfg.hydra.run.dir)
 
 
 def test_the_ranks_of_a_multirun_use_its_config():
