@@ -145,9 +145,12 @@ class Checkpoint(CheckpointCallback):
                 self._end_background(trainer)
             else:
                 self._finish_alone()
+        except CheckpointError as error:  # only print this error, because another exception has ended the run
+            trainer.print(f"error: {error}")
+        try:
             if self.save_on_exception and not diverged and (alone or stopped):
                 self._save(trainer, pl_module)
-        except CheckpointError as error:  # only print this error, because another exception has ended the run
+        except CheckpointError as error:
             trainer.print(f"error: {error}")
         if self.saved:
             trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
@@ -183,7 +186,6 @@ class Checkpoint(CheckpointCallback):
         else:
             trainer.save_checkpoint(partial, storage_options=self._background)
         save.stall = _seconds_since(start, trainer)
-        self._saved_step = save.step
         if self._background is None:
             self._complete(trainer, save, seconds=save.stall)
         else:
@@ -224,12 +226,15 @@ class Checkpoint(CheckpointCallback):
 
     def _end_background(self, trainer: L.Trainer) -> None:
         """Waits for a save in flight. Later saves do not run in the background."""
-        self._finish(trainer)
-        self._background = None
+        try:
+            self._finish(trainer)
+        finally:
+            self._background = None
 
     def _complete(self, trainer: L.Trainer, save: Save, seconds: float) -> None:
         """Records a checkpoint that has its final name, and removes older checkpoints."""
         self.saved.append(save.path)
+        self._saved_step = save.step
         if save.is_best:
             self.best_model_path = str(save.path)
         self._prune(trainer)

@@ -91,9 +91,13 @@ def remove(path: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes unfinished checkpoints from a run's checkpoint folder. A killed process may have left them."""
+    """Removes unfinished checkpoints from a run's checkpoint folder. A killed process may have left them.
+
+    Keeps those that cannot be removed, for example on a read-only file system.
+    """
     for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
-        remove(path)
+        with suppress(OSError):
+            remove(path)
 
 
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:

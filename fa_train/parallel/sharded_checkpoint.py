@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -97,7 +98,8 @@ def write_folder(
         dcp.save(state, storage_writer=writer, process_group=background and background.writers)
     except CheckpointException as error:  # torch raises this error on all ranks
         if dist.get_rank() == 0:
-            remove(folder)
+            with suppress(OSError):  # for example, if the file system has become read-only
+                remove(folder)
         raise not_written(folder, next(iter(error.failures.values()))[0]) from error
 
 

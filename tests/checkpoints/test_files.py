@@ -1,5 +1,6 @@
 """Tests checkpoint files and folders: writing, reading, refusing damaged ones, and finding the newest."""
 
+import errno
 import os
 import pickle
 import resource
@@ -7,6 +8,7 @@ import shutil
 import tempfile
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,6 +201,27 @@ def test_unfinished_checkpoints_are_removed(file, folder):
     shutil.copytree(folder, f"{folder}.partial")
     remove_partial(file.parent)
     assert list(file.parent.iterdir()) == [folder]
+
+
+def test_an_unfinished_checkpoint_that_cannot_be_removed_is_kept(file, monkeypatch):
+    def unlink(path: Path, missing_ok: bool) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    partial = file.rename(f"{file}.partial")
+    monkeypatch.setattr(Path, "unlink", unlink)
+    remove_partial(file.parent)
+    assert partial.exists()
+
+
+def test_a_failed_removal_does_not_hide_why_a_folder_was_not_written(tmp_path, monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail)
+    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    with pytest.raises(CheckpointError, match=r"x.ckpt could not be written: Read-only file system$"):
+        write_folder(content(), {"global_step": 3}, tmp_path / "x.ckpt.partial")
 
 
 def test_the_newest_is_by_time_then_by_name(tmp_path):

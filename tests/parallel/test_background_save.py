@@ -8,13 +8,18 @@ import signal
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing import ProcessExitedException
 
+from fa_train.callbacks.checkpoint import Checkpoint
+from fa_train.callbacks.monitor import Monitor
 from fa_train.checkpoints.files import CheckpointError, read_file, write_file
 from fa_train.checkpoints.resume import checkpoint_path
 from fa_train.parallel.background_save import BackgroundSave, HostCopies
@@ -101,6 +106,36 @@ def test_a_failing_run_does_not_wait_forever(background, tmp_path):
     (tmp_path / "x.ckpt.partial").touch()
     may_write.set()
     assert background.finish_alone(60) and (tmp_path / "x.ckpt").exists()
+
+
+@talks
+def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
+    """The background save of step 2 fails. Then a signal ends the run, and both saves are of the same step."""
+
+    def save_checkpoint(partial: Path, storage_options: BackgroundSave | None = None) -> None:
+        if storage_options is None:
+            write_file({"global_step": 2}, partial)
+        else:
+            storage_options.start({}, fail, partial)
+
+    def fail(content: dict) -> None:
+        raise OSError(28, "No space left on device")
+
+    strategy = SimpleNamespace(
+        root_device=CPU, broadcast=lambda value: value, reduce_boolean_decision=lambda finite, all: finite
+    )
+    trainer, said = Mock(world_size=2, global_step=1, fast_dev_run=False, strategy=strategy, loggers=[]), []
+    trainer.callbacks, trainer.print, trainer.save_checkpoint = [Monitor(1, 1, None)], said.append, save_checkpoint
+    module = torch.nn.Linear(1, 1)
+    checkpoint = Checkpoint(str(tmp_path), 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
+    checkpoint._background, checkpoint.saved = background, [tmp_path / "step_0000001.ckpt"]
+    checkpoint.on_train_start(trainer, module)
+    trainer.global_step = 2
+    checkpoint.on_train_batch_end(trainer, module, None, None, 0)
+    checkpoint.on_exception(trainer, module, SIGTERMException())
+    assert read_file(tmp_path / "step_0000002.ckpt")["global_step"] == 2
+    assert said[0].endswith("step_0000002.ckpt could not be written: No space left on device")
+    assert said[1:] == [f"checkpoint: {tmp_path}/step_0000002.ckpt; ckpt_path=last resumes from it"]
 
 
 class KilledWhileSaving(Callback):
