@@ -8,6 +8,7 @@ import io
 import pickle
 import warnings
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -202,7 +203,7 @@ def load_sharded(folder: Path) -> dict[str, Any]:
 
     torch's dcp_to_torch_save is not used, because it unpickles the folder without an allow-list and writes a second
     copy.
-    Raises: CheckpointError if the folder is not a sharded checkpoint.
+    Raises: CheckpointError if the folder is not a sharded checkpoint of train.py.
     """
     checkpoint = read_meta(folder)
     metadata = FolderReader(folder).read_metadata()
@@ -216,7 +217,7 @@ def load_sharded(folder: Path) -> dict[str, Any]:
     weights: dict[str, Any] = {}
     # {optimizer: ({parameter name: state}, {index: parameter group})}
     optimizers: dict[str, tuple[dict[str, Any], dict[int, Any]]] = {}
-    for name, (part, *keys) in metadata.planner_data.items():
+    for name, (part, *keys) in _paths(folder, metadata):
         if part == "state_dict":
             [weight] = keys
             weights[weight] = values[name]
@@ -224,7 +225,7 @@ def load_sharded(folder: Path) -> dict[str, Any]:
         kind, owner, field = keys
         states, groups = optimizers.setdefault(part, ({}, {}))
         (states if kind == "state" else groups).setdefault(owner, {})[field] = values[name]
-    states_in_order = [_by_place(*optimizers[part]) for part in sorted(optimizers)]
+    states_in_order = [_by_place(folder, *optimizers[part]) for part in sorted(optimizers)]
     return checkpoint | {"state_dict": weights, "optimizer_states": states_in_order}
 
 
@@ -244,21 +245,45 @@ def _crc32(path: Path) -> int:
 
 def _require_metadata(metadata: object) -> None:
     """Raises: ValueError if a checkpoint's metadata is malformed or names a file outside the checkpoint's folder."""
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, Metadata) or not (
+        isinstance(metadata.storage_data, dict) and isinstance(metadata.planner_data, dict)
+    ):
         raise ValueError("its .metadata is not that of a sharded checkpoint")
     for stored in metadata.storage_data.values():
         if Path(stored.relative_path).name != stored.relative_path:
             raise ValueError(f"its .metadata names the file {stored.relative_path}, outside of the folder")
 
 
-def _by_place(states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
-    """Converts an optimizer's state with parameter names to torch.optim's format, which numbers the parameters."""
-    names = [name for place in sorted(groups) for name in groups[place]["params"]]
+def _paths(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yields the name of each stored value and its path in a run's state.
+
+    A path is ("state_dict", weight) or (optimizer, "state" or "param_groups", parameter or number of the group, field).
+    Raises: CheckpointError if `.metadata` has another path, or a path without a value.
+    """
+    for name, path in metadata.planner_data.items():
+        match path if name in metadata.state_dict_metadata else None:
+            case ("state_dict", str()) | (str(), "state", str(), str()) | (str(), "param_groups", int(), str()):
+                yield name, path
+            case _:
+                raise CheckpointError(f"{folder / '.metadata'} must name weights and optimizer states; got {name}")
+
+
+def _by_place(folder: Path, states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
+    """Converts an optimizer's state with parameter names to torch.optim's format, which numbers the parameters.
+
+    Raises: CheckpointError if the state of a parameter is in no group.
+    """
+    names = [name for place in sorted(groups) for name in groups[place].get("params", [])]
     places = {name: place for place, name in enumerate(names)}
+    if unknown := sorted(states.keys() - places.keys()):
+        raise CheckpointError(
+            f"{folder / '.metadata'} has optimizer states of {unknown[0]}, but no group that names it"
+        )
     return {
         "state": {places[name]: state for name, state in states.items()},
         "param_groups": [
-            groups[place] | {"params": [places[name] for name in groups[place]["params"]]} for place in sorted(groups)
+            group | {"params": [places[name] for name in group.get("params", [])]}
+            for _, group in sorted(groups.items())
         ],
     }
 
@@ -271,7 +296,7 @@ def saved_optimizer(folder: Path) -> dict[str, Any]:
     metadata = FolderReader(folder).read_metadata()
     states: dict[str, Any] = {}
     settings: dict[str, None] = {}
-    for name, (part, *keys) in metadata.planner_data.items():
+    for name, (part, *keys) in _paths(folder, metadata):
         if part == "state_dict":
             continue
         kind, owner, field = keys

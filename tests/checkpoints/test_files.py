@@ -24,7 +24,7 @@ from fa_train.checkpoints.files import (
     write_file,
 )
 from fa_train.checkpoints.resume import checkpoint_path
-from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole, write_folder
+from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole, saved_optimizer, write_folder
 from tests.support.peak_memory import peak_growth
 
 
@@ -53,7 +53,7 @@ def file(tmp_path) -> Path:
 def folder(tmp_path) -> Path:
     path = tmp_path / "folder.ckpt"
     own = content()
-    optimizer = {"state": {}, "param_groups": {0: {"params": ["model.weight"], "lr": 0.1}}}
+    optimizer = {"state": {}, "param_groups": [{"params": ["model.weight"], "lr": 0.1}]}
     dcp.save({"state_dict": own.pop("state_dict"), "optimizer_0": optimizer}, checkpoint_id=path, no_dist=True)
     write_file(own, path / "meta.pt")
     return path
@@ -158,6 +158,50 @@ def test_metadata_names_files_of_its_folder_only(folder, tmp_path):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"names the file ../secret, outside of the folder"):
         require_whole(folder)
+
+
+GROUP = {"params": ["model.weight"], "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        pytest.param({"model": {"weight": 1}}, "must name weights and .* got model.weight", id="foreign"),
+        pytest.param({"state_dict": {"model": {"weight": 1}}}, "got state_dict.model.weight", id="nested-weight"),
+        pytest.param({"state_dict": 1}, "got state_dict", id="no-weights"),
+        pytest.param({"optimizer_0": {"lr": 0.1}}, "got optimizer_0.lr", id="no-group"),
+        pytest.param({"optimizer_0": {"param_groups": {"0": GROUP}}}, "got optimizer_0.param_groups", id="no-number"),
+        pytest.param(
+            {"optimizer_0": {"state": {"model.bias": {"step": 1}}, "param_groups": [GROUP]}},
+            "has optimizer states of model.bias, but no group that names it", id="state-without-group",
+        ),
+        pytest.param(
+            {"optimizer_0": {"state": {"model.bias": {"step": 1}}, "param_groups": [{"lr": 0.1}]}},
+            "has optimizer states of model.bias, but no group that names it", id="group-without-parameters",
+        ),
+    ],
+)  # fmt: skip
+def test_a_folder_with_foreign_names_is_one_line(state, error, tmp_path):
+    dcp.save(state, checkpoint_id=tmp_path / "x.ckpt", no_dist=True)
+    write_file({"global_step": 3}, tmp_path / "x.ckpt" / "meta.pt")
+    with pytest.raises(CheckpointError, match=rf"/x.ckpt/.metadata .*{error}"):
+        load_sharded(tmp_path / "x.ckpt")
+
+
+@pytest.mark.parametrize("keys", [None, {"lost": ("state_dict", "lost")}], ids=["none", "lost"])
+@pytest.mark.parametrize("read", [load_sharded, saved_optimizer])
+def test_a_folder_whose_names_were_lost_is_one_line(read, keys, folder):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = keys
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"its .metadata is not that of a sharded|optimizer states; got lost"):
+        read(folder)
+
+
+def test_a_folder_is_read_as_a_file_is(folder):
+    read = load_sharded(folder)
+    assert list(read["state_dict"]) == ["model.weight"] and read["global_step"] == 3
+    assert read["optimizer_states"] == [{"state": {}, "param_groups": [{"params": [0], "lr": 0.1}]}]
 
 
 @pytest.fixture
