@@ -86,6 +86,11 @@ def check(cfg: DictConfig) -> None:
     """
     for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
         OmegaConf.update(cfg, key, target)
+    if HydraConfig.get().job.chdir:
+        raise ValueError(
+            "hydra.job.chdir must be false, because relative paths such as ckpt_path and data.path start at the folder "
+            "in which train.py was started; got true"
+        )
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
         if group in cfg and group not in chosen:  # true if Hydra has merged several options

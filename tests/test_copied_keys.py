@@ -28,6 +28,7 @@ from tests.support.training import composed
             r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
         ),
         pytest.param(["trainer.default_root_dir=/tmp"], "trainer.default_root_dir must .*hydra.run.dir", id="folder"),
+        pytest.param(["hydra.job.chdir=true"], "hydra.job.chdir must be false, .*; got true", id="other-folder"),
         pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got none", id="no-monitor"),
         pytest.param(["~callbacks.monitor"], "callbacks.monitor must be a node, .*; got none", id="monitor-removed"),
     ],
