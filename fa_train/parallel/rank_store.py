@@ -12,7 +12,7 @@ from typing import Any
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch.distributed import DistStoreError, TCPStore
 
-PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for rank 0, which may start later
+PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for the store of rank 0, which may start later
 GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
 _ASKED: Counter[str] = Counter()  # how often each question was asked; equal on all ranks
 
@@ -61,8 +61,20 @@ def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Call
             raise
         store.set(key, json.dumps({"answer": answer}))
         return answer
+    _wait(store, key)
     told = json.loads(store.get(key))
     if "error" in told:
         store.set(f"{key}/{ranks.global_rank()}", "read")
         raise ValueError(told["error"])
     return told["answer"]
+
+
+def _wait(store: TCPStore, key: str) -> None:
+    """Waits for rank 0's answer, without a time limit: rank 0 may check a large checkpoint on a slow file system.
+
+    If rank 0 ends, its launcher ends this rank, or the store closes and torch raises DistNetworkError.
+    """
+    while True:
+        with suppress(DistStoreError):  # raised after PATIENCE
+            store.wait([key], PATIENCE)
+            return

@@ -1,20 +1,25 @@
 """All ranks of a run use the decisions of rank 0, and no two runs share a folder."""
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from torch.distributed import TCPStore
 
 from fa_train import training
 from fa_train.memory.memory import Levers
+from fa_train.parallel import rank_store
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.ranks import TOLD
@@ -104,6 +109,24 @@ def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str
 
 def mistake() -> None:
     raise ValueError(f"a mistake of rank {os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}")
+
+
+@needs_ports
+def test_a_rank_waits_for_a_slow_decision(monkeypatch):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=0.1))
+    monkeypatch.setattr(rank_store, "_store", lambda: store)
+    monkeypatch.setattr(rank_store, "PATIENCE", timedelta(seconds=0.1))
+    slow = threading.Timer(0.5, store.set, ["fa_train/0/slow/1", '{"answer": "a.ckpt"}'])
+    slow.start()
+    rank_one = SimpleNamespace(global_rank=lambda: 1)
+    assert rank_store.decided_through_store(rank_one, "slow", Mock()) == "a.ckpt" and slow.finished.is_set()
+
+
+def test_a_rank_does_not_wait_for_a_rank_that_has_ended(monkeypatch):
+    lost = Mock(wait=Mock(side_effect=[torch.distributed.DistStoreError, torch.distributed.DistNetworkError]))
+    monkeypatch.setattr(rank_store, "_store", lambda: lost)
+    with pytest.raises(torch.distributed.DistNetworkError):
+        rank_store.decided_through_store(SimpleNamespace(global_rank=lambda: 1), "ended", Mock())
 
 
 def test_ranks_agree_on_what_kind_of_checkpoint_they_read(tmp_path, monkeypatch):
