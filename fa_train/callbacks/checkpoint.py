@@ -251,7 +251,10 @@ class Checkpoint(CheckpointCallback):
             if str(path) != self.best_model_path:
                 self.saved.remove(path)
                 if trainer.is_global_zero:
-                    remove(path)
+                    try:
+                        remove(path)
+                    except OSError as error:  # the run can go on, because the new checkpoint is complete
+                        trainer.print(f"warning: the old checkpoint {path} was not removed: {error}")
 
     def _free_path(self, step: int) -> Path:
         """Returns a path that does not exist yet. An earlier run may have left checkpoints in the same folder."""

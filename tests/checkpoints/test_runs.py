@@ -205,6 +205,17 @@ def test_a_failed_rename_is_one_line(tmp_path, monkeypatch):
         training.train(cfg)
 
 
+def test_a_run_goes_on_if_an_old_checkpoint_cannot_be_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "remove", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
+    callback = checkpoint.Checkpoint(str(tmp_path), 1, 1, keep_best=False, save_on_exception=True, asynchronous=False)
+    callback.saved = [tmp_path / "step_0000001.ckpt", tmp_path / "step_0000002.ckpt"]
+    trainer = Mock(is_global_zero=True)
+    callback._prune(trainer)
+    [message] = trainer.print.call_args.args
+    assert message.startswith("warning: the old checkpoint") and "step_0000001.ckpt was not removed" in message
+    assert callback.saved == [tmp_path / "step_0000002.ckpt"]
+
+
 @pytest.mark.slow
 def test_a_run_ends_well_if_result_json_cannot_be_written(tmp_path, capsys):
     (tmp_path / "run" / "result.json").mkdir(parents=True)
