@@ -220,8 +220,8 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
     Shapes: scale () fp32, skipped () bool.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        # torch.amp.GradScaler reads and sets the same attributes. The kernels divide the gradients by grad_scale, and
-        # skip the update if found_inf is 1.
+        # torch.amp.GradScaler also reads _step_supports_amp_scaling, and sets grad_scale and found_inf. The optimizer
+        # divides the gradients by grad_scale, and changes nothing if found_inf is 1.
         optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
     elif skipped.item():
         optimizer.zero_grad(set_to_none=True)  # an optimizer skips parameters without gradient

@@ -52,7 +52,11 @@ class Record(Callback):
             run.finish(exit_code=1)
 
     def _write(self, trainer: L.Trainer) -> None:
-        """Writes result.json. Only prints an error, because the run has already ended and its checkpoint is saved."""
+        """Writes result.json, or prints an error if the file cannot be written.
+
+        No exception is raised, because a finished run must end with status 0, and because the checkpoint callback must
+        still save a checkpoint after an exception in the run.
+        """
         if trainer.is_global_zero:
             try:
                 Path(trainer.default_root_dir, "result.json").write_text(json.dumps(results(trainer), indent=1) + "\n")

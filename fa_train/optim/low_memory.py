@@ -94,8 +94,8 @@ def _local(x: Any) -> Any:
 class _AdamWOfTorchao:
     """Replaces the `step` of torchao's AdamW. The weights are the same, but the host needs less time.
 
-    torchao's `step` calls torch.compile for each parameter in each step, and these calls take most of its time. It also
-    passes DTensors to the compiled function. This class passes their shards.
+    torchao's `step` calls torch.compile for each parameter in each step. This class uses a function that is compiled
+    once for each shape. torchao's `step` also passes DTensors to the compiled function. This class passes their shards.
 
     grad_scale, found_inf: as in torch's fused AdamW, `step` divides the gradients by grad_scale, and changes nothing if
     found_inf is not 0. The host does not wait for these values. Both are fp32 scalars on the device of the weights.
@@ -109,7 +109,8 @@ class _AdamWOfTorchao:
     _new_buffer: Any
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler reads this name, too
+    # if this attribute is true, torch.amp.GradScaler and fa_train.lit_gpt.scale_or_skip set grad_scale and found_inf
+    _step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         rate = param_group.get("lr", self.defaults["lr"])

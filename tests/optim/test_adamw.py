@@ -264,7 +264,7 @@ def test_low_memory_optimizers_scale_or_skip_without_waiting_for_the_gpu(name, m
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", LOW_MEMORY)
 def test_low_memory_optimizers_step_like_those_of_torchao(name):
-    """Also checks that a step asks torch for no new compiled function."""
+    """Also checks that our step does not call torch.compile."""
     from torchao import optim
 
     make, dtype = LOW_MEMORY[name]

@@ -110,7 +110,7 @@ def test_a_failing_run_does_not_wait_forever(background, tmp_path):
 
 @talks
 def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
-    """The background save of step 2 fails. Then a signal ends the run, and both saves are of the same step."""
+    """The background save of step 2 fails. A signal then ends the run, which saves step 2 again."""
 
     def save_checkpoint(partial: Path, storage_options: BackgroundSave | None = None) -> None:
         if storage_options is None:

@@ -143,14 +143,16 @@ class Block:
     def _gathered(self) -> int:
         """Returns the bytes of the keys and values of all ranks that share the stream, or 0 without other ranks.
 
-        The last rank of one document needs all of them. For several documents, the result is an upper bound.
+        If the stream is one document, the rank with the document's last token gathers all of them. If the stream has
+        several documents, a rank may gather fewer, so the result is an upper bound.
         """
         return 2 * self.kv * self.run.context if self.run.context > 1 else 0
 
     def _gathering(self) -> int:
-        """Returns the peak bytes while keys and values are gathered, at most.
+        """Returns an upper bound on the peak bytes while keys and values are gathered.
 
-        These are the gathered rows, a copy of the rows that this rank sends, and a copy of those that it receives.
+        The bound counts the gathered rows, a copy of the rows that this rank sends, and a copy of the rows that this
+        rank receives.
         """
         return self._gathered() + 2 * (self._gathered() - 2 * self.kv) if self.run.context > 1 else 0
 

@@ -12,9 +12,12 @@ from fa_train.memory.planner.weights import block_sizes, trained_sizes
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes that exist at one point in time of a step, in addition to weights and optimizer states.
+    """The bytes that exist at one point in time of a step.
 
-    weights: the weights that FSDP2 has gathered. gradients: includes the buffers of DDP and FSDP2.
+    The parameters and optimizer states that a rank always holds (its shards, in a sharded run) are not counted.
+
+    weights: the weights that FSDP2 has gathered; 0 in a run that is not sharded.
+    gradients: includes the buffers of DDP and FSDP2.
     """
 
     name: str
@@ -56,7 +59,8 @@ class _Step:
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # at the end of the backward pass
-        # the shards of the gradients of an embedding or an untied head, and of positions, unless they already exist
+        # the bytes that this rank allocates for its shard of the gradient of the embedding (an untied head needs as
+        # many) and of learned positions; 0 if memory for all gradients already exists
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to this one
@@ -205,9 +209,11 @@ class _Step:
         )
 
     def _some_blocks(self) -> list[tuple[str, int]]:
-        """Returns the names of four blocks. For each, returns how many blocks have not finished their backward.
+        """Returns (name, left) for at most four blocks. These blocks include the one with the highest peak.
 
-        Between the second to last and the second block, each backward changes the memory by the same number of bytes.
+        left: the number of blocks, including this one, that have not finished their backward. From the second to last
+        block to the second block, each backward changes the memory by the same number of bytes, so no block between
+        these two has a higher peak than both of them.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
@@ -222,7 +228,7 @@ class _Step:
         return self.block.offloaded() if self.fetches_early and left > 1 else 0
 
     def _gradients_of_others(self) -> int:
-        """Returns the bytes of all gradients except those of the embeddings, for which no memory may exist yet."""
+        """Returns the bytes of all gradients, without those of the embedding and positions if they do not exist yet."""
         return self.all_gradients - self.embedding_shard - self.positions_shard
 
     def _gradients_before(self, left: int) -> int:

@@ -6,12 +6,14 @@ FSDP2 gathers and frees the weights of a group together:
 
 - The forward of a block or of the head gathers into a buffer and copies the weights out of it. The buffer lives until
   the next group is gathered, or until the model's forward ends.
-- The backward of a block frees the block's weights. Before it starts, the group before the block is gathered.
-- The root stays gathered from the first forward to the end of the backward.
+- Before the backward of a block starts, FSDP2 also gathers the group that precedes the block in the model. At the end
+  of its backward, the block's weights are freed.
+- The root stays gathered for the whole micro-batch, from the start of the forward to the end of the backward.
 
 After the backward of a group, FSDP2 copies the group's gradients to a buffer, and averages the buffer into the shards.
-The buffer lives until the next group has finished its backward. One gradient of the group outlives the copy, because a
-loop variable of torch.distributed.fsdp's foreach_reduce refers to it.
+The buffer lives until the next group has finished its backward. After the copy, FSDP2 frees all gradients of the group
+except the last one. A loop variable of FSDP2's function foreach_reduce keeps the last gradient alive until the function
+returns.
 
 tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors, and peaks_h100.json has peaks that
 were measured on two GPUs. No peak with reduce_once, adapters or replicas was measured.
@@ -42,7 +44,8 @@ class Sharded:
         # with reduce_once, gradients stay whole until the last micro-batch of a step
         is_whole = is_sharded and run.reduce_once and run.accumulates
         self.whole_gradients = sum(trained_sizes(plan)) * REDUCED_BYTES if is_whole else 0
-        self.gradient_bytes = REDUCED_BYTES if is_whole else run.weight_bytes  # outside the blocks and the head
+        # per element of the gradients of the embedding and of learned positions
+        self.gradient_bytes = REDUCED_BYTES if is_whole else run.weight_bytes
         # the number of elements that have a gradient
         self.trained_embedding = embedding * is_trained
         self.trained_positions = positions * is_trained
@@ -75,7 +78,8 @@ class Sharded:
     def buffer_in_backward(self, left: int) -> int:
         """Returns the bytes of the buffer that is averaged during the backward of the last of `left` blocks.
 
-        The result is 0 if the buffer replaced a whole gradient of the same size.
+        If the rank holds whole gradients (reduce_once with several micro-batches), the result is 0. The buffer takes
+        the place of gradients of the same size, which `whole_gradients` counts.
         """
         before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before that of any block
         elements = before if left == self.n_layers else self.trained_block
@@ -90,7 +94,10 @@ class Sharded:
         return self.trained_block * self.run.compute_bytes
 
     def averaged_head(self) -> int:
-        """Returns the bytes of an untied head's gradient while it is averaged. A whole gradient is not counted."""
+        """Returns the peak bytes while an untied head's gradient is averaged.
+
+        If the rank holds whole gradients, the gradient itself is not counted here: `whole_gradients` counts it.
+        """
         if self.tied:
             return 0
         return self._averaged(self.trained_embedding, 0 if self.whole_gradients else self.run.compute_bytes)
@@ -104,9 +111,10 @@ class Sharded:
         return self._averaged(self.trained_positions, self.gradient_bytes)
 
     def _averaged(self, elements: int, gradient_bytes: int, is_last: bool = True) -> int:
-        """Returns the peak bytes of a gradient, its buffer, the average and the new shard.
+        """Returns the peak bytes while a gradient is averaged: the gradient, its buffer, the average and the new shard.
 
-        is_last: whether the gradient is the last of its group. In the root, the norm's gradient is the last.
+        is_last: whether the gradient is the last one of its group, which lives until the averaging ends. The last
+        gradient of the root is that of the norm.
         """
         gradient, buffer = elements * gradient_bytes, elements * REDUCED_BYTES
         rounded = 0 if self.run.weight_bytes == REDUCED_BYTES else elements * self.run.weight_bytes

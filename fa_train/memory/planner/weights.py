@@ -46,8 +46,9 @@ def trained_sizes(plan: Plan) -> list[int]:
 
 
 def weights_bytes(plan: Plan) -> int:
-    """Returns the bytes of all parameters, or in a sharded run of this rank's shards (fa_train.memory.planner.sharded
-    computes what FSDP2 gathers).
+    """Returns the bytes of the parameters that a GPU always holds: all parameters, or its shards in a sharded run.
+
+    fa_train.memory.planner.sharded computes the bytes of the weights that FSDP2 gathers.
     """
     model, run = plan.model, plan.run
     own = sum(parameter_sizes(model)) * run.weight_bytes

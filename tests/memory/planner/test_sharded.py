@@ -74,10 +74,11 @@ def two_ranks() -> Iterator[DeviceMesh]:
 
 
 def simulated_peak(plan: Plan) -> int:
-    """Returns the peak bytes of a micro-batch of one document, without weights and optimizer states.
+    """Returns the peak bytes of a micro-batch of one document. Gathered weights are counted.
 
-    The micro-batch is the second one, because FSDP2 allocates differently in its first one. If the plan accumulates,
-    the two micro-batches are a step.
+    The rank's shards of the weights are not counted, and the simulation has no optimizer states. The micro-batch is the
+    second one, because FSDP2 allocates differently in its first one. If the plan accumulates, the two micro-batches are
+    a step.
     """
     run = plan.run
     autocast = torch.autocast("cpu", torch.bfloat16) if run.precision == "bf16-mixed" else nullcontext()
