@@ -11,7 +11,10 @@ SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
 class DivergedError(RuntimeError):
-    """Raised if too many consecutive optimizer steps had gradients with NaN or infinity."""
+    """Raised on all ranks after the same step, if the run must not go on.
+
+    Either too many consecutive optimizer steps had gradients with NaN or infinity, or the weights of ranks differ.
+    """
 
 
 class OutOfMemoryError(RuntimeError):
