@@ -69,8 +69,9 @@ class EqualWeights(Callback):
             return
         device = trainer.strategy.root_device
         own = bit_hash((local(parameter.detach()) for parameter in pl_module.parameters()), device)
-        hashes = own.new_empty(trainer.world_size)
-        dist.all_gather_into_tensor(hashes, own.unsqueeze(0))
+        hashes = own.new_zeros(trainer.world_size)
+        hashes[trainer.global_rank] = own
+        dist.all_reduce(hashes)
         # the host does not wait for this copy, because it goes to pinned memory
         self._check = Check(trainer.global_step, hashes.to("cpu", non_blocking=True), Timestamp(device))
 

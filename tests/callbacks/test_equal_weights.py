@@ -123,6 +123,7 @@ def test_a_run_ends_after_one_bit_of_one_rank_has_changed(settings, ranks, rank,
     flips += [f"+callbacks.flips.rank={rank}", "+callbacks.flips.step=3"]
     done = processes.finish(FORKED, ["train.py", *overrides, *flips], tmp_path, quiet_environment())
     assert done.returncode == 1, done.stderr
+    assert "Warning" not in done.stderr
     errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     assert len(errors) == 1 and errors[0] == done.stderr.splitlines()[-1], done.stderr
     assert errors[0].startswith(
