@@ -88,7 +88,7 @@ class LitGPT(L.LightningModule):
         cu_seqlens: Tensor | None = batch["cu_seqlens"]
         if len(batch["cu_seqlens"]) == 2:  # a single document needs no document mask
             cu_seqlens = None
-        optional = batch.get("mean_seqlen"), batch.get("traffic")
+        optional = batch.get("mean_seqlen"), batch.get("traffic"), batch.get("last_positions")
         return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], *optional)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -171,23 +171,28 @@ class GPT(nn.Module):
         labels: Tensor | None = None,
         mean_seqlen: int | None = None,
         traffic: Mapping[int | None, Traffic] | None = None,
+        last_positions: Tensor | None = None,
     ) -> Tensor:
         """Returns the logits of a packed stream, or the sum of its losses if labels are given.
 
-        Shapes: tokens, position_ids, labels (total,) int64; cu_seqlens (n_docs + 1,) int32; returns logits
-        (total, vocab_size), or the loss, a scalar in fp32. The loss is in nats and is the sum over all labels except
-        -100.
+        Shapes: tokens, position_ids, labels, last_positions (total,) int64; cu_seqlens (n_docs + 1,) int32; returns
+        logits (total, vocab_size), or the loss, a scalar in fp32. The loss is in nats and is the sum over all labels
+        except -100.
         cu_seqlens: the start of each document and the end of the last document, or None for one document.
         position_ids: each token's position; by default its position in its document.
         mean_seqlen: the mean document length in tokens, which determines attention's kernels; by default total /
         n_docs.
         traffic: for each attention window, the keys that this rank of a context group sends and receives
         (share_context). If `traffic` is given, all other tensors except cu_seqlens hold only the rank's own tokens.
-        Raises: ValueError if shapes do not match, or a single document has more tokens than the model has learned
-        positions. If there are several documents, their lengths are not checked, because these lengths are on the GPU.
-        Call `require_seq_len` before training.
+        last_positions: the last position in each token's document; by default it is found in position_ids. It must be
+        given with `traffic`, because a rank of a context group does not hold whole documents.
+        Raises: ValueError if shapes do not match, last_positions is missing, or a single document has more tokens than
+        the model has learned positions. If there are several documents, their lengths are not checked, because these
+        lengths are on the GPU. Call `require_seq_len` before training.
         """
-        require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels)
+        require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels, last_positions=last_positions)
+        if traffic is not None and last_positions is None:
+            raise ValueError("last_positions must be given with traffic; got None")
         total = tokens.shape[0]
         if cu_seqlens is None and position_ids is None:
             self.require_seq_len(total)
@@ -201,7 +206,9 @@ class GPT(nn.Module):
             position_ids = document_positions(cu_seqlens, total, tokens.device)
         x = self._embedded(tokens, position_ids)
         tables = {
-            rope: None if rope is None else rotary_table(position_ids, self.head_dim, rope.theta, rope.scaling)
+            rope: None
+            if rope is None
+            else rotary_table(position_ids, self.head_dim, rope.theta, rope.scaling, last_positions)
             for rope in _distinct(self.ropes)
         }
         offload = self.offload.forward_pass(x) if self.offload is not None and torch.is_grad_enabled() else None

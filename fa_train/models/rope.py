@@ -26,8 +26,12 @@ class RopeScaling(ABC):
     """A rule that changes RoPE's frequencies, theta ** (-2i / head_dim) radians per token."""
 
     @abstractmethod
-    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
-        """Returns the changed frequencies in fp64, either (head_dim / 2,) for all tokens, or (total, head_dim / 2)."""
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
+        """Returns the changed frequencies in fp64, either (head_dim / 2,) for all tokens, or (total, head_dim / 2).
+
+        position_ids: (total,). last: the last position in each token's document, (total,), or None to find it in
+        position_ids, which must then hold whole documents.
+        """
 
     @property
     def magnitude(self) -> float:
@@ -41,7 +45,7 @@ class LinearScaling(RopeScaling):
 
     factor: float
 
-    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
         return plain_frequencies(theta, head_dim, position_ids.device) / self.factor
 
 
@@ -58,9 +62,10 @@ class DynamicNTKScaling(RopeScaling):
     factor: float
     original_max_position_embeddings: int
 
-    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
         longest = self.original_max_position_embeddings
-        reach = last_positions(position_ids).double().add(1).clamp(min=longest)  # [total]
+        last = last_positions(position_ids) if last is None else last
+        reach = last.double().add(1).clamp(min=longest)  # [total]
         stretched = theta * (self.factor * reach / longest - (self.factor - 1)) ** (head_dim / (head_dim - 2))
         return stretched[:, None] ** -_exponents(head_dim, position_ids.device)
 
@@ -86,7 +91,7 @@ class YarnScaling(RopeScaling):
     mscale_all_dim: float | None = None
     truncate: bool = True
 
-    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
         plain = plain_frequencies(theta, head_dim, position_ids.device)
         ends = self.beta_fast or 32, self.beta_slow or 1
         low, high = (self._channel_of(rotations, theta, head_dim) for rotations in ends)
@@ -128,7 +133,7 @@ class Llama3Scaling(RopeScaling):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
-    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor) -> Tensor:
+    def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
         plain = plain_frequencies(theta, head_dim, position_ids.device)
         rotations = self.original_max_position_embeddings * plain / (2 * math.pi)
         kept = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
@@ -214,15 +219,18 @@ def plain_frequencies(theta: float, head_dim: int, device: torch.device) -> Tens
     return theta ** -_exponents(head_dim, device)
 
 
-def rotary_table(position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> RotaryTable:
+def rotary_table(
+    position_ids: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None, last: Tensor | None = None
+) -> RotaryTable:
     """Computes cos and sin of the rotation angles at position_ids, (total,).
 
+    last: as for RopeScaling.frequencies.
     Angles are computed in fp64: at position one million, an fp32 angle has an error of up to 0.03 radians.
     """
     if scaling is None:
         frequencies, magnitude = plain_frequencies(theta, head_dim, position_ids.device), 1.0
     else:
-        frequencies, magnitude = scaling.frequencies(theta, head_dim, position_ids), scaling.magnitude
+        frequencies, magnitude = scaling.frequencies(theta, head_dim, position_ids, last), scaling.magnitude
     angles = position_ids.double()[:, None] * frequencies  # [total, head_dim / 2]
     return RotaryTable((angles.cos() * magnitude).float(), (angles.sin() * magnitude).float())
 

@@ -437,6 +437,11 @@ def test_impossible_families(fields, message):
             r"labels .* \(5,\); got \(6,\)",
             id="labels",
         ),
+        pytest.param(
+            (torch.zeros(5, dtype=torch.long), None, torch.arange(5), None, None, {}),
+            "last_positions must be given with traffic",
+            id="traffic",
+        ),
     ],
 )
 def test_impossible_streams(arguments, message):

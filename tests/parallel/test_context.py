@@ -29,9 +29,10 @@ pytestmark = [
 ]
 RANKS = 4
 TOTAL, BOUNDARIES = 60, [0, 13, 14, 30, 39, 55, 55]  # five tokens after the last document
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}}
 FEATURES = {
     "plain": {},
-    "windows": {"family": Family(windows=[None, 5])},
+    "windows": {"family": Family(windows=[None, 5]), **DYNAMIC},
     "only windows": {"family": Family(windows=[4, 9])},
     "norms": {"qk_norm": True, "n_kv_heads": 1},
     "cap": {"family": Family(softcap=20.0, logit_softcap=30.0)},
@@ -50,6 +51,8 @@ CASES = {
 }
 SETTINGS = (
     "seq_len=96",
+    "model.max_seq_len=16",
+    "model.rope_scaling={rope_type:dynamic,factor:2.0}",
     "data.micro_batch_size=1",
     "batch_size=4",
     "max_steps=4",
@@ -95,7 +98,8 @@ def stream(seed=1):
 
 def shared_loss(model, batch, context, rank):
     shard = ContextShard(rank % context, context, [*dict.fromkeys(model.windows)])(batch)
-    return model(shard["tokens"], shard["cu_seqlens"], shard["position_ids"], shard["labels"], 12, shard["traffic"])
+    own = (shard[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels"))
+    return model(*own, 12, shard["traffic"], shard["last_positions"])
 
 
 def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
@@ -169,7 +173,8 @@ def perturb(rank):
     changed["tokens"][:13] = 5
     for one in (batch, changed):
         shard = ContextShard(rank, RANKS, [None])(one)
-        logits = model(shard["tokens"], shard["cu_seqlens"], shard["position_ids"], traffic=shard["traffic"])
+        names = ("tokens", "cu_seqlens", "position_ids", "traffic", "last_positions")
+        logits = model(**{name: shard[name] for name in names})
         gathered = [torch.empty_like(logits) for _ in range(RANKS)]
         dist.all_gather(gathered, logits.detach())
         outputs.append(torch.cat(gathered))

@@ -74,9 +74,8 @@ def loss_of(gpt: GPT, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
     batch = move_data_to_device(batch, torch.device("cuda", torch.cuda.current_device()))
     autocast = torch.autocast("cuda", dtype) if dtype != torch.float32 else nullcontext()
     with autocast:
-        loss: torch.Tensor = gpt(
-            batch["tokens"], batch["cu_seqlens"], batch["position_ids"], batch["labels"], TOTAL, batch.get("traffic")
-        )
+        own = (batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels"))
+        loss: torch.Tensor = gpt(*own, TOTAL, batch.get("traffic"), batch.get("last_positions"))
     return loss
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from fa_train.data.packing.collate import Batch
 from fa_train.data.packing.rows import IGNORE_INDEX
+from fa_train.models.rope import last_positions
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.traffic import traffic
 
@@ -25,7 +26,8 @@ class ContextShard:
     windows: Sequence[int | None]
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the rank's tokens, labels and positions, and the traffic of each window.
+        """Returns the rank's tokens, labels and positions, the last position in each token's document, and the traffic
+        of each window.
 
         cu_seqlens still describes the whole stream. If needed, the stream is padded at its end, so that all ranks hold
         the same number of tokens. Padding has no labels, and no query sees padding.
@@ -35,9 +37,11 @@ class ContextShard:
         sees_all = any(window is None or window >= total for window in self.windows)
         dealt = deal(boundaries, total, self.ranks, balanced=sees_all)
         own = torch.from_numpy(dealt.positions(self.rank))
-        padding = {"tokens": 0, "labels": IGNORE_INDEX, "position_ids": 0}
+        # a rank holds parts of documents, which do not show where the documents end
+        whole: Batch = {**batch, "last_positions": last_positions(batch["position_ids"])}
+        padding = {"tokens": 0, "labels": IGNORE_INDEX, "position_ids": 0, "last_positions": 0}
         shards = {
-            name: F.pad(batch[name], (0, dealt.total - total), value=value)[own]  # type: ignore[literal-required]
+            name: F.pad(whole[name], (0, dealt.total - total), value=value)[own]  # type: ignore[literal-required]
             for name, value in padding.items()
         }
         plans = {window: traffic(dealt, boundaries, self.rank, window) for window in self.windows}
