@@ -83,7 +83,7 @@ def flash_attn_with_kvcache(
     """
     require_backend(q.device)
     _require_shapes(q, k_cache, v_cache, k, v)
-    batch, n_heads = q.shape[0], q.shape[2]
+    batch = q.shape[0]
     seqlen_new = 0 if k is None else k.shape[1]
     table = _page_table(k_cache, batch, cache_batch_idx, block_table)
     capacity = k_cache.shape[1] * (1 if table is None else table.shape[1])
@@ -92,15 +92,7 @@ def flash_attn_with_kvcache(
         _require_int32("cache_leftpad", cache_leftpad, (batch,), q.device)
     _require_pages_in_range(k_cache, table, seqlens, seqlen_new, block_table is not None)
     _require_rotary(rotary_cos, rotary_sin, k is not None, q, capacity)
-    if alibi_slopes is not None and (
-        alibi_slopes.shape not in ((n_heads,), (batch, n_heads))
-        or alibi_slopes.dtype != torch.float32
-        or alibi_slopes.device != q.device
-    ):
-        raise ValueError(
-            f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; "
-            f"got {described(alibi_slopes)}"
-        )
+    _require_slopes(alibi_slopes, q)
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}; got {num_splits}")
     scale = scale_of(q, softmax_scale)
@@ -111,24 +103,12 @@ def flash_attn_with_kvcache(
     angles = [] if rotary_cos is None or rotary_sin is None else [rotary_cos.contiguous(), rotary_sin.contiguous()]
     if k is not None and v is not None:
         append(*_rows_dense(k, v), k_cache, v_cache, seqlens, table, angles, rotary_interleaved)
+    leftpad = None if cache_leftpad is None else cache_leftpad.contiguous()
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     o, lse = decode(
-        *_rows_dense(q),
-        k_cache,
-        v_cache,
-        seqlens,
-        seqlen_new,
-        table,
-        None if cache_leftpad is None else cache_leftpad.contiguous(),
-        angles,
-        rotary_interleaved,
-        left >= 0 or right >= 0,
-        None if alibi_slopes is None else alibi_slopes.contiguous(),
-        scale,
-        max(float(softcap), 0.0),
-        left,
-        right,
-        num_splits,
-    )
+        *_rows_dense(q), k_cache, v_cache, seqlens, seqlen_new, table, leftpad, angles, rotary_interleaved,
+        left >= 0 or right >= 0, slopes, scale, max(float(softcap), 0.0), left, right, num_splits,
+    )  # fmt: skip
     return (o, lse) if return_softmax_lse else o
 
 
@@ -378,3 +358,13 @@ def _require_rotary(cos: Tensor | None, sin: Tensor | None, appends: bool, q: Te
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x.dtype not in (q.dtype, torch.float32) or x.device != q.device:
             raise ValueError(f"{name} must be {name_of(q.dtype)} or float32 on {q.device}; got {described(x)}")
+
+
+def _require_slopes(slopes: Tensor | None, q: Tensor) -> None:
+    batch, n_heads = q.shape[0], q.shape[2]
+    if slopes is not None and (
+        slopes.shape not in ((n_heads,), (batch, n_heads)) or slopes.dtype != torch.float32 or slopes.device != q.device
+    ):
+        raise ValueError(
+            f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; got {described(slopes)}"
+        )

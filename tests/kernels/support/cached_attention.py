@@ -1,5 +1,7 @@
 """Compares flash_attn_with_kvcache with dense attention in fp64 over the keys that the cache must contain."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -112,69 +114,80 @@ def check(
         for x in contents[i]:
             x[length:] = NAN
             x[: leftpad[i] if leftpad else 0] = NAN
-
-    table = None
-    if page_size is None:
-        places = batch_idx or list(range(batch))
-        stored = [torch.full((max(places) + 1, capacity, n_kv_heads, d), NAN, dtype=dtype) for d in widths]
-        for content, place in zip(contents, places, strict=True):
-            for cache, x in zip(stored, content, strict=True):
-                cache[place] = x
-    else:
-        pages = capacity // page_size
-        order = torch.randperm(batch * pages)
-        table = order.to(torch.int32).view(batch, pages)
-        stored = []
-        for width, rows in zip(widths, zip(*contents, strict=True), strict=True):
-            cache = torch.empty(batch * pages, page_size, n_kv_heads, width, dtype=dtype)
-            cache[order] = torch.stack(rows).view_as(cache)
-            stored.append(cache)
-        for i, length in enumerate(lengths):
-            table[i, -(-(length + seqlen_new) // page_size) :] = 2**30
+    stored = store(contents, [n + seqlen_new for n in lengths], page_size, batch_idx)
 
     # a query's position can be beyond the capacity of the cache
     positions = max(capacity, max(lengths) + seqlen_q)
     rotary = [torch.randn(positions, rotary_dim // 2).to(dtype) for _ in range(2)] if rotary_dim else []
-    caches = [x.to(DEVICE, copy=True) for x in stored]
+    caches = [x.to(DEVICE, copy=True) for x in stored.caches]
     k, v = (x.to(DEVICE) for x in new) if new else (None, None)
     cos, sin = (x.to(DEVICE) for x in rotary) if rotary else (None, None)
     o, lse = flash_attn_with_kvcache(
-        q.to(DEVICE),
-        caches[0],
-        caches[1],
-        k,
-        v,
-        cos,
-        sin,
-        cache_seqlens=int32(*lengths),
-        cache_batch_idx=int32(*batch_idx) if batch_idx else None,
-        cache_leftpad=int32(*leftpad) if leftpad else None,
-        block_table=None if table is None else table.to(DEVICE),
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window,
-        softcap=softcap,
-        rotary_interleaved=interleaved,
-        alibi_slopes=slopes,
-        num_splits=num_splits,
-        return_softmax_lse=True,
-    )
+        q.to(DEVICE), *caches, k, v, cos, sin, cache_seqlens=int32(*lengths),
+        cache_batch_idx=int32(*batch_idx) if batch_idx else None, cache_leftpad=int32(*leftpad) if leftpad else None,
+        block_table=None if stored.table is None else stored.table.to(DEVICE), softmax_scale=softmax_scale,
+        causal=causal, window_size=window, softcap=softcap, rotary_interleaved=interleaved, alibi_slopes=slopes,
+        num_splits=num_splits, return_softmax_lse=True,
+    )  # fmt: skip
     assert o.shape == (batch, seqlen_q, n_heads, v_head_dim) and o.dtype == dtype
     assert lse.shape == (batch, n_heads, seqlen_q) and lse.dtype == torch.float32
-    o, lse, *caches = (x.cpu() for x in (o, lse, *caches))
 
-    results = []
-    slopes = slopes if slopes is None else slopes.cpu()
-    for compute in (torch.float64, dtype):
-        held = [[x.clone() for x in pair] for pair in contents]
-        pads = leftpad or [0] * batch
-        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        results.append(
-            reference(q, held, new, rotary, lengths, pads, scale, causal, window, softcap, interleaved, slopes, compute)
-        )
-        if compute == torch.float64:
-            expected = held
-    (exact_o, exact_lse), (same_o, same_lse) = results
+    expected, (exact, same) = references(
+        contents, dtype, q, new, rotary, lengths, leftpad or [0] * batch,
+        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        causal, window, softcap, interleaved, slopes if slopes is None else slopes.cpu(),
+    )  # fmt: skip
+    assert_outputs(o.cpu(), lse.cpu(), exact, same)
+    fresh = [slice(length, length + seqlen_new) for length in lengths]
+    assert_caches([x.cpu() for x in caches], stored, expected, fresh)
+
+
+@dataclass
+class Stored:
+    """Caches on the CPU, and where they hold each sequence."""
+
+    caches: list[Tensor]  # k and v; (rows or pages, tokens of each, n_kv_heads, D)
+    table: Tensor | None  # block_table
+    places: list[list[int]]  # for each sequence the indices of its row or pages
+
+
+def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, batch_idx: list[int] | None) -> Stored:
+    """Stores the contents in rows, or in pages in a random order. Rows that belong to no sequence hold NaN.
+
+    used: the number of tokens of each sequence. Later entries of the block table are out of range.
+    """
+    pairs = list(zip(*contents, strict=True))
+    if page_size is None:
+        places = batch_idx or list(range(len(contents)))
+        caches = [x[0].new_full((max(places) + 1, *x[0].shape), NAN) for x in pairs]
+        for cache, rows in zip(caches, pairs, strict=True):
+            cache[places] = torch.stack(rows)
+        return Stored(caches, None, [[place] for place in places])
+    pages = contents[0][0].shape[0] // page_size
+    order = torch.randperm(len(contents) * pages)
+    caches = []
+    for rows in pairs:
+        cache = rows[0].new_empty(order.numel(), page_size, *rows[0].shape[1:])
+        cache[order] = torch.stack(rows).view_as(cache)
+        caches.append(cache)
+    table = order.to(torch.int32).view(len(contents), pages)
+    for i, n_tokens in enumerate(used):
+        table[i, -(-n_tokens // page_size) :] = 2**30
+    return Stored(caches, table, order.view(len(contents), pages).tolist())
+
+
+def references(contents: list[list[Tensor]], dtype: torch.dtype, q: Tensor, *arguments):
+    """Returns the expected contents of the caches, and the results of `reference` in fp64 and in dtype."""
+    held = [[[x.clone() for x in pair] for pair in contents] for _ in range(2)]
+    computed = [
+        reference(q, copy, *arguments, compute) for copy, compute in zip(held, (torch.float64, dtype), strict=True)
+    ]
+    return held[0], computed
+
+
+def assert_outputs(o: Tensor, lse: Tensor, exact: list[Tensor], same: list[Tensor]) -> None:
+    """Checks o and lse against dense attention in fp64 (exact) and in the same dtype (same)."""
+    (exact_o, exact_lse), (same_o, same_lse) = exact, same
     unseen = torch.isneginf(exact_lse)
     assert torch.equal(torch.isneginf(lse), unseen)
     assert torch.all(o.transpose(1, 2)[unseen] == 0)
@@ -183,15 +196,19 @@ def check(
     seen_lse, exact_lse, same_lse = (x.masked_fill(unseen, 0.0) for x in (lse, exact_lse, same_lse.float()))
     assert_as_accurate("lse", seen_lse, exact_lse, same_lse, floor=floor)
 
-    for i, (pair, length) in enumerate(zip(expected, lengths, strict=True)):
-        pages_of_it = order.view(batch, -1)[i].tolist() if page_size else [batch_idx[i] if batch_idx else i]
-        for cache, old, wanted in zip(caches, stored, pair, strict=True):
-            found, found_before = cache[pages_of_it].flatten(0, 1), old[pages_of_it].flatten(0, 1)
-            fresh = slice(length, length + seqlen_new)
+
+def assert_caches(caches: list[Tensor], before: Stored, expected: list[list[Tensor]], fresh: list[slice]) -> None:
+    """Checks that the caches hold the new tokens of each sequence, and that no other element has changed a bit.
+
+    fresh: the positions of the new tokens of each sequence.
+    """
+    for pair, rows, places in zip(expected, fresh, before.places, strict=True):
+        for cache, old, wanted in zip(caches, before.caches, pair, strict=True):
+            found, found_before = cache[places].flatten(0, 1), old[places].flatten(0, 1)
             # rotated keys can differ in the last bit
-            torch.testing.assert_close(found[fresh], wanted[fresh], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-            found_before[fresh] = found[fresh]
+            torch.testing.assert_close(found[rows], wanted[rows], rtol=2 * torch.finfo(cache.dtype).eps, atol=1e-6)
+            found_before[rows] = found[rows]
             assert torch.equal(found.nan_to_num(7.0), found_before.nan_to_num(7.0))
-    if batch_idx:
-        others = [i for i in range(stored[0].shape[0]) if i not in batch_idx]
-        assert all(torch.isnan(x[others]).all() for x in caches)
+    for cache in caches:
+        unused = sorted({*range(cache.shape[0])}.difference(*before.places))
+        assert torch.isnan(cache[unused]).all()

@@ -374,18 +374,13 @@ def decode_attention(
     if lse.numel() == 0:
         return o, lse
     group = n_heads // n_kv_heads
+    rows = seqlen_q * group
     tiles = decode_tiles(
-        arch_of(q.device),
-        head_dim,
-        v_head_dim,
-        q.element_size(),
-        seqlen_q * group,
-        cache.paged,
-        _shared_limit(q.device),
+        arch_of(q.device), head_dim, v_head_dim, q.element_size(), rows, cache.paged, _shared_limit(q.device)
     )
     # A block of keys must not extend over two pages.
     block_n = min(tiles.block_n, page_size & -page_size) if cache.paged else tiles.block_n
-    n_tiles = triton.cdiv(seqlen_q * group, tiles.block_m)
+    n_tiles = triton.cdiv(rows, tiles.block_m)
     unbounded = cache.capacity + seqlen_q
     left, right = (unbounded if side < 0 else min(side, unbounded) for side in (left, right))
     n_programs = batch * n_kv_heads * n_tiles
@@ -411,12 +406,18 @@ def decode_attention(
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     if n_splits > 1:
-        n_rows = lse.numel()
-        _merge_kernel[(n_rows,)](
-            partial, partial_lse, o, lse, seqlen_q, n_heads, n_rows, n_splits,
-            DV=v_head_dim, BLOCK_D=triton.next_power_of_2(v_head_dim), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16,
-        )  # fmt: skip
+        _merge_splits(partial, partial_lse, o, lse)
     return o, lse
+
+
+def _merge_splits(partial: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Merges the partial outputs (n_splits, *o.shape) and their lse into o and lse."""
+    n_splits, _, seqlen_q, n_heads, v_head_dim = partial.shape
+    n_rows = lse.numel()
+    _merge_kernel[(n_rows,)](
+        partial, partial_lse, o, lse, seqlen_q, n_heads, n_rows, n_splits,
+        DV=v_head_dim, BLOCK_D=triton.next_power_of_2(v_head_dim), MAX_SPLITS=MAX_SPLITS, BLOCK_S=16,
+    )  # fmt: skip
 
 
 def padded_width(width: int) -> int:
