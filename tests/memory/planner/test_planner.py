@@ -42,9 +42,8 @@ def name_of(measured: dict[str, Any]) -> str:
 
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
-# The peaks were measured by scripts/bench/planner.py, or by the command in an entry's field `run`. An entry with
-# `first` was measured in a step before the optimizer had states. For peaks_h100.json, two ranks trained, and a peak is
-# that of one rank.
+# Measured by scripts/bench/planner.py, or by the command in an entry's field `run`. `first`: measured in a step before
+# the optimizer had states. In peaks_h100.json, a peak is that of one of two ranks.
 MEASURED = [
     pytest.param(measured, id=f"{file.stem}-{name_of(measured)}")
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
