@@ -46,9 +46,8 @@ INDEX_POINTERS = {
 }
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
-# The tensor-core instruction of a kernel: its name in PTX, and its name in machine code. wgmma and tcgen05 read their
-# operands from shared memory. mma.sync reads its operands from registers. Tests search the PTX, because cuobjdump takes
-# 0.6 s per kernel.
+# {name of a tensor-core instruction in PTX: its name in machine code}. mma.sync reads its operands from registers, the
+# others from shared memory. Tests search the PTX, because cuobjdump is slow.
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 
