@@ -4,19 +4,24 @@ import os
 from functools import partial, partialmethod
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo as dynamo
 import torch.distributed as dist
 
+from fa_kernels.flash_attention.reference import attention_reference
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
 from fa_train.models.rope import document_positions
+from fa_train.parallel.context.attention import ContextAttention, shared_schedule
+from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.shard import ContextShard
+from fa_train.parallel.context.traffic import traffic
 from tests.parallel.test_fsdp import train_in
 from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
@@ -48,6 +53,12 @@ CASES = {
     "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, 2),
     "flash-2": (partial(flash_attention), "windows", "selective", True, 2),
     "flash-4": (flash_attention, "all", "full", False, 4),
+}
+# {name: (tensors that attention alone receives, window, softcap, ranks that share a stream)}
+ATTENTIONS = {
+    "sinks-2": (["sinks"], None, 0.0, 2),
+    "alibi-2": (["alibi_slopes"], None, 0.0, 2),
+    "both-4": (["sinks", "alibi_slopes"], 5, 20.0, 4),
 }
 SETTINGS = (
     "seq_len=96",
@@ -116,7 +127,8 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
         register_group(f"of {size}", group)
     with patched_once_a_launch():  # only rank 0 saves its results, so ranks that share no stream with it do nothing
         results = {name: compare(rank, groups[case[-1]], *case) for name, case in CASES.items() if rank < case[-1]}
-    results["perturbed"] = perturb(rank)
+        alone = {name: attend(rank, groups[case[-1]], *case) for name, case in ATTENTIONS.items() if rank < case[-1]}
+    results |= alone | {"perturbed": perturb(rank)}
     if rank == 0:
         torch.save(results, shared / "results.pt")
     dist.destroy_process_group()
@@ -162,6 +174,43 @@ def compare(rank, group, attention, features, checkpointing, compiled, context):
     return [float(error) for error in errors], dict(dynamo.utils.counters["graph_break"]), graphs
 
 
+def attend(rank, group, names, window, softcap, context):
+    """Returns the errors of o, dq, dk, dv and the gradients of sinks, relative to the largest element of the reference.
+
+    The error of o, dq, dk and dv is the largest of all ranks.
+    """
+    torch.manual_seed(0)
+    boundaries = np.array(BOUNDARIES)
+    dealt = deal(boundaries, TOTAL, context, balanced=window is None)
+    q, k, v, do = (torch.randn(dealt.total, heads, 16) for heads in (4, 2, 2, 4))
+    given = {name: torch.rand(4) for name in names}
+    schedule = shared_schedule(traffic(dealt, boundaries, rank, window), "short")
+    own = torch.from_numpy(dealt.positions(rank))
+
+    def outputs(attention, do, **inputs):
+        leaves = {name: x.detach().requires_grad_(name != "alibi_slopes") for name, x in inputs.items()}
+        o = attention(**leaves)
+        o.backward(do.to(o.dtype))
+        return [o.detach(), *(leaf.grad for leaf in leaves.values() if leaf.requires_grad)]
+
+    cu_seqlens = torch.tensor(BOUNDARIES, dtype=torch.int32)
+    reference = partial(
+        attention_reference, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, causal=True, softcap=softcap,
+        window_size=(-1 if window is None else window - 1, 0),
+    )  # fmt: skip
+    expected = outputs(lambda **inputs: reference(**inputs)[0], do, q=q, k=k, v=v, **given)
+    shared = partial(ContextAttention(flash_attention, f"of {context}"), schedule=schedule, softcap=softcap)
+    ours = outputs(shared, do[own], q=q[own], k=k[own], v=v[own], **given)
+    if "sinks" in names:
+        dist.all_reduce(ours[4], group=group)
+    errors = [
+        (x - (y if y.dim() == 1 else y[own])).abs().max() / y.abs().max() for x, y in zip(ours, expected, strict=True)
+    ]
+    errors = torch.stack(errors)
+    dist.all_reduce(errors, dist.ReduceOp.MAX, group=group)
+    return errors.tolist()
+
+
 def perturb(rank):
     """Changes the tokens of the first document. Returns whether the logits of each token stayed bitwise equal, for the
     first document and for all later tokens.
@@ -204,6 +253,13 @@ def test_the_loss_and_all_gradients_are_those_of_one_process(case, four_ranks):
     assert max(errors) < 1e-5
     assert not breaks
     assert len(set(graphs)) <= 1, "other documents compile nothing"
+
+
+@pytest.mark.parametrize("case", ATTENTIONS)
+def test_sinks_and_alibi_are_those_of_the_definition(case, four_ranks):
+    errors = torch.load(four_ranks / "results.pt")[case]
+    assert len(errors) == 4 + ("sinks" in ATTENTIONS[case][0])
+    assert max(errors) < 1e-5
 
 
 def test_a_document_does_not_change_another(four_ranks):

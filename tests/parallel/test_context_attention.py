@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fa_train.models.attention import flash_attention
+from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
@@ -49,3 +49,19 @@ def saved_rows(attention, group):
 @pytest.mark.parametrize("attention", [flash_attention, partial(flash_attention)], ids=["function", "partial"])
 def test_flash_attention_keeps_no_gathered_keys(attention, group):
     assert max(saved_rows(attention, group)) == TOTAL
+
+
+@pytest.mark.parametrize(
+    ("attention", "given", "message"),
+    [
+        pytest.param(naive_attention, {"sinks": 4}, "sinks and alibi_slopes need attention=flash", id="sinks"),
+        pytest.param(naive_attention, {"alibi_slopes": 4}, "sinks and alibi_slopes need attention=flash", id="alibi"),
+        pytest.param(flash_attention, {"alibi_slopes": 3}, r"must be \(4,\) float32; got \(3,\)", id="slopes"),
+    ],
+)
+def test_impossible_sinks_and_slopes(attention, given, message, group):
+    q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
+    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    inputs = {name: torch.zeros(size) for name, size in given.items()}
+    with pytest.raises(ValueError, match=message):
+        ContextAttention(attention, group)(q, k, v, schedule, **inputs)

@@ -53,12 +53,32 @@ class ContextAttention:
         *,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """Shapes: q (local, n_heads, head_dim); k, v (local, n_kv_heads, head_dim); returns the shape of q."""
+        """Shapes: q (local, n_heads, head_dim); k, v (local, n_kv_heads, head_dim); returns the shape of q.
+
+        sinks, alibi_slopes: (n_heads,) fp32, as in fa_kernels.flash_attention.interface.flash_attn_func. The gradient
+        of sinks must be summed over the ranks of the group, as the gradients of all weights are.
+        Raises: ValueError if sinks or alibi_slopes is given and the inner attention is not flash attention, or
+        alibi_slopes has another shape or dtype.
+        """
         own, moves = schedule
         if function_of(self.inner) is flash_attention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-            o, _ = context_forward(q, k, v, own.tensors(), moves, self.group, scale, softcap, own.length_class)
+            alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, q, own)
+            o, _ = context_forward(
+                q, k, v, own.tensors(), alibi, sinks, moves, self.group, scale, softcap, own.length_class
+            )
             return o
+        if sinks is not None or alibi_slopes is not None:
+            raise ValueError("sinks and alibi_slopes need attention=flash; got another attention")
         keys, values = gather_keys(torch.cat([k, v], dim=1), moves, self.group).chunk(2, dim=1)
         return self.inner(q, keys, values, own, softmax_scale=softmax_scale, softcap=softcap)
+
+
+def _alibi(slopes: Tensor, q: Tensor, own: Schedule) -> list[Tensor]:
+    """Returns the three tensors of Features.alibi. The last key that a query sees is the query's own token."""
+    if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32:
+        raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32; got {tuple(slopes.shape)} {slopes.dtype}")
+    return [slopes[None], own.key_end - 1, torch.zeros_like(own.key_end)]

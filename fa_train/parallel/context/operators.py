@@ -140,6 +140,8 @@ def context_forward(
     k: Tensor,
     v: Tensor,
     schedule: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
     moves: Sequence[Tensor],
     group: str,
     softmax_scale: float,
@@ -149,11 +151,13 @@ def context_forward(
     """Gathers keys and values, and computes flash attention of this rank's queries.
 
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
+    alibi, sinks: as in fa_kernels.flash_attention.features.Features. Aligned keys are rows of the buffer. The gradient
+    of sinks is the part that this rank's queries contribute.
     """
     moved = Moves(*moves)
     keys, values = gathered([k, v], moved, int(moved.counts[0]), group)
     return torch.ops.flash_attention.forward(
-        q, keys, values, of_keys(schedule, keys.shape[0]), [], None, None, softmax_scale, softcap, q.dtype, False,
+        q, keys, values, of_keys(schedule, keys.shape[0]), alibi, sinks, None, softmax_scale, softcap, q.dtype, False,
         True, length_class,
     )  # fmt: skip
 
@@ -172,45 +176,69 @@ def context_backward(
     o: Tensor,
     lse: Tensor,
     schedule: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
     moves: Sequence[Tensor],
     group: str,
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gathers keys and values again, computes dq, dk and dv, and returns dk and dv to the ranks that hold the keys."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gathers keys and values again, computes dq, dk, dv and dsinks, and returns dk and dv to the ranks that hold the
+    keys.
+
+    dsinks is (n_heads,), or empty without sinks.
+    """
     moved = Moves(*moves)
     keys, values = gathered([k, v], moved, int(moved.counts[0]), group)
-    dq, dk, dv, _ = torch.ops.flash_attention.backward(
-        do.contiguous(), None, q, keys, values, o, lse, of_keys(schedule, keys.shape[0]), [], None, softmax_scale,
+    dq, dk, dv, dsinks = torch.ops.flash_attention.backward(
+        do.contiguous(), None, q, keys, values, o, lse, of_keys(schedule, keys.shape[0]), alibi, sinks, softmax_scale,
         softcap, deterministic, True,
     )  # fmt: skip
     del keys, values
     dk, dv = summed_gradients([dk, dv], moved, group)
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
 
 
 @context_backward.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, schedule, moves, ctx.group, ctx.softmax_scale, ctx.softcap, _ = inputs
+    q, k, v, schedule, alibi, sinks, moves, ctx.group, ctx.softmax_scale, ctx.softcap, _ = inputs
     ctx.deterministic = torch.are_deterministic_algorithms_enabled()
-    ctx.save_for_backward(q, k, v, *output, *moves, *schedule)
+    ctx.n_schedule = len(schedule)
+    ctx.save_for_backward(q, k, v, *output, sinks, *moves, *schedule, *alibi)
     ctx.set_materialize_grads(False)
 
 
 def _context_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, o, lse, *rest = ctx.saved_tensors
-    moves, schedule = rest[: len(Moves._fields)], rest[len(Moves._fields) :]
+    q, k, v, o, lse, sinks, *rest = ctx.saved_tensors
+    n_moves = len(Moves._fields)
+    moves, schedule, alibi = rest[:n_moves], rest[n_moves:][: ctx.n_schedule], rest[n_moves + ctx.n_schedule :]
     if do is None:
         do = torch.zeros_like(o)
-    gradients = context_backward(
-        do, q, k, v, o, lse, schedule, moves, ctx.group, ctx.softmax_scale, ctx.softcap, ctx.deterministic
-    )
-    return *gradients, [None] * len(schedule), [None] * len(moves), *[None] * 4
+    dq, dk, dv, dsinks = context_backward(
+        do, q, k, v, o, lse, schedule, alibi, sinks, moves, ctx.group, ctx.softmax_scale, ctx.softcap,
+        ctx.deterministic,
+    )  # fmt: skip
+    return (
+        dq, dk, dv, [None] * len(schedule), [None] * len(alibi), None if sinks is None else dsinks,
+        [None] * len(moves), *[None] * 4,
+    )  # fmt: skip
 
 
 context_forward.register_autograd(_context_backward, setup_context=_save_for_backward)
