@@ -41,18 +41,21 @@ FEATURES = {
     "only windows": {"family": Family(windows=[4, 9])},
     "norms": {"qk_norm": True, "n_kv_heads": 1},
     "cap": {"family": Family(softcap=20.0, logit_softcap=30.0)},
+    "z-loss": {"loss": LinearCrossEntropy(chunk_size=17, z_loss=0.1)},
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
-# {name: (attention, features, checkpointing, compiled, ranks that share a stream)}
+# {name: (attention, features, checkpointing, compiled, deterministic, ranks that share a stream)}
 # Each compiled case has two ranks. In the run `all` of RUNS, four ranks train a compiled model.
 CASES = {
-    "naive-2": (naive_attention, "cap", "none", False, 2),
-    "naive-4": (naive_attention, "plain", "full", False, 4),
-    "sdpa-2": (sdpa_attention, "norms", "selective", True, 2),
-    "sdpa-4": (sdpa_attention, "windows", "none", False, 4),
-    "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, 2),
-    "flash-2": (partial(flash_attention), "windows", "selective", True, 2),
-    "flash-4": (flash_attention, "all", "full", False, 4),
+    "naive-2": (naive_attention, "cap", "none", False, False, 2),
+    "naive-4": (naive_attention, "plain", "full", False, False, 4),
+    "sdpa-2": (sdpa_attention, "norms", "selective", True, False, 2),
+    "sdpa-4": (sdpa_attention, "windows", "none", False, False, 4),
+    "sdpa-z-loss-2": (sdpa_attention, "z-loss", "none", False, True, 2),
+    "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, False, 2),
+    "flash-2": (partial(flash_attention), "windows", "selective", True, False, 2),
+    "flash-4": (flash_attention, "all", "full", False, False, 4),
+    "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 2),
 }
 # {name: (tensors that attention alone receives, window, softcap, ranks that share a stream)}
 ATTENTIONS = {
@@ -85,10 +88,11 @@ RUNS = {
 
 def gpt(attention, features, checkpointing):
     torch.manual_seed(0)
+    loss = FEATURES[features].get("loss", LinearCrossEntropy(chunk_size=17))
     return GPT(
-        attention=attention, loss=LinearCrossEntropy(chunk_size=17),
-        memory=Memory(checkpointing, False, None, LinearCrossEntropy(chunk_size=17)),
+        attention=attention, memory=Memory(checkpointing, False, None, loss),
         **dict(
+            loss=loss,
             vocab_size=67, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim=None, ffn_dim=48, norm="rmsnorm",
             norm_eps=1e-5, positions="rope", rope_theta=1e4, max_seq_len=None, activation="swiglu", bias=False,
             qk_norm=False, tied=True, init="gpt2",
@@ -140,10 +144,11 @@ def compile_without_inductor():
     GPT.compile_blocks = partialmethod(compile_blocks, backend="aot_eager")
 
 
-def compare(rank, group, attention, features, checkpointing, compiled, context):
+def compare(rank, group, attention, features, checkpointing, compiled, deterministic, context):
     """Returns three results: the relative errors of the loss and of each gradient, the graph breaks, and the number of
     graphs after each stream. The errors are right on rank 0 only.
     """
+    torch.use_deterministic_algorithms(deterministic)
     batch = stream()
     alone = gpt(attention, features, checkpointing)
     expected = torch.ones(())

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fa_kernels.flash_attention import backend
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
@@ -49,6 +50,24 @@ def saved_rows(attention, group):
 @pytest.mark.parametrize("attention", [flash_attention, partial(flash_attention)], ids=["function", "partial"])
 def test_flash_attention_keeps_no_gathered_keys(attention, group):
     assert max(saved_rows(attention, group)) == TOTAL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_kernels_are_deterministic_if_torch_is(deterministic, group, monkeypatch):
+    asked, backward = [], backend.backward
+
+    def recorded(*arguments):
+        asked.append(arguments[-1])
+        return backward(*arguments)
+
+    monkeypatch.setattr(backend, "backward", recorded)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        saved_rows(flash_attention, group)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [deterministic]
 
 
 @pytest.mark.parametrize(
