@@ -25,8 +25,8 @@ def stream(boundaries):
     return {"tokens": tokens, "labels": tokens, "position_ids": positions, "cu_seqlens": cu_seqlens}
 
 
-def shards(batch):
-    return [ContextShard(rank, RANKS, [None])(batch) for rank in range(RANKS)]
+def shards(batch, windows=(None,)):
+    return [ContextShard(rank, RANKS, windows)(batch) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
@@ -41,3 +41,18 @@ def test_a_rank_has_the_rotary_table_of_the_whole_stream(documents, kind):
         table = rotary_table(shard["position_ids"], 64, 1e4, scaling, shard["last_positions"])
         assert torch.equal(table.cos, whole.cos[own])
         assert torch.equal(table.sin, whole.sin[own])
+
+
+@pytest.mark.parametrize(
+    ("windows", "contiguous"),
+    [
+        pytest.param([300], True, id="one-window"),
+        pytest.param([300, 1000], True, id="two-windows"),
+        pytest.param([None, 300], False, id="some-layers"),
+        pytest.param([300, TOTAL], False, id="window-as-long-as-the-stream"),
+    ],
+)
+def test_only_windows_keep_shares_contiguous(windows, contiguous):
+    for rank, shard in enumerate(shards(stream(STREAMS["one"]), windows)):
+        share = torch.arange(rank * TOTAL // RANKS, (rank + 1) * TOTAL // RANKS)
+        assert torch.equal(shard["tokens"], share) == contiguous
