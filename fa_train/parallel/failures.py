@@ -1,7 +1,8 @@
 """Lets a failing rank tell its launcher the reason.
 
 The launcher is torchrun or train.py. It names a file for the reason in TORCHELASTIC_ERROR_FILE, and shows what the rank
-has written there. The launcher ends all ranks as soon as one fails.
+has written there. The launcher ends all ranks as soon as one fails. On several nodes, each launcher sees only the ranks
+of its node. A failing rank therefore also tells the reason to all other ranks, which then lose their connection to it.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from fa_train.errors import SHOW_TRACEBACK, OutOfMemoryError, explain
-from fa_train.parallel.ranks import has_own_launcher
+from fa_train.parallel.ranks import has_own_launcher, is_one_of_several
 
 Kind = Literal["mistake", "out of memory", "lost connection", "error"]
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -38,12 +39,14 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     kind = kind_of(error, mistakes)
     has_message = kind in ("mistake", "out of memory")
     message = explain(error) if has_message else f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if is_one_of_several() and not has_own_launcher():
+        message = _shared(kind, message)
     file = os.environ.get(ERROR_FILE)
     if file:
         report = {"message": message, "timestamp": int(time.time()), "kind": kind}
         Path(file).write_text(json.dumps(report), encoding="utf-8")
     if kind == "lost connection":
-        print(f"rank {os.environ.get('RANK')} lost its connection to another rank: {message}", file=sys.stderr)
+        print(f"rank {_rank()} lost its connection to another rank: {message}", file=sys.stderr)
     elif SHOW_TRACEBACK or not has_message:
         traceback.print_exception(error)
     elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
@@ -52,6 +55,30 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def reason(rank: object, kind: Kind, message: str) -> str:
+    """Returns one line that says why a rank has failed. kind, message: what the rank has reported."""
+    if kind == "mistake":  # is the same on all ranks
+        return message
+    return f"rank {rank} ran {message}" if kind == "out of memory" else f"rank {rank} failed: {message}"
+
+
+def _shared(kind: Kind, message: str) -> str:
+    """Tells the reason to all ranks, and returns it. Returns another rank's reason after a lost connection."""
+    if "fa_train.parallel.rank_store" not in sys.modules:  # its import takes seconds, and no rank is connected yet
+        return message
+    from fa_train.parallel import rank_store
+
+    if kind == "lost connection":
+        return rank_store.told_reason() or message
+    own = reason(_rank(), kind, message)
+    rank_store.tell_reason(own)
+    return own
+
+
+def _rank() -> str | None:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 
 
 def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> Kind:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fa_train.errors import RankFailedError
+from fa_train.parallel.failures import Kind, reason
 from fa_train.parallel.ranks import TOLD
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -107,12 +108,9 @@ def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
     if signum:
         sys.exit(128 + signum)
     kind, message = _kind(failure), failure.error_file_data["message"]
-    if kind == "out of memory":
-        raise RankFailedError(f"rank {failure.local_rank} ran {message}", out_of_memory=True)
-    if kind == "mistake":
-        raise RankFailedError(message)
     if kind is not None:
-        raise RankFailedError(f"rank {failure.local_rank} failed: {message}")
+        reported = reason(failure.local_rank, kind, message)
+        raise RankFailedError(reported, out_of_memory=kind == "out of memory")
     raise RankFailedError(f"rank {failure.local_rank} {_end(failure.exitcode)}")
 
 
@@ -121,7 +119,7 @@ def root(failures: Sequence[ProcessFailure]) -> ProcessFailure:
     return min(failures, key=lambda failure: _kind(failure) == "lost connection")
 
 
-def _kind(failure: ProcessFailure) -> str | None:
+def _kind(failure: ProcessFailure) -> Kind | None:
     """Returns the kind of failure that the rank reported (see fa_train.parallel.failures), or None without a report."""
     return failure.error_file_data.get("kind")
 

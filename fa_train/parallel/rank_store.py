@@ -1,4 +1,7 @@
-"""Exchanges decisions between ranks that torchrun or srun started, even before the process group exists."""
+"""Exchanges decisions and reasons for failures between ranks that torchrun or srun started.
+
+The exchange also works before the process group exists.
+"""
 
 import json
 import os
@@ -10,10 +13,11 @@ from functools import cache
 from typing import Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistError, DistStoreError, TCPStore
 
 PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for the store of rank 0, which may start later
 GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
+CONSEQUENCE = timedelta(seconds=1)  # a rank that lost its connection waits at most this long for another rank's reason
 _ASKED: Counter[str] = Counter()  # how often each question was asked; equal on all ranks
 
 
@@ -49,8 +53,7 @@ def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Call
     """Calls decide() on rank 0 and returns the result on all ranks. Raises: the ValueError of rank 0 on all ranks."""
     store = _store()
     _ASKED[question] += 1
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # after a restart, the store still has old keys
-    key = f"fa_train/{restarts}/{question}/{_ASKED[question]}"
+    key = _key(question, str(_ASKED[question]))
     if ranks.global_rank() == 0:
         try:
             answer = decide()
@@ -78,3 +81,24 @@ def _wait(store: TCPStore, key: str) -> None:
         with suppress(DistStoreError):  # raised after PATIENCE
             store.wait([key], PATIENCE)
             return
+
+
+def tell_reason(reason: str) -> None:
+    """Tells all ranks why this rank fails. Only the first reason counts."""
+    with suppress(DistError):  # the rank or the agent that hosts the store may have ended
+        if _ASKED:  # otherwise, this rank may be unable to connect to the store
+            _store().compare_set(_key("reason"), "", reason)
+
+
+def told_reason() -> str | None:
+    """Returns the reason of the first rank that failed, or None if no rank has told a reason."""
+    with suppress(DistError):
+        if _ASKED:
+            _store().wait([_key("reason")], CONSEQUENCE)
+            return _store().get(_key("reason")).decode()
+    return None
+
+
+def _key(*names: str) -> str:
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # after a restart, the store still has old keys
+    return "/".join(["fa_train", restarts, *names])

@@ -12,12 +12,14 @@ import time
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fa_train import run_config
@@ -154,6 +156,52 @@ def test_a_lost_connection_ends_the_rank_before_lightning_waits_for_the_gpu(erro
     logger = SimpleNamespace(finalize=done.append)
     GracefulInterrupt().on_exception(SimpleNamespace(world_size=world_size, loggers=[logger]), None, error)
     assert done == (["failed", 1] if ends else [])
+
+
+@pytest.fixture
+def store(environment):
+    """The store of two ranks that torchrun has started. Reasons that do not come are not waited for."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment.setattr(rank_store, "_store", lambda: store)
+    environment.setattr(rank_store, "_ASKED", {"folder": 1})
+    environment.setenv("TORCHELASTIC_RUN_ID", "1")
+    environment.setenv("WORLD_SIZE", "4")
+    environment.setattr(rank_store, "CONSEQUENCE", timedelta(seconds=0.1))
+    environment.setattr(os, "_exit", lambda status: None)
+    return store
+
+
+def test_a_rank_that_loses_its_connection_reports_the_first_reason_of_others(store, environment, tmp_path):
+    environment.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    lost = DistNetworkError("closed")
+    reports = []
+    for rank, error in (
+        (1, lost),
+        (2, OutOfMemoryError("out of memory: seq_len=64")),
+        (3, RuntimeError("x")),
+        (1, lost),
+    ):
+        environment.setenv("RANK", str(rank))
+        failures.end_rank(error)
+        reports.append(json.loads((tmp_path / "error.json").read_text()))
+    assert [report["message"] for report in reports] == [
+        "DistNetworkError: closed", "rank 2 ran out of memory: seq_len=64", "rank 3 failed: RuntimeError: x",
+        "rank 2 ran out of memory: seq_len=64",
+    ]  # fmt: skip
+    assert [report["kind"] for report in reports] == ["lost connection", "out of memory", "error", "lost connection"]
+
+
+def test_a_rank_reports_its_own_error_if_the_store_is_gone(store, environment):
+    environment.setattr(rank_store, "_store", Mock(side_effect=DistNetworkError("refused")))
+    rank_store.tell_reason("rank 0 failed")
+    assert rank_store.told_reason() is None
+
+
+def test_a_rank_that_never_reached_the_store_does_not_try_again(store, environment):
+    environment.setattr(rank_store, "_ASKED", {})
+    environment.setattr(rank_store, "_store", Mock(side_effect=AssertionError))
+    rank_store.tell_reason("rank 0 failed")
+    assert rank_store.told_reason() is None
 
 
 def test_the_second_signal_gives_the_exit_status(monkeypatch):
