@@ -76,9 +76,11 @@ def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
 
 
 def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Checks that the run fits in memory. With memory=auto, writes the chosen memory levers to `cfg`.
+    """Checks that the run fits in memory, and chooses what the config leaves to the memory planner.
 
-    Memory levers are settings that reduce GPU memory (fa_train.memory.memory.Levers).
+    With memory=auto, writes the chosen memory levers to `cfg`. Memory levers are settings that reduce GPU memory
+    (fa_train.memory.memory.Levers). With strategy.reshard_after_forward=auto, writes the choice to `cfg` and to the
+    trainer's strategy.
 
     Raises: ValueError if the run does not fit in memory, or its sequences are too long for the model.
     """
@@ -96,7 +98,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         compiled=cfg.lit_gpt.compile_model,
         context=context_ranks(trainer.strategy),
         ranks=1 if sharding is None else preflight.ranks_per_copy(trainer.world_size, sharding.replicas),
-        reshard_after_forward=sharding is None or sharding.reshard_after_forward,
+        reshard_after_forward=sharding is None or sharding.reshard_after_forward is not False,
         reduce_once=sharding is not None and sharding.reduce_once,
         buckets=preflight.gradient_buckets(
             cfg.choices.strategy, trainer.world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
@@ -108,17 +110,20 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         require_float8_gpu(trainer.strategy.root_device)
     if sharding is not None:
         preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
-    levers = plan_memory(
+    plan = plan_memory(
         plan,
         trainer.strategy.root_device,
         trainer.num_devices,
         auto=bool(cfg.memory.get("auto")),
+        auto_reshard=sharding is not None and sharding.reshard_after_forward == "auto",
         attention=cfg.choices.attention,
         in_sweep=in_sweep(),
         say=trainer.print,
     )
     if cfg.memory.get("auto"):
-        cfg.memory.update(asdict(levers))
+        cfg.memory.update(asdict(plan.levers))
+    if sharding is not None:
+        sharding.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
 
 
 def train(cfg: DictConfig) -> dict[str, float]:

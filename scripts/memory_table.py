@@ -13,6 +13,7 @@ from fa_train.memory.planner.levers import (
     longest_of_all_levers,
     longest_seq_len,
     next_lever,
+    with_blocks_gathered,
     with_levers,
 )
 from fa_train.memory.planner.plan import Plan
@@ -32,13 +33,13 @@ def memory_table(arguments: list[str]) -> str:
     """
     gpu, rest = _taken("gpu_gib", arguments)
     host, overrides = _taken("host_gib", rest)
-    gpu_bytes = int(gpu * GIB) if gpu is not None else _gpu_bytes()
+    gpu_bytes = int(gpu * GIB) if gpu is not None else memory_of_gpu()
     cfg = composed(overrides)
     host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
     plan, auto = plan_of_run(cfg), bool(cfg.memory.get("auto"))
     if auto:
         plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
-    lines = [table(plan, gpu_bytes, host_bytes, auto=auto)]
+    lines = [table(as_run(plan, cfg, gpu_bytes), gpu_bytes, host_bytes, auto=auto, searched=plan)]
     if cfg.choices.attention != "flash":
         lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
     if plan.run.float8:
@@ -51,6 +52,8 @@ def memory_table(arguments: list[str]) -> str:
 
 def plan_of_run(cfg: DictConfig) -> Plan:
     """Returns the memory plan of a run. The model is built without weights, on the device "meta".
+
+    With strategy.reshard_after_forward=auto, the plan is the one that needs less memory.
 
     Raises: ValueError if strategy=fsdp cannot shard the model, if the number of devices is not a multiple of
     strategy.context, or if the run does not support lit_gpt.float8.
@@ -72,7 +75,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         compiled=cfg.lit_gpt.compile_model,
         context=context,
         ranks=ranks_per_copy(world_size, cfg.strategy.replicas) if sharded else 1,
-        reshard_after_forward=not sharded or cfg.strategy.reshard_after_forward,
+        reshard_after_forward=not sharded or cfg.strategy.reshard_after_forward is not False,
         reduce_once=sharded and cfg.strategy.reduce_once,
         buckets=gradient_buckets(
             cfg.choices.strategy, world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
@@ -86,6 +89,12 @@ def plan_of_run(cfg: DictConfig) -> Plan:
     return plan
 
 
+def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
+    """Returns the plan after the choice of strategy.reshard_after_forward=auto."""
+    is_auto = cfg.choices.strategy == "fsdp" and cfg.strategy.reshard_after_forward == "auto"
+    return with_blocks_gathered(plan, gpu_bytes) if is_auto else plan
+
+
 def _devices(cfg: DictConfig) -> int:
     """Returns the number of training processes on one machine.
 
@@ -97,20 +106,21 @@ def _devices(cfg: DictConfig) -> int:
     return len(devices) if isinstance(devices, ListConfig) else max(1, torch.cuda.device_count())
 
 
-def table(plan: Plan, gpu_bytes: int, host_bytes: int, auto: bool = False) -> str:
+def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
     auto: if true, a seq_len fits if at least one combination of memory levers lets it fit. If false, a seq_len fits if
-    the plan's levers let it fit.
+    the plan's levers let it fit. searched: the plan for which the longest seq_len is searched.
     """
     prediction, run = predict(plan), plan.run
-    longest = (longest_of_all_levers if auto else longest_seq_len)(plan, gpu_bytes, host_bytes)
+    longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu_bytes, host_bytes)
     levers = ", ".join(f"{name}={value}" for name, value in asdict(plan.levers).items())
-    change = next_lever(plan, gpu_bytes, host_bytes)
+    change = next_lever(searched, gpu_bytes, host_bytes)
     lines = [
         f"{sum(parameter_sizes(plan.model)) / 1e9:.2f}B parameters, {run.tokens:,} tokens at a time, {run.precision}, "
         f"{run.optimizer}, {'compiled' if run.compiled else 'not compiled'}",
         f"memory: {levers}",
+        *([f"strategy.reshard_after_forward: {str(run.reshard_after_forward).lower()}"] if run.ranks > 1 else []),
         "",
         *(_line(name.replace("_", " "), getattr(prediction, name)) for name in COMPONENTS),
         _line("GPU", prediction.gpu_bytes) + f" of {gpu_bytes / GIB:.1f}, peak at {prediction.moment}",
@@ -148,5 +158,5 @@ def _taken(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
     return value, others
 
 
-def _gpu_bytes() -> int:
+def memory_of_gpu() -> int:
     return device_bytes(torch.device("cuda")) if torch.cuda.is_available() else int(H200_GIB * GIB)

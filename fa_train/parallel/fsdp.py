@@ -59,7 +59,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.
     replicas: the number of copies of the model; more than 1 means HSDP. Each copy is sharded over consecutive ranks.
-    reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward.
+    reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward. "auto"
+    means true, unless fa_train.training replaces it because memory is large enough to keep all blocks gathered.
     reduce_once: whether gradients are averaged only in the last micro-batch of a step. In all earlier micro-batches,
     each rank holds whole gradients.
     reduce_dtype: the dtype in which gradients are sent and averaged.
@@ -70,14 +71,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def __init__(
         self,
         replicas: PositiveInt,
-        reshard_after_forward: bool,
+        reshard_after_forward: bool | Literal["auto"],
         reduce_once: bool,
         reduce_dtype: Literal["float32", "bfloat16"],
         context: PositiveInt = 1,
     ) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
         self.context = context
-        self.replicas, self.reshard_after_forward = replicas, reshard_after_forward
+        self.replicas = replicas
+        self.reshard_after_forward: bool | Literal["auto"] = reshard_after_forward
         self.reduce_once, self.reduce_dtype = reduce_once, reduce_dtype
 
     def setup_environment(self) -> None:
@@ -103,7 +105,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             sizes = (self.replicas, self.world_size // self.replicas)
             mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("replicate", "shard"))
         dtype: torch.dtype = getattr(torch, self.reduce_dtype)
-        shard(model, mesh, precision, reshard_after_forward=self.reshard_after_forward, reduce_dtype=dtype)
+        shard(model, mesh, precision, reshard_after_forward=self.reshard_after_forward is not False, reduce_dtype=dtype)
         model.materialise(self.root_device)
 
     @contextmanager

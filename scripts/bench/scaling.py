@@ -48,7 +48,7 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.scaling_report import Row, cells, page, write
 from scripts.bench.timing import require_gpu
 from scripts.composed import composed, options
-from scripts.memory_table import plan_of_run
+from scripts.memory_table import as_run, memory_of_gpu, plan_of_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CASES = (
@@ -187,7 +187,7 @@ def predicted_gib(run: Run) -> float | None:
     cfg = composed(run.arguments())
     if run.cpu or cfg.memory.get("auto"):
         return None
-    return predict(plan_of_run(cfg)).allocated / GIB
+    return predict(as_run(plan_of_run(cfg), cfg, memory_of_gpu())).allocated / GIB
 
 
 class Process:

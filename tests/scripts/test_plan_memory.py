@@ -116,7 +116,7 @@ def test_sharded_weights_are_planned_as_train_does():
 )
 def test_buckets_are_planned_as_lightning_makes_them(overrides, buckets, tmp_path, monkeypatch):
     planned: list[Plan] = []
-    monkeypatch.setattr(training, "plan_memory", lambda plan, *args, **options: planned.append(plan) or plan.levers)
+    monkeypatch.setattr(training, "plan_memory", lambda plan, *args, **options: planned.append(plan) or plan)
     with composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg:
         trainer = instantiate(cfg.trainer)
         training.fill_in_levers(cfg, trainer, vocab_size=257)
@@ -281,6 +281,32 @@ def test_auto_chooses_or_says_why_not():
         ValueError, match=r"memory=auto found no memory settings .* 139.8 GiB of cuda .* Try seq_len=\d+ "
     ):
         planner.fastest_levers(changed(LLAMA_1B, seq_len=2**23), CUDA, 1)
+
+
+def test_blocks_stay_gathered_if_memory_allows():
+    """The longest seq_len does not depend on it, because a longer run would free the blocks."""
+    sharded = ["model=llama_1b", "seq_len=8192", "strategy=fsdp", "trainer.devices=2", "batch_size=2", "host_gib=100"]
+    shown = "strategy.reshard_after_forward: "
+    roomy, tight = (memory_table([*sharded, f"gpu_gib={gib}"]) for gib in (80, 22))
+    freed = memory_table([*sharded, "gpu_gib=80", "strategy.reshard_after_forward=true"])
+    assert f"{shown}false" in roomy and f"{shown}true" in tight and f"{shown}true" in freed
+    assert shown not in memory_table(["model=gpt2", "gpu_gib=80", "host_gib=100"])
+    longest = [[line for line in text.splitlines() if line.startswith("longest")] for text in (roomy, freed)]
+    assert longest[0] == longest[1] and "fits: yes" in tight
+
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize("attention", ["flash", "naive"])
+def test_a_run_chooses_whether_blocks_stay_gathered(attention):
+    """Other kinds of attention need more memory than planned."""
+    said: list[str] = []
+    sharded = changed(LLAMA_1B, seq_len=2**13, ranks=2)
+    plan = planner.plan_memory(
+        sharded, CUDA, 2, auto=True, auto_reshard=True, attention=attention, in_sweep=False, say=said.append
+    )
+    assert plan.run.reshard_after_forward == (attention == "naive")
+    assert any(line == "strategy.reshard_after_forward=auto: false" for line in said) == (attention == "flash")
+    assert f"planned: {predict(plan).gpu_bytes / GIB:.1f} of" in said[-1]
 
 
 @pytest.mark.slow

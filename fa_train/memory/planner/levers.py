@@ -15,6 +15,7 @@ from fa_train.memory.planner.plan import OptimizerKind, Plan
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 from fa_train.models.float8 import MULTIPLE
 
+GATHERED_SHARE = 0.9  # leaves memory for what the planner does not predict
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 # FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md
@@ -113,6 +114,16 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
         if fits(predict(candidate), gpu_bytes, host_bytes)
     ]
     return candidates[min(fitting)[1]] if fitting else None
+
+
+def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:
+    """Returns the plan of a sharded run in which blocks stay gathered between forward and backward.
+
+    Returns `plan` unchanged if the run is not sharded, or if the step would then need more than `GATHERED_SHARE` of the
+    GPU's memory. strategy.reshard_after_forward=auto uses the result.
+    """
+    gathered = resized(plan, reshard_after_forward=False)
+    return gathered if plan.run.ranks > 1 and predict(gathered).gpu_bytes <= GATHERED_SHARE * gpu_bytes else plan
 
 
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:

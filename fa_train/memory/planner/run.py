@@ -19,6 +19,8 @@ from fa_train.memory.planner.levers import (
     longest_of_all_levers,
     longest_seq_len,
     next_lever,
+    resized,
+    with_blocks_gathered,
     with_levers,
 )
 from fa_train.memory.planner.plan import Buckets, OptimizerKind, Plan, RunSize
@@ -95,15 +97,19 @@ def plan_memory(
     processes: int,
     *,
     auto: bool,
+    auto_reshard: bool = False,
     attention: str,
     in_sweep: bool,
     say: Callable[[str], object],
-) -> Levers:
-    """Returns the run's memory levers (settings that reduce memory), or, with memory=auto, the fastest that fit.
+) -> Plan:
+    """Returns the plan of the run, with the settings that it leaves to the planner.
 
     processes: the number of processes that share this machine's memory.
+    auto: whether to choose the fastest memory levers (settings that reduce memory) that fit, as memory=auto does.
+    auto_reshard: whether blocks stay gathered if memory allows, as strategy.reshard_after_forward=auto means. Without a
+    GPU, and with other kinds of attention than flash, whose memory is not predicted, blocks are always resharded.
     attention: the name of the chosen option of conf/attention.
-    say: called with the levers that memory=auto chose, and on a GPU also with a summary of the prediction.
+    say: called with what was chosen, and on a GPU also with a summary of the prediction.
     Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
     running out of memory is a result of the sweep.
     """
@@ -111,6 +117,14 @@ def plan_memory(
         chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
         plan = with_levers(plan, Levers(**chosen))
         say(f"memory=auto: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
+    searched = plan  # blocks that stay gathered would make the longest sequence shorter
+    if auto_reshard and device.type == "cuda" and attention == "flash":
+        resharded = decided_by_rank_zero(
+            "reshard_after_forward",
+            lambda: with_blocks_gathered(searched, device_bytes(device)).run.reshard_after_forward,
+        )
+        plan = resized(plan, reshard_after_forward=resharded)
+        say(f"strategy.reshard_after_forward=auto: {str(resharded).lower()}")
     try:
         prediction = require_memory(plan, device, processes)
     except DoesNotFitError:
@@ -118,8 +132,8 @@ def plan_memory(
             raise
         prediction = predict(plan)
     if device.type == "cuda":
-        say(summary(prediction, device, processes, attention, auto))
-    return plan.levers
+        say(summary(prediction, device, processes, attention, auto, searched))
+    return plan
 
 
 def device_bytes(device: torch.device) -> int:
@@ -180,19 +194,28 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
     return prediction
 
 
-def summary(prediction: Prediction, device: torch.device, processes: int, attention: str, auto: bool = False) -> str:
+def summary(
+    prediction: Prediction,
+    device: torch.device,
+    processes: int,
+    attention: str,
+    auto: bool = False,
+    searched: Plan | None = None,
+) -> str:
     """Returns the lines of text that a run on a GPU prints before it starts.
 
     There are three lines. A run with float8 gets a fourth line, because the prediction does not include the effects of
     float8. The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
     auto: if true, the reported seq_len is the longest that fits with any combination of levers. If false, it is the
     longest that fits with the run's levers.
+    searched: the plan for which the longest seq_len is searched. The default is the plan of the prediction.
     """
+    searched = searched or prediction.plan
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
-    longest = (longest_of_all_levers if auto else longest_seq_len)(prediction.plan, gpu, host)
-    change = next_lever(prediction.plan, gpu, host)
+    longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu, host)
+    change = next_lever(searched, gpu, host)
     if attention == "flash":
         length = f"the longest seq_len that fits is {longest:,}" + (
             f"; this run may not fit. Try {change}" if change else ""

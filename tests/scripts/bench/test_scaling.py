@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from fa_train import training
+from fa_train.memory.planner.levers import with_blocks_gathered
 from fa_train.memory.planner.predict import GIB, predict
 from scripts.bench import scaling
 from scripts.bench.scaling import (
@@ -31,7 +32,7 @@ from scripts.bench.scaling import (
 )
 from scripts.bench.scaling_report import Row, cells, page, plan_error, share_of_ideal, write
 from scripts.composed import composed as composed_for_gpu
-from scripts.memory_table import plan_of_run
+from scripts.memory_table import memory_of_gpu, plan_of_run
 from tests.support.training import composed
 
 TINY = (
@@ -92,7 +93,7 @@ def test_each_run_is_planned_as_its_own_config():
     assert gib["ddp"] - gib["auto"] == pytest.approx(gradients), "one GPU has no buckets"
     [fsdp] = [run for run in runs_of(cases[-1:], arguments(), 2) if run.gpus == 2]
     plan = plan_of_run(composed_for_gpu(fsdp.arguments()))
-    assert predicted_gib(fsdp) == predict(plan).allocated / GIB
+    assert predicted_gib(fsdp) == predict(with_blocks_gathered(plan, memory_of_gpu())).allocated / GIB
     assert (plan.run.ranks, plan.run.precision, plan.levers.checkpointing) == (2, "bf16-true", "selective")
     assert not plan.run.accumulates and plan.run.compiled
     assert predicted_gib(RUN) is None, "the allocator's peak is not measured on the CPU"
