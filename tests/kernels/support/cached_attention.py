@@ -119,11 +119,11 @@ def check(
     # a query's position can be beyond the capacity of the cache
     positions = max(capacity, max(lengths) + seqlen_q)
     rotary = [torch.randn(positions, rotary_dim // 2).to(dtype) for _ in range(2)] if rotary_dim else []
-    caches = [x.to(DEVICE, copy=True) for x in stored.caches]
+    k_cache, v_cache = caches = [x.to(DEVICE, copy=True) for x in stored.caches]
     k, v = (x.to(DEVICE) for x in new) if new else (None, None)
     cos, sin = (x.to(DEVICE) for x in rotary) if rotary else (None, None)
     o, lse = flash_attn_with_kvcache(
-        q.to(DEVICE), *caches, k, v, cos, sin, cache_seqlens=int32(*lengths),
+        q.to(DEVICE), k_cache, v_cache, k, v, cos, sin, cache_seqlens=int32(*lengths),
         cache_batch_idx=int32(*batch_idx) if batch_idx else None, cache_leftpad=int32(*leftpad) if leftpad else None,
         block_table=None if stored.table is None else stored.table.to(DEVICE), softmax_scale=softmax_scale,
         causal=causal, window_size=window, softcap=softcap, rotary_interleaved=interleaved, alibi_slopes=slopes,
