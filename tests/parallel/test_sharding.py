@@ -42,20 +42,20 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
 ]
-IN_CI = [  # every value of each option; only one case is compiled, because compiling takes seconds
+IN_CI = [  # every value of each option, and every strategy compiled and not compiled
+    Case("ddp", 1, "full-offload", compiled=True),
     Case("ddp", 2, "selective"),
-    Case("fsdp", 1, "selective", compiled=True),
-    Case("fsdp", 2, "none", tied=False, reshard=False),
+    Case("fsdp", 1, "none", tied=False, reshard=False),
     Case("fsdp", 2, "full-offload", tied=False, reduce_once=True),
-    Case("fsdp", 1, "offload-all", tied=False),
-    Case("hsdp", 2, "none"),
+    Case("fsdp", 2, "offload-all", compiled=True),
     Case("hsdp", 1, "offload-all", tied=False),
+    Case("hsdp", 2, "none", compiled=True),
 ]
 PAIRWISE = [
     *IN_CI,
     Case("ddp", 1, "none", compiled=True),
-    Case("ddp", 1, "full-offload"),
-    Case("ddp", 2, "offload-all", compiled=True),
+    Case("ddp", 2, "offload-all"),
+    Case("fsdp", 1, "selective", compiled=True),
     Case("hsdp", 1, "selective", reduce_once=True),
     Case("hsdp", 2, "full-offload", compiled=True, tied=False),
 ]
@@ -73,6 +73,7 @@ CASES = {"ci": IN_CI, "pairwise": PAIRWISE, "all": ALL}[CHOSEN]
 
 def test_each_two_values_meet():
     assert all(case in ALL for case in PAIRWISE)
+    assert {(case.strategy, case.compiled) for case in IN_CI} == set(product(RANKS, (False, True)))
     factors = ("strategy", "accumulation", "memory", "compiled")
     for one, other in product(factors, factors):
         pairs = [{(getattr(case, one), getattr(case, other)) for case in cases} for cases in (PAIRWISE, ALL)]
