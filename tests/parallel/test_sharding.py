@@ -152,6 +152,22 @@ def test_gradients_are_reduced_in_the_chosen_dtype(results):
         assert_close(ours, expected.gradients, 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "last", "reference"), [pytest.param(2, 1, 0, id="ddp"), pytest.param(4, 3, 1, id="hsdp")]
+)
+def test_all_ranks_end_after_one_bit_of_the_last_rank_has_changed(ranks, last, reference, results):
+    """The bit changes in step 2, so the checks before step 1 and after step 1 find equal weights."""
+    for rank in range(ranks):
+        assert (
+            (results / f"flipped.{ranks}.{rank}.txt")
+            .read_text()
+            .startswith(
+                "step 2: weights that must be equal on all copies of the model differ: "
+                f"rank {last} from rank {reference}. They were equal at step 1. "
+            )
+        )
+
+
 def test_ranks_generate_what_one_process_does(results):
     expected = generated(build(Case("one", 1, tied=False)))
     for rank in range(2):

@@ -17,17 +17,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from fa_train import training
+from fa_train.callbacks.equal_weights import EqualWeights
+from fa_train.errors import DivergedError
 from fa_train.evaluation.generation import generate
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.memory import Memory
 from fa_train.models.gpt import GPT
-from fa_train.parallel.fsdp import FullyShardedStrategy, shard, whole
+from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
 from tests.memory.support.small import VOCAB, compile_blocks, levers, small_gpt
 from tests.support.training import composed
 
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
 RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")  # the attributes of a Recorder
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
+COPIES = {2: "ddp", 4: "hsdp"}  # a strategy with several copies of the model for each number of ranks
 MEMORIES: dict[str, Memory] = {
     "none": levers(),
     "selective": levers("selective", mlp_chunk=8),
@@ -131,7 +134,16 @@ def build(case: Case) -> GPT:
     return compile_blocks(model) if case.compiled else model
 
 
-def train(case: Case, rank: int = 0) -> Recorder:
+class FlipBit(L.Callback):
+    """Flips one bit of a weight of the last rank in step 2."""
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
+            local(pl_module.model.blocks[1].ffn_norm.weight.detach()).view(torch.int32)[-1] ^= 1 << 12
+
+
+def train(case: Case, rank: int = 0, *callbacks: L.Callback) -> Recorder:
     """Trains on this rank's share of the micro-batches. The rows of a step do not depend on the number of ranks."""
     lit_gpt = LitGPT(
         build(case),
@@ -144,7 +156,8 @@ def train(case: Case, rank: int = 0) -> Recorder:
     trainer = L.Trainer(
         accelerator="cpu", devices=case.ranks, strategy=strategy_of(case), max_steps=STEPS, logger=False,
         accumulate_grad_batches=case.accumulation, gradient_clip_val=0.5, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[recorder],
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        callbacks=[recorder, *callbacks],
     )  # fmt: skip
     own = micro_batches(STEPS * case.micro_batches)[rank :: case.ranks]
     loader: DataLoader[Any] = DataLoader(cast(Any, own), batch_size=None)
@@ -187,6 +200,10 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     for case in cases:
         recorder = train(case, rank)
         torch.save({name: getattr(recorder, name) for name in RECORDED}, Path(folder, f"{case}.{rank}.pt"))
+    try:
+        train(Case(COPIES[len(environments)], 1), rank, FlipBit(), EqualWeights(every_n_steps=1))
+    except DivergedError as error:
+        Path(folder, f"flipped.{len(environments)}.{rank}.txt").write_text(str(error))
     if len(environments) == 2:
         model = build(Case("fsdp", 1, tied=False))
         shard(model, init_device_mesh("cpu", (2,)), "32-true")
