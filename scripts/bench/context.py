@@ -17,6 +17,8 @@ values and their gradients.
 The ideal time is the time of `one`, divided by the number of ranks. `alone` shows the time that the ranks would need if
 communication took no time.
 
+The script writes OUT.md with the times, and OUT.png with the shares of the ideal speed.
+
 With --peer, a repetition of the stream `one` times two more parts: torch's attention on one rank, and torch's own
 context parallelism (scripts/bench/context_peer.py).
 """
@@ -29,7 +31,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -50,12 +52,12 @@ from fa_train.parallel.context.traffic import traffic
 from scripts.bench.attention import fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.context_peer import PEER_PARTS, peer_parts
+from scripts.bench.context_report import PARTS, Result, draw, peer_table, table
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
 WINDOW = 4096  # number of keys that a query of the stream "window" sees
 STREAMS = ("one", "log-normal", "short", "window")
-PARTS = ("one", "shared", "alone", "moved")
 WARM_UP = 2  # untimed repetitions
 START_METHOD = "spawn"
 
@@ -83,20 +85,6 @@ class Setting:
     def parts(self, stream: str) -> tuple[str, ...]:
         """Returns the parts to time for a kind of stream."""
         return PARTS + PEER_PARTS if self.peer and stream == "one" else PARTS
-
-
-@dataclass(frozen=True)
-class Result:
-    """The medians of one case in milliseconds. ranks_ms: the time of each rank in the part `shared`.
-
-    received: the number of keys that the busiest rank receives, divided by the number of keys on all other ranks.
-    """
-
-    stream: str
-    tokens: int
-    ms: dict[str, float]
-    ranks_ms: list[float]
-    received: float
 
 
 def documents(stream: str, tokens: int, seed: int) -> tuple[int, ...]:
@@ -216,38 +204,6 @@ def _milliseconds(run: Callable[[], object] | None, setting: Setting) -> float:
     return 1e3 * (time.perf_counter() - start) / setting.layers
 
 
-def table(results: Sequence[Result], ranks: int) -> list[str]:
-    """Returns the lines of the table of results."""
-    lines = [
-        f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
-        "| keys received | each rank, ms |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|:--|",
-    ]
-    for result in results:
-        one, shared, alone, moved = (result.ms[part] for part in PARTS)
-        by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
-        lines.append(
-            f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
-            f"| {one / ranks / alone:.1%} | {moved:.2f} | {result.received:.0%} | {by_rank} |"
-        )
-    return lines
-
-
-def peer_table(results: Sequence[Result], ranks: int) -> list[str]:
-    """Returns the lines of the table of torch's context parallelism, or no lines if it was not measured."""
-    lines = [
-        f"| tokens | torch on one GPU, ms | torch on {ranks} GPUs, ms | of ideal | ours on {ranks} GPUs, ms |",
-        "|--:|--:|--:|--:|--:|",
-    ]
-    measured = [result for result in results if PEER_PARTS[0] in result.ms]
-    for result in measured:
-        one, shared = (result.ms[part] for part in PEER_PARTS)
-        lines.append(
-            f"| {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} | {result.ms['shared']:.2f} |"
-        )
-    return ["", *lines] if measured else []
-
-
 def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.Namespace) -> None:
     """Measures all cases as one of `ranks` processes. Rank 0 prints and writes the results."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -275,6 +231,7 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
         out: Path = args.out or results_prefix("context", today)
         out.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{out}.md").write_text("\n".join(lines), encoding="utf-8")
+        draw(results, ranks, f"Attention on {ranks} GPUs, {heads}").savefig(f"{out}.png", dpi=150)
     dist.destroy_process_group()
 
 

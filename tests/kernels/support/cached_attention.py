@@ -176,11 +176,12 @@ def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, 
     return Stored(caches, table, order.view(len(contents), pages).tolist())
 
 
-def references(contents: list[list[Tensor]], dtype: torch.dtype, q: Tensor, *arguments):
+def references(contents, dtype, q, *arguments):
     """Returns the expected contents of the caches, and the results of `reference` in fp64 and in dtype."""
     held = [[[x.clone() for x in pair] for pair in contents] for _ in range(2)]
     computed = [
-        reference(q, copy, *arguments, compute) for copy, compute in zip(held, (torch.float64, dtype), strict=True)
+        reference(q, copy, *arguments, dtype=compute)
+        for copy, compute in zip(held, (torch.float64, dtype), strict=True)
     ]
     return held[0], computed
 

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from fa_train.models.attention import naive_attention
 from fa_train.parallel.context.operators import register_group
 from scripts.bench import context
-from scripts.bench.context import PARTS, STREAMS, Result, Setting, documents, main, measure, peer_table, table
+from scripts.bench.context import STREAMS, Setting, documents, main, measure
 from scripts.bench.context_peer import PEER_PARTS
+from scripts.bench.context_report import PARTS, Result, draw, peer_table, table
 
 
 @pytest.fixture
@@ -66,6 +67,16 @@ def test_the_table_compares_with_the_ideal():
     ms = {"one": 100.0, "shared": 62.5, "alone": 50.0, "moved": 2.0}
     [line] = table([Result("one", 65536, ms, [62.5, 60.0], 0.5)], 2)[2:]
     assert line == "| one | 65,536 | 100.00 | 62.50 | 80.0% | 100.0% | 2.00 | 50% | 62.50, 60.00 |"
+
+
+def test_the_plot_shows_shares_of_the_ideal():
+    ms = {"one": 100.0, "shared": 62.5, "alone": 50.0, "moved": 2.0}
+    results = [Result(stream, tokens, ms, [62.5], 0.5) for tokens in (32768, 65536) for stream in ("one", "short")]
+    panels = draw(results, 2, "title").axes
+    assert [axes.get_title() for axes in panels] == ["32,768 tokens", "65,536 tokens"]
+    for axes in panels:
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["one", "short"]
+        assert [bar.get_height() for bar in axes.patches] == [0.8, 0.8, 1.0, 1.0]
 
 
 def test_the_peer_has_a_table_of_its_own():

@@ -1,0 +1,82 @@
+"""The results of scripts.bench.context: the tables, and a plot of the shares of the ideal speed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from scripts.bench.context_peer import PEER_PARTS
+
+PARTS = ("one", "shared", "alone", "moved")
+BARS = {"shared": ("#1f77b4", "with communication"), "alone": ("#c6dbef", "attention alone")}
+WIDTH = 0.4  # of a bar; neighbouring groups of bars are 1 apart
+
+
+@dataclass(frozen=True)
+class Result:
+    """The medians of one case in milliseconds. ranks_ms: the time of each rank in the part `shared`.
+
+    received: the number of keys that the busiest rank receives, divided by the number of keys on all other ranks.
+    """
+
+    stream: str
+    tokens: int
+    ms: dict[str, float]
+    ranks_ms: list[float]
+    received: float
+
+
+def table(results: Sequence[Result], ranks: int) -> list[str]:
+    """Returns the lines of the table of results."""
+    lines = [
+        f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
+        "| keys received | each rank, ms |",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|:--|",
+    ]
+    for result in results:
+        one, shared, alone, moved = (result.ms[part] for part in PARTS)
+        by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
+        lines.append(
+            f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
+            f"| {one / ranks / alone:.1%} | {moved:.2f} | {result.received:.0%} | {by_rank} |"
+        )
+    return lines
+
+
+def peer_table(results: Sequence[Result], ranks: int) -> list[str]:
+    """Returns the lines of the table of torch's context parallelism, or no lines if it was not measured."""
+    lines = [
+        f"| tokens | torch on one GPU, ms | torch on {ranks} GPUs, ms | of ideal | ours on {ranks} GPUs, ms |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    measured = [result for result in results if PEER_PARTS[0] in result.ms]
+    for result in measured:
+        one, shared = (result.ms[part] for part in PEER_PARTS)
+        lines.append(
+            f"| {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} | {result.ms['shared']:.2f} |"
+        )
+    return ["", *lines] if measured else []
+
+
+def draw(results: Sequence[Result], ranks: int, title: str) -> Figure:
+    """Plots the shares of the ideal speed as bars: one panel per number of tokens, one pair of bars per stream."""
+    lengths = list(dict.fromkeys(result.tokens for result in results))
+    figure = Figure(figsize=(1 + 4 * len(lengths), 4), layout="constrained")
+    panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    for tokens, axes in zip(lengths, panels, strict=True):
+        mine = [result for result in results if result.tokens == tokens]
+        for i, (part, (color, label)) in enumerate(BARS.items()):
+            shares = [result.ms["one"] / ranks / result.ms[part] for result in mine]
+            bars = axes.bar([x + (i - 0.5) * WIDTH for x in range(len(mine))], shares, WIDTH, color=color, label=label)
+            axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, fontsize=8)
+        axes.axhline(1, color="#999999", linewidth=0.8, zorder=0)
+        axes.margins(y=0.12)  # leaves space for the labels of bars
+        axes.set_xticks(range(len(mine)), [result.stream for result in mine])
+        axes.set_title(f"{tokens:,} tokens")
+    panels[0].set_ylabel("share of the ideal speed")
+    panels[0].yaxis.set_major_formatter(PercentFormatter(1))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.suptitle(title)
+    return figure
