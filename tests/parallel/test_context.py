@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo as dynamo
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_train.memory.loss import LinearCrossEntropy
@@ -22,6 +23,7 @@ from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.shard import ContextShard
 from fa_train.parallel.context.traffic import traffic
+from scripts import trained_model
 from tests.parallel.test_fsdp import train_in
 from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
@@ -288,3 +290,15 @@ def test_one_process_goes_on_from_shared_streams(four_ranks, tmp_path):
     )
     expected = column(four_ranks / "whole", "train/loss")
     assert column(run, "train/loss") == pytest.approx({step: expected[step] for step in (3, 4)}, rel=2e-5)
+
+
+@pytest.mark.parametrize("run", ["all", "adapter"])
+def test_a_checkpoint_of_shared_streams_exports_what_one_process_does(run, four_ranks, tmp_path):
+    alone = "whole_adapter" if run == "adapter" else "whole"
+    for name in (alone, run):
+        trained_model.export(four_ranks / name / "checkpoints/step_0000004.ckpt", tmp_path / name, [], None)
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in (alone, run))
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+    assert (tmp_path / run / "config.json").read_text() == (tmp_path / alone / "config.json").read_text()
