@@ -67,7 +67,8 @@ class _Step:
         self.of_head = self.embeddings if model.tied or (run.ranks == 1 and not run.gradients_in_place) else 0
         # FSDP2 shards the gradient of an untied head as soon as it exists
         self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
-        self.data = run.tokens * (3 * 8 + 4 * 4)  # 3 int64 tensors of the batch, 4 int32 tensors of ranges
+        # the batch has 3 int64 tensors, or 4 if ranks share it; attention has 4 int32 tensors of ranges
+        self.data = run.tokens * ((3 if run.context == 1 else 4) * 8 + 4 * 4)
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
