@@ -92,7 +92,7 @@ def encoded(
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
-    """Returns the columns of a (batch, tokens) mask for seqlen_k keys, starting at key kv_offset."""
+    """Returns seqlen_k columns of a (batch, tokens) mask: those of the keys from kv_offset on."""
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
         return F.pad(mask, (0, seqlen_k - tokens), value=False)

@@ -46,9 +46,9 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Yields tile sizes for each pass of a call.
+    """Yields mappings from each pass of a call to its tile sizes.
 
-    Together, the yielded values contain all tile sizes that other GPUs use.
+    Together, the mappings contain all tile sizes that other GPUs use.
 
     Nothing is yielded for a width that leaves columns unused. The code for such a width differs from the code for a
     wider head only by a mask.

@@ -6,7 +6,7 @@ import pytest
 
 
 def slow(*values: Any) -> list[Any]:
-    """Returns the values as parameters that are marked slow. Each value is the value of one argument."""
+    """Returns the values as parameters that are marked slow, for tests with one parameter."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 

@@ -65,8 +65,8 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Each checkpoint in the test below must support 64 tokens. llama has no RoPE scaling; the config of llama-3.1 says that
-# it was trained on 32 tokens.
+# Each checkpoint in the test below must support 64 tokens: llama without RoPE scaling, and llama-3.1 with RoPE scaling
+# from the 32 tokens on which it was trained, according to its config.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [
