@@ -123,7 +123,12 @@ class LitGPT(L.LightningModule):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         # torch's get_total_norm is not used, because it would round the norm of bf16 gradients to bf16
         norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-        self.step_grad_norm = whole(torch.linalg.vector_norm(torch.stack(norms))) * scale
+        norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FullyShardedStrategy) and strategy.replicas > 1:
+            # each replica adds its own sums, perhaps in another order; if their norms differed, their weights would too
+            dist.broadcast(norm, src=0)
+        self.step_grad_norm = norm * scale
         if gradient_clip_val:
             scale = scale * (gradient_clip_val / (self.step_grad_norm + 1e-6)).clamp(max=1.0)
         skipped = ~self.step_grad_norm.isfinite()  # the norm is equal on all ranks

@@ -168,6 +168,10 @@ def test_all_ranks_end_after_one_bit_of_the_last_rank_has_changed(ranks, last, r
         )
 
 
+def test_replicas_have_equal_weights_even_if_their_gradient_norms_are_rounded_differently(results):
+    assert [(results / f"norms.{rank}.txt").read_text() for rank in range(4)] == [""] * 4
+
+
 def test_ranks_generate_what_one_process_does(results):
     expected = generated(build(Case("one", 1, tied=False)))
     for rank in range(2):
