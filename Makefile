@@ -12,17 +12,17 @@ BIN := $(VENV)/bin
 train: $(VENV)/.installed
 	$(BIN)/python train.py $(ARGS)
 
-install-dev: $(VENV)/.installed-dev
+install-dev: $(VENV)/.installed-dev $(VENV)/hf-kernels
 
 # Without bytecode files, each of the many processes of the tests would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Triton's interpreter uses one thread, so each pytest worker gets one thread. JOBS should be the number of cores.
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(VENV)/hf-kernels
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
 # The tests to run at each change. `test` runs all of them.
-test-fast: $(VENV)/.installed-dev
+test-fast: $(VENV)/.installed-dev $(VENV)/hf-kernels
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
 		-m "not slow and not gpu" $(ARGS)
 
@@ -81,6 +81,11 @@ $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/triton-3.6: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --no-deps --upgrade --target $@ "triton==3.6.*"
+	touch $@
+
+# Hugging Face's package `kernels`, for one test. Outside this folder, transformers would find and use the package.
+$(VENV)/hf-kernels: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --no-deps --upgrade --target $@ "kernels>=0.17,<0.18"
 	touch $@
 
 clean:

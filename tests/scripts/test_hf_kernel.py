@@ -1,11 +1,16 @@
 """Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes. The process may have imported
 fa_kernels before.
+
+`make install-dev` installs `kernels` in a folder that is not on Python's path. Only the process that
+`run_with_library` starts has this folder on its path.
 """
 
 import json
+import os
+import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from runpy import run_path
 from types import ModuleType
@@ -17,8 +22,8 @@ from fa_kernels import device, flash_attn_func
 from scripts.hf_kernel import ARCHITECTURES, relocated, write_kernel
 from tests.support.operators import Operators
 
-FOUND = find_spec("kernels")  # find_spec also finds the folder kernels/ of this repository, but without an origin
-INSTALLED = FOUND is not None and FOUND.origin is not None
+ROOT = Path(__file__).parents[2]
+LIBRARY = Path(sys.prefix, "hf-kernels")  # where the Makefile installs the package `kernels`
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +51,20 @@ def load_by_library(variant: Path) -> ModuleType:
     return kernel
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "load",
-    [
-        load_file,
-        pytest.param(load_by_library, marks=pytest.mark.skipif(not INSTALLED, reason="needs the package kernels")),
-    ],
-)
-def test_the_kernel_computes_attention_with_operators_of_its_own(variant, load, monkeypatch):
+def run_with_library(check: str, variant: Path) -> None:
+    """Calls the function `check` of this file in a new process that can import the package `kernels`."""
+    assert (LIBRARY / "kernels").is_dir(), f"the package kernels must be in {LIBRARY}: run `make install-dev`"
+    path = [LIBRARY, ROOT, ROOT / "kernels"]
+    code = f"import sys; from pathlib import Path; from {__name__} import {check}; {check}(Path(sys.argv[1]))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", code, str(variant)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def check_kernel(kernel, variant):
+    """Compares the outputs, gradients and operators of the loaded kernel with those of fa_kernels."""
     name = name_of(variant)
-    for key in [key for key in sys.modules if key.split(".")[0] == name]:
-        monkeypatch.delitem(sys.modules, key)
-    kernel = load(variant)
     q, k, v = torch.randn(3, 1, 19, 2, 16).unbind()
     results = []
     for function in (flash_attn_func, kernel.flash_attn_func):
@@ -79,11 +85,21 @@ def test_the_kernel_computes_attention_with_operators_of_its_own(variant, load, 
     assert older["flash_attn_func"] is kernel.flash_attn_func
 
 
-@pytest.mark.skipif(not INSTALLED, reason="needs the package kernels")
-def test_the_library_agrees_with_the_digest(variant):
+@pytest.mark.slow
+def test_the_kernel_computes_attention_with_operators_of_its_own(variant):
+    check_kernel(load_file(variant), variant)
+
+
+def check_library(variant: Path) -> None:
+    check_kernel(load_by_library(variant), variant)
     library = import_module("kernels._rust")
     metadata = library.Metadata.read_from_file(variant / "metadata.json")
     metadata.digest.validate(library.Digest.hash_variant(library.DigestAlgorithm.SHA256, variant))
+
+
+@pytest.mark.slow
+def test_the_library_loads_the_kernel_and_agrees_with_its_digest(variant):
+    run_with_library("check_library", variant)
 
 
 def test_all_architectures_are_listed():
