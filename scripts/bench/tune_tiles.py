@@ -2,6 +2,7 @@
 
     python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table.
     python -m scripts.bench.tune_tiles --near                                  # only candidates near the table's.
+    python -m scripts.bench.tune_tiles --near --install                        # fa_kernels then uses the best tiles.
     python -m scripts.bench.tune_tiles --head-dims 192 --passes dkdv dq        # two passes of one head_dim.
     python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2    # two candidates.
     python -m scripts.bench.tune_tiles --dtype float32 --head-dims 64 128       # fp32.
@@ -18,7 +19,8 @@ product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 
 torch.backends.cuda.matmul allows TF32. A candidate counts only if its error is at most twice torch's error, plus
 rounding. Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest
 tiles to OUT.json, except with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES
-names it.
+names it. With --install, the script also adds the fastest tiles to the file in the user's cache folder that fa_kernels
+loads on this GPU if the variable is not set (tuned_tiles.installed_file).
 """
 
 import argparse
@@ -317,6 +319,12 @@ def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tu
     }
 
 
+def add_tiles(file: Path, gpu: str, tiles: dict[tuned_tiles.Key, tuned_tiles.Sizes]) -> None:
+    """Writes tiles to a file. Keeps the file's tiles for other head_dims, passes and dtypes."""
+    earlier = tuned_tiles.read_tiles(str(file), gpu) if file.exists() else {}
+    tuned_tiles.write_tiles(file, gpu, earlier | tiles)
+
+
 def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
     """Formats the page: its header, a table for each head_dim and pass sorted by time, and the entries for tiles.py.
 
@@ -385,8 +393,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=min(16, os.cpu_count() or 1), help="number of processes that compile kernels"
     )
+    parser.add_argument("--install", action="store_true", help="let fa_kernels use the fastest tiles on this GPU")
     add_results(parser, "scripts/results/portable_tiles_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
+    if args.install and (args.tiles or args.dtype == "tf32"):
+        parser.error("--install must not be used with --tiles or --dtype tf32, which do not find the fastest tiles")
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or head_dim % 8:
             parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {head_dim}")
@@ -423,10 +434,14 @@ def main() -> None:
     head = describe(shlex.join(["python", "-m", "scripts.bench.tune_tiles", *sys.argv[1:]]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(results, head, arch, name, args.seqlen), encoding="utf-8")
     gpu, tile_file = torch.cuda.get_device_name(device), Path(f"{out}.json")
-    earlier = tuned_tiles.read_tiles(str(tile_file), gpu) if tile_file.exists() else {}
-    tuned_tiles.write_tiles(tile_file, gpu, earlier | tiles_to_load(results, arch))
+    add_tiles(tile_file, gpu, tiles_to_load(results, arch))
     print(f"{entries(results, name)}\nresults: {out}.md")
-    print(f"export {tuned_tiles.VARIABLE}={shlex.quote(str(tile_file.absolute()))} makes fa_kernels use them")
+    if args.install:
+        installed = tuned_tiles.installed_file(gpu)
+        add_tiles(installed, gpu, tiles_to_load(results, arch))
+        print(f"fa_kernels uses them from now on: {installed}")
+    else:
+        print(f"export {tuned_tiles.VARIABLE}={shlex.quote(str(tile_file.absolute()))} makes fa_kernels use them")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,42 @@ def tile_file(tmp_path, monkeypatch):
     return path
 
 
+@pytest.fixture
+def installed_file(tmp_path, monkeypatch):
+    """Returns the file of the pretended GPU in an empty cache folder. No variable names a file."""
+    monkeypatch.delenv(tuned_tiles.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tuned_tiles.read_tiles.cache_clear()
+    return tmp_path / "cache" / "fa_kernels" / "tiles_Made_Up.json"
+
+
+def test_an_installed_file_is_found_without_a_variable(gpu, installed_file):
+    assert tuned_tiles.installed_file("Made Up") == installed_file
+    tuned_tiles.write_tiles(installed_file, "Made Up", TILES)
+    assert launch_tiles(gpu((8, 6), 99 * 1024), 64, 64, "fwd", 2) == TileConfig(64, 32, 4, 2)
+
+
+def test_an_installed_file_of_another_gpu_is_not_read(gpu, installed_file):
+    tuned_tiles.write_tiles(tuned_tiles.installed_file("Other"), "Other", TILES)
+    assert launch_tiles(gpu((8, 6), 99 * 1024), 64, 64, "fwd", 2) == tile_config("sm80", 64, "fwd", 2)
+
+
+def test_the_variable_takes_precedence_over_an_installed_file(gpu, installed_file, tmp_path, monkeypatch):
+    tuned_tiles.write_tiles(installed_file, "Made Up", TILES)
+    tuned_tiles.write_tiles(tmp_path / "named.json", "Made Up", {(64, "fwd", 2): (32, 32, 4, 1)})
+    monkeypatch.setenv(tuned_tiles.VARIABLE, str(tmp_path / "named.json"))
+    assert launch_tiles(gpu((8, 6), 99 * 1024), 64, 64, "fwd", 2) == TileConfig(32, 32, 4, 1)
+    monkeypatch.setenv(tuned_tiles.VARIABLE, "")
+    assert launch_tiles(gpu((8, 6), 99 * 1024), 64, 64, "fwd", 2) == tile_config("sm80", 64, "fwd", 2)
+
+
+def test_the_cache_folder_is_in_the_home_folder(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    expected = "/home/someone/.cache/fa_kernels/tiles_NVIDIA_GeForce_RTX_4090.json"
+    assert str(tuned_tiles.installed_file("NVIDIA GeForce RTX 4090")) == expected
+
+
 def test_tiles_of_the_file_replace_those_of_the_table(gpu, tile_file):
     device = gpu((8, 6), 99 * 1024)
     assert launch_tiles(device, 64, 64, "fwd", 2) == TileConfig(64, 32, 4, 2)
@@ -56,8 +92,7 @@ def test_a_tile_still_has_to_fit(gpu, tmp_path, monkeypatch):
     assert module.shared_bytes("sm80", tiles, 256, 256, "fwd", 2) <= 99 * 1024
 
 
-def test_without_a_file_the_table_counts(gpu, monkeypatch):
-    monkeypatch.setenv(tuned_tiles.VARIABLE, "")
+def test_without_a_file_the_table_counts(gpu, installed_file):
     assert launch_tiles(gpu((8, 6), 99 * 1024), 64, 64, "fwd", 2) == tile_config("sm80", 64, "fwd", 2)
 
 
@@ -71,7 +106,7 @@ ENTRY = {"head_dim": 64, "pass": "fwd", "itemsize": 2, "block_m": 64, "block_n":
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        pytest.param("{", "must name a JSON file", id="not-json"),
+        pytest.param("{", "must be JSON", id="not-json"),
         pytest.param("[]", "must hold the keys gpu and tiles", id="a-list"),
         pytest.param(json.dumps(changed() | {"gpu": "Other"}), "this GPU, Made Up; got tiles of Other", id="other-gpu"),
         pytest.param(json.dumps(changed(block_m=48)), "blocks of 16, 32", id="block"),

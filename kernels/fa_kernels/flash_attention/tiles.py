@@ -1,6 +1,5 @@
 """Tile sizes of the portable kernels by architecture, head_dim and pass, and the shared memory that tiles need."""
 
-import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
@@ -148,8 +147,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns the tiles for one launch: the table's tiles, or smaller tiles if `device` has too little shared memory.
 
-    Tiles from the file that FLASH_ATTENTION_TILES names replace those of the table (tuned_tiles.py). Warns once per
-    device if the table does not list the device, or if the tiles of the table do not fit.
+    Tiles that the user measured on the device replace those of the table (tuned_tiles.py). Warns once per device if the
+    table does not list the device, or if the tiles of the table do not fit.
     """
     if interpreted():
         return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
@@ -172,11 +171,12 @@ def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, directio
 
 def _tuned(device: torch.device, head_dim: int, direction: Pass, itemsize: int) -> TileConfig | None:
     """Returns the tile sizes that the user measured (tuned_tiles.py), or None."""
-    path = os.environ.get(tuned_tiles.VARIABLE)
+    gpu = torch.cuda.get_device_name(device)
+    path = tuned_tiles.file_to_read(gpu)
     if not path:
         return None
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
-    measured = tuned_tiles.read_tiles(path, torch.cuda.get_device_name(device))
+    measured = tuned_tiles.read_tiles(path, gpu)
     sizes = measured.get((listed, direction, itemsize))
     return TileConfig(*sizes) if sizes else None
 
@@ -187,7 +187,7 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
     warnings.warn(
         f"kernels/fa_kernels/flash_attention/tiles.py has no measured tiles for {torch.cuda.get_device_name(device)} "
         f"(sm_{major}{minor}, {limit} bytes of shared memory per program). The tiles used instead fit, but may be "
-        "slow. python -m scripts.bench.tune_tiles finds faster tiles.",
+        "slow. python -m scripts.bench.tune_tiles --near --install finds faster tiles.",
         stacklevel=2,
     )
 

@@ -1,10 +1,13 @@
 """Files of tile sizes that a user measured on their GPU. scripts/bench/tune_tiles.py writes such files.
 
-The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. The tile sizes in this file
-replace those in tiles.py. A file for another GPU raises an error.
+The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. If the variable is not set,
+the launch reads the installed file of the GPU, if there is one (`installed_file`). The tile sizes in the file replace
+those in tiles.py. A file for another GPU raises an error. An empty variable means that no file is read.
 """
 
 import json
+import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -23,12 +26,31 @@ Key = tuple[int, Pass, int]  # head_dim, pass and itemsize in bytes
 Sizes = tuple[int, int, int, int]  # one value for each name in `SIZES`, in the same order
 
 
+def installed_file(gpu: str) -> Path:
+    """Returns the place of the file that is read if FLASH_ATTENTION_TILES is not set.
+
+    It is ~/.cache/fa_kernels/tiles_<GPU>.json. XDG_CACHE_HOME replaces ~/.cache.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    name = re.sub(r"\W+", "_", gpu)
+    return Path(cache, "fa_kernels", f"tiles_{name}.json")
+
+
+def file_to_read(gpu: str) -> str:
+    """Returns the path of the file that holds tiles for a GPU, or an empty string if there is none."""
+    if (named := os.environ.get(VARIABLE)) is not None:
+        return named
+    installed = installed_file(gpu)
+    return str(installed) if os.path.isfile(installed) else ""
+
+
 def write_tiles(path: Path, gpu: str, tiles: Mapping[Key, Sizes]) -> None:
     """Writes tile sizes for the GPU that torch.cuda.get_device_name calls `gpu`. Replaces an older file."""
     entries = [
         {"head_dim": head_dim, "pass": direction, "itemsize": itemsize, **dict(zip(SIZES, sizes, strict=True))}
         for (head_dim, direction, itemsize), sizes in sorted(tiles.items())
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"gpu": gpu, "tiles": entries}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -43,7 +65,7 @@ def read_tiles(path: str, gpu: str) -> dict[Key, Sizes]:
     except OSError as error:
         raise ValueError(f"{VARIABLE} must name a file of tiles; got {path} ({error.strerror})") from None
     except ValueError as error:
-        raise ValueError(f"{VARIABLE} must name a JSON file; got {path} ({error})") from None
+        raise ValueError(f"a file of tiles must be JSON; got {path} ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("tiles"), list):
         raise ValueError(f"{path} must hold the keys gpu and tiles; scripts/bench/tune_tiles.py writes such files")
     if content.get("gpu") != gpu:

@@ -13,6 +13,7 @@ from fa_kernels.flash_attention.tiles import (
     shared_bytes,
     tile_config,
 )
+from fa_kernels.flash_attention.tuned_tiles import read_tiles
 from scripts.bench.tune_tiles import (
     APART,
     ITEMSIZE,
@@ -21,6 +22,7 @@ from scripts.bench.tune_tiles import (
     WIDE,
     Candidate,
     Result,
+    add_tiles,
     best,
     candidates,
     check,
@@ -181,6 +183,14 @@ def test_only_entries_of_the_table_are_written_to_load():
     }
 
 
+def test_new_tiles_replace_those_of_the_same_entry_in_a_file(tmp_path):
+    file = tmp_path / "new folder" / "tiles.json"
+    add_tiles(file, "Made Up", {(64, "fwd", 2): (32, 32, 4, 2), (64, "dq", 2): (64, 64, 4, 2)})
+    add_tiles(file, "Made Up", tiles_to_load(RESULTS[:2], "sm90"))
+    read_tiles.cache_clear()
+    assert read_tiles(str(file), "Made Up") == {(64, "fwd", 2): (128, 64, 8, 3), (64, "dq", 2): (64, 64, 4, 2)}
+
+
 def test_tiles_of_one_tf32_product_are_not_loaded():
     """By default, fp32 uses three TF32 products. Tile sizes that were measured with one TF32 product can be unsuitable
     for three.
@@ -238,6 +248,8 @@ def test_arguments():
         pytest.param(["--dtype", "float16"], "invalid choice: 'float16'", id="dtype"),
         pytest.param(["--jobs", "0"], "--jobs must be positive; got 0", id="jobs"),
         pytest.param(["--near", "--tiles", "64,32,4,2"], "not allowed with argument --near", id="near-and-named"),
+        pytest.param(["--install", "--tiles", "64,32,4,2"], "must not be used with --tiles", id="install-and-named"),
+        pytest.param(["--install", "--dtype", "tf32"], "must not be used with --tiles or --dtype", id="install-tf32"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said, capsys):
