@@ -1,6 +1,6 @@
 """Compiles the decoding kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is arch-head_dim-rows-cache, for example sm90-128-1-paged. `rows` is the number of queries per KV head. The cache
+A case is GPU-head_dim-rows-cache, for example sm90-128-1-paged. `rows` is the number of queries per KV head. The cache
 is `dense` or `paged`. All cases are in bf16. The kernels for a paged cache are compiled with every feature.
 """
 
@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from fa_kernels.flash_attention.portable.decode import _decode_kernel, decode_tiles, padded_width
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT
-from tests.kernels.aot.portable import capability_of, compile_to_ptx, ptxas
+from tests.kernels.aot.portable import capability_of, compile_to_ptx, ptxas, table_of
 
 INDEX_POINTERS = ("seqlens_ptr", "leftpad_ptr", "table_ptr")
 FP32_POINTERS = ("o_ptr", "lse_ptr", "slopes_ptr")
@@ -21,7 +21,8 @@ FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_pt
 def compile_case(arch, head_dim, n_rows, cache):
     """Compiles the decoding kernel for one kind of cache."""
     head_dim, n_rows, paged = int(head_dim), int(n_rows), cache == "paged"
-    tiles = decode_tiles(arch, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[arch])
+    table = table_of(arch)
+    tiles = decode_tiles(table, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[table])
     block_d = padded_width(head_dim)
     constants = dict(
         PAGED=paged, HAS_SOFTCAP=paged, ROTARY=head_dim if paged else 0, INTERLEAVED=False, ROTARY_BY_TOKEN=True,

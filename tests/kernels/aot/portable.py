@@ -1,10 +1,10 @@
 """Compiles the portable kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is arch-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte means fp8, 2
-bytes mean bf16, and 4 bytes mean fp32. The tile sizes come from the tile table, and `precision_of` gives the precision
-of matmuls. The kernels are for one document, without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel
-for several documents: it keeps NaN in its own document. `repair_fwd` is the kernel that recomputes tiles marked as
-containing NaN.
+A case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte means fp8, 2
+bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89 and sm120 use
+the table of sm80. `precision_of` gives the precision of matmuls. The kernels are for one document, without sinks, ALiBi
+or fp8 scales. `contain_fwd` is the forward kernel for several documents: it keeps NaN in its own document. `repair_fwd`
+is the kernel that recomputes tiles marked as containing NaN.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from fa_kernels.columns_of_head import columns_of
+from fa_kernels.device import _ARCHITECTURES
 from fa_kernels.flash_attention.portable.backward import _dkdv_kernel, _dq_kernel
 from fa_kernels.flash_attention.portable.forward import _fwd_kernel
 from fa_kernels.flash_attention.portable.repair import _repair_bwd_kernel, _repair_fwd_kernel
@@ -66,7 +67,7 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
         **resources(log.getvalue()),
         "tensor_core": tensor_core(compiled.asm["ptx"]),
         "shared": compiled.metadata.shared,
-        "shared_computed": shared_bytes(arch, tiles, head_dim, v_head_dim, direction, itemsize),
+        "shared_computed": shared_bytes(table_of(arch), tiles, head_dim, v_head_dim, direction, itemsize),
         "tensor_memory": compiled.metadata.tmem_size,
         "misplaced_descriptors": misplaced_descriptors_of(compiled.asm["cubin"]) if arch == "sm90" else [],
     }
@@ -75,6 +76,11 @@ def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
 def capability_of(arch):
     """Converts an architecture to a number: sm90 becomes 90."""
     return int(arch.removeprefix("sm"))
+
+
+def table_of(arch):
+    """Returns the architecture whose tile table a GPU uses: sm89 uses the table of sm80."""
+    return _ARCHITECTURES[divmod(capability_of(arch), 10)]
 
 
 def pass_of(direction):
@@ -87,8 +93,8 @@ def case_source(arch, head_dim, v_head_dim, direction, itemsize):
     """Returns the kernel source of one case, its compile options and its tile sizes."""
     kernel, contain = KERNELS[direction.removeprefix("contain_")], direction.startswith("contain_")
     direction = pass_of(direction)
-    tiles = tile_config(arch, max(head_dim, v_head_dim), direction, itemsize)
-    of_queries = tile_config(arch, max(head_dim, v_head_dim), "dq", itemsize)
+    tiles = tile_config(table_of(arch), max(head_dim, v_head_dim), direction, itemsize)
+    of_queries = tile_config(table_of(arch), max(head_dim, v_head_dim), "dq", itemsize)
     if "LOOK" in kernel.arg_names:
         tiles = replace(tiles, num_stages=1)
     precision = precision_of(torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16))
@@ -165,15 +171,13 @@ def compile_to_ptx(source, capability, options):
 
 
 def ptxas(ptx, capability):
-    """Runs ptxas. Returns registers, spills, C75xx warnings, the tensor-core instruction and misplaced descriptors.
-
-    sm100 is not supported.
-    """
-    suffix = "a" if capability == 90 else ""
+    """Runs ptxas. Returns registers, spills, C75xx warnings, the tensor-core instruction and misplaced descriptors."""
+    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas  # as Triton chooses
+    suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
+        command = [tool.path, "-v", f"--gpu-name=sm_{capability}{suffix}", source, "-o", cubin]
         run = subprocess.run([*map(str, command)], capture_output=True, text=True)
         assert run.returncode == 0, f"{command} ended with {run.returncode}: {run.stdout}{run.stderr}"
         misplaced = misplaced_descriptors(cubin) if capability == 90 else []
