@@ -84,7 +84,7 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 def _length_of(tiles, side, total, TILE: tl.constexpr):
     """Returns for each tile the length of its first or its last document, whichever is longer.
 
-    Lengths are numbers of tokens on the other side.
+    A document's length is its number of keys if the tiles hold queries, and its number of queries if they hold keys.
     """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
