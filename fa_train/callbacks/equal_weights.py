@@ -1,4 +1,4 @@
-"""Checks that ranks that must have equal weights have equal weights."""
+"""Checks that all copies of the model have equal weights."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

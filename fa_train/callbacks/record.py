@@ -54,8 +54,8 @@ class Record(Callback):
     def _write(self, trainer: L.Trainer) -> None:
         """Writes result.json, or prints an error if the file cannot be written.
 
-        No exception is raised, because a finished run must end with status 0, and because the checkpoint callback must
-        still save a checkpoint after an exception in the run.
+        An error here must not change the status of a finished run. After another exception, it must not keep the
+        checkpoint callback from saving.
         """
         if trainer.is_global_zero:
             try:

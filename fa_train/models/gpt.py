@@ -186,9 +186,9 @@ class GPT(nn.Module):
         (share_context). If `traffic` is given, all other tensors except cu_seqlens hold only the rank's own tokens.
         last_positions: the last position in each token's document; by default it is found in position_ids. It must be
         given with `traffic`, because a rank of a context group does not hold whole documents.
-        Raises: ValueError if shapes do not match, last_positions is missing, or a single document has more tokens than
-        the model has learned positions. If there are several documents, their lengths are not checked, because these
-        lengths are on the GPU. Call `require_seq_len` before training.
+        Raises: ValueError if shapes do not match, traffic is given without last_positions, or a single document has
+        more tokens than the model has learned positions. If there are several documents, their lengths are not checked,
+        because these lengths are on the GPU. Call `require_seq_len` before training.
         """
         require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels, last_positions=last_positions)
         if traffic is not None and last_positions is None:

@@ -1,10 +1,11 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
 Each rank keeps some rows of every parameter, called its shard. Weights are gathered in groups: each block, the
-embeddings and the head. A group is gathered before its forward pass and again before its backward pass, and freed after
-each pass. As soon as the backward pass of a group has computed the group's gradients, they are averaged and sharded.
-The head stays gathered between both passes, because the backward pass begins with it. The last norm, and the token
-embedding if the head shares its weight, stay gathered for the whole micro-batch.
+embeddings and the head. Each group is gathered before its forward pass. A block is freed after it and gathered again
+before its backward pass, unless reshard_after_forward is false. As soon as the backward pass of a group has computed
+the group's gradients, they are averaged and sharded. A separate head stays gathered between the two passes, because the
+backward pass begins with it. The last norm, and the token embedding if the head shares its weight, stay gathered for
+the whole micro-batch.
 
 With replicas (HSDP), ranks form groups of equal size. Each group of ranks holds the whole model, sharded over the
 group. Gradients are also averaged between these groups, once per step.
@@ -60,7 +61,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     file of an unsharded run.
     replicas: the number of copies of the model; more than 1 means HSDP. Each copy is sharded over consecutive ranks.
     reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward. "auto"
-    means true, unless fa_train.training replaces it because memory is large enough to keep all blocks gathered.
+    means true. fa_train.training replaces "auto" with the planner's choice before the run starts.
     reduce_once: whether gradients are averaged only in the last micro-batch of a step. In all earlier micro-batches,
     each rank holds whole gradients.
     reduce_dtype: the dtype in which gradients are sent and averaged.

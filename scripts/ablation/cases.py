@@ -182,7 +182,7 @@ def _measure_step(case: StepCase) -> Result:
 def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
     """Returns a function that runs one step on the first N tokens, and the model FLOPs of a step on all tokens.
 
-    training_case.measure does not fit, because all its steps have the same number of tokens.
+    Does not use training_case.measure, whose steps all have the same number of tokens.
     """
     config, device = configuration(case), torch.device(case.device)
     require_backend(instantiate(config.attention), device)

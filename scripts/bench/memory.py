@@ -123,7 +123,7 @@ def measure(case: Case) -> Row:
 class Stepper:
     """Runs the training steps of one case. `loss` is the loss of the most recent step.
 
-    training_case.measure does not fit, because it neither times the optimizer alone nor profiles a step.
+    Does not use training_case.measure, which neither times the optimizer alone nor profiles a step.
     """
 
     def __init__(self, case: Case, loss: Loss, optimizer: Optimizer) -> None:

@@ -210,11 +210,11 @@ class _Step:
         )
 
     def _some_blocks(self) -> list[tuple[str, int]]:
-        """Returns (name, left) for at most four blocks. These blocks include the one with the highest peak.
+        """Returns (name, left) for the blocks that can have the highest peak: last, second to last, second and first.
 
-        left: the number of blocks, including this one, that have not finished their backward. From the second to last
-        block to the second block, each backward changes the memory by the same number of bytes, so no block between
-        these two has a higher peak than both of them.
+        left: the number of blocks, including this one, that have not finished their backward. Between the second to
+        last and the second block, the peak changes by the same number of bytes per block, so no block between these two
+        has a higher peak than both of them.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}

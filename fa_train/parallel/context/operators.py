@@ -151,8 +151,8 @@ def context_forward(
     """Gathers keys and values, and computes flash attention of this rank's queries.
 
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
-    alibi, sinks: as in fa_kernels.flash_attention.features.Features. Aligned keys are rows of the buffer. The gradient
-    of sinks is the part that this rank's queries contribute.
+    alibi, sinks: as in fa_kernels.flash_attention.features.Features. The tensor `aligned` of alibi holds rows of the
+    buffer of keys.
     """
     moved = Moves(*moves)
     keys, values = gathered([k, v], moved, int(moved.counts[0]), group)
