@@ -437,3 +437,21 @@ def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch
     cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=DEVICE)
     flash_attn_varlen_func(q, k, v, cu, cu, 7, max_seqlen, causal=True)
     assert asked == [seqlen]
+
+
+@pytest.mark.parametrize("stride", [0, 2])
+def test_sinks_may_have_any_stride(stride):
+    """Kernels do not know the stride of sinks. Stride 0 means one sink for all heads."""
+    q, k, v = dense_inputs()
+    schedule = causal_schedule(None, 9, torch.device(DEVICE))
+    given = torch.tensor([1.0, -3.0, 2.0, -4.0, 0.5, -5.0, 3.0], device=DEVICE)
+    results = []
+    for copied in (False, True):
+        leaf = given.clone().requires_grad_()
+        sinks = leaf[:1].expand(4) if stride == 0 else leaf[::stride]
+        sinks = sinks.contiguous() if copied else sinks
+        assert copied or sinks.stride() == (stride,)
+        dense = flash_attn_func(q, k, v, sinks=sinks)
+        packed = flash_attn_packed(q[0], k[0, :9], v[0, :9], schedule, sinks=sinks)
+        results.append([dense, packed, *torch.autograd.grad(dense.sum() + packed.square().sum(), (q, leaf))])
+    assert all_equal(*results)

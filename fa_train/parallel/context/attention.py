@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fa_kernels.flash_attention.checks import described
 from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_of_ranges
 from fa_train.models.attention import Attention, flash_attention, function_of
 from fa_train.parallel.context.operators import Moves, context_forward, gather_keys
@@ -67,18 +68,19 @@ class ContextAttention:
         if function_of(self.inner) is flash_attention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
             alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, q, own)
+            sinks = None if sinks is None else sinks.contiguous()  # kernels do not know the stride of sinks
             o, _ = context_forward(
                 q, k, v, own.tensors(), alibi, sinks, moves, self.group, scale, softcap, own.length_class
             )
             return o
         if sinks is not None or alibi_slopes is not None:
-            raise ValueError("sinks and alibi_slopes need attention=flash; got another attention")
+            raise ValueError(f"sinks and alibi_slopes need attention=flash; got {self.inner}")
         keys, values = gather_keys(torch.cat([k, v], dim=1), moves, self.group).chunk(2, dim=1)
         return self.inner(q, keys, values, own, softmax_scale=softmax_scale, softcap=softcap)
 
 
 def _alibi(slopes: Tensor, q: Tensor, own: Schedule) -> list[Tensor]:
     """Returns the three tensors of Features.alibi. The last key that a query sees is the query's own token."""
-    if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32:
-        raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32; got {tuple(slopes.shape)} {slopes.dtype}")
-    return [slopes[None], own.key_end - 1, torch.zeros_like(own.key_end)]
+    if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.device != q.device:
+        raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32 on {q.device}; got {described(slopes)}")
+    return [slopes[None].contiguous(), own.key_end - 1, torch.zeros_like(own.key_end)]

@@ -220,7 +220,7 @@ def flash_attn_packed(
     """
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ValueError(f"q, k and v must be (tokens, heads, head_dim); got {shapes_of(q, k, v)}")
-    features = Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, ())
+    features = _features(q, k, softmax_scale, softcap, sinks, (), (None, None, None))
     return flash_attention_forward(q, k, v, schedule, features, q.dtype, deterministic, False)[0]
 
 
@@ -270,6 +270,7 @@ def _features(
     alibi: Sequence[Tensor],
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Features:
+    sinks = None if sinks is None else sinks.contiguous()  # kernels do not know the stride of sinks
     return Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, alibi, _descale(descales, q, k))
 
 

@@ -114,7 +114,7 @@ def without_gpu() -> Iterator[None]:
     """Makes CPU tensors report that they are on an H200, and appends each launch to `LAUNCHES`."""
     before = driver._active
     driver.set_active(_Driver())
-    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+    properties = SimpleNamespace(name="Made Up", multi_processor_count=132, shared_memory_per_block_optin=232448)
     fakes = [
         (JITFunction, "_do_compile", _compile),
         (CompiledKernel, "launch_metadata", lambda *_: None),
