@@ -67,6 +67,15 @@ def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
     return "views" if views else "copies"
 
 
+def chooses_reshard(strategy: str, reshard_after_forward: bool | str, attention: str) -> bool:
+    """Returns whether the planner chooses strategy.reshard_after_forward, because it is "auto".
+
+    strategy, attention: names of the chosen options of conf. With other kinds of attention than flash, whose memory the
+    planner does not predict, "auto" means true.
+    """
+    return strategy == "fsdp" and reshard_after_forward == "auto" and attention == "flash"
+
+
 def require_shardable(run: RunSize, *, samples: bool) -> None:
     """Checks that strategy=fsdp supports the run.
 

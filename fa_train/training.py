@@ -115,7 +115,8 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         trainer.strategy.root_device,
         trainer.num_devices,
         auto=bool(cfg.memory.get("auto")),
-        auto_reshard=sharding is not None and sharding.reshard_after_forward == "auto",
+        auto_reshard=sharding is not None
+        and preflight.chooses_reshard("fsdp", sharding.reshard_after_forward, cfg.choices.attention),
         attention=cfg.choices.attention,
         in_sweep=in_sweep(),
         say=trainer.print,

@@ -20,7 +20,14 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.run import WITHOUT_FLOAT8, device_bytes, plan_of
 from fa_train.memory.planner.weights import parameter_sizes
-from fa_train.preflight import gradient_buckets, ranks_per_copy, require_float8, require_groups, require_shardable
+from fa_train.preflight import (
+    chooses_reshard,
+    gradient_buckets,
+    ranks_per_copy,
+    require_float8,
+    require_groups,
+    require_shardable,
+)
 from scripts.composed import composed
 
 H200_GIB = 139.8
@@ -91,8 +98,9 @@ def plan_of_run(cfg: DictConfig) -> Plan:
 
 def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
     """Returns the plan after the choice of strategy.reshard_after_forward=auto."""
-    is_auto = cfg.choices.strategy == "fsdp" and cfg.strategy.reshard_after_forward == "auto"
-    return with_blocks_gathered(plan, gpu_bytes) if is_auto else plan
+    setting = cfg.strategy.get("reshard_after_forward", True)
+    is_chosen = chooses_reshard(cfg.choices.strategy, setting, cfg.choices.attention)
+    return with_blocks_gathered(plan, gpu_bytes) if is_chosen else plan
 
 
 def _devices(cfg: DictConfig) -> int:

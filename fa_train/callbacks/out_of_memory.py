@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.monitor import memory, monitor_of
+from fa_train.parallel.fsdp import FullyShardedStrategy
 
 
 class OutOfMemory(Callback):
@@ -23,13 +24,19 @@ class OutOfMemory(Callback):
         monitor_of(trainer).latest |= memory(pl_module.device) | {"oom": 1}
         for logger in trainer.loggers:
             logger.log_metrics({"oom": 1}, step=trainer.global_step)
-        self.advised = f"out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'])}"
+        strategy = trainer.strategy
+        gathered = isinstance(strategy, FullyShardedStrategy) and strategy.reshard_after_forward is False
+        self.advised = f"out of memory: {self.advice(memory(pl_module.device)['perf/peak_gib'], gathered)}"
         if trainer.world_size == 1:  # with several ranks, the launcher prints the error
             print(f"error: {self.advised}", file=sys.stderr)
 
-    def advice(self, peak_gib: float) -> str:
-        """Returns a message that names the settings that did not fit in memory, and suggests changes."""
+    def advice(self, peak_gib: float, gathered: bool = False) -> str:
+        """Returns a message that names the settings that did not fit in memory, and suggests changes.
+
+        gathered: whether fsdp kept all blocks gathered between forward and backward.
+        """
         changes = [] if self.attention == "flash" else ["attention=flash"]
+        changes += ["strategy.reshard_after_forward=true"] if gathered else []
         changes += [f"data.micro_batch_size={self.micro_batch_size // 2}"] if self.micro_batch_size > 1 else []
         changes += ["or a smaller seq_len or model" if changes else "a smaller seq_len or model"]
         return (

@@ -65,7 +65,7 @@ def reason(rank: object, kind: Kind, message: str) -> str:
 
 
 def _shared(kind: Kind, message: str) -> str:
-    """Tells the reason to all ranks, and returns it. Returns another rank's reason after a lost connection."""
+    """Tells this rank and its reason to all ranks. Returns the reason, or after a lost connection another rank's."""
     if "fa_train.parallel.rank_store" not in sys.modules:  # its import takes seconds, and no rank is connected yet
         return message
     from fa_train.parallel import rank_store
@@ -73,7 +73,7 @@ def _shared(kind: Kind, message: str) -> str:
     if kind == "lost connection":
         return rank_store.told_reason() or message
     own = reason(_rank(), kind, message)
-    rank_store.tell_reason(own)
+    rank_store.tell_reason(f"rank {_rank()} failed: {message}" if kind == "mistake" else own)
     return own
 
 

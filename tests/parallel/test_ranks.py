@@ -365,3 +365,13 @@ def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeue
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
         assert (tmp_path / "requeued").read_text() == "requeue 42\n"
+
+
+def test_other_machines_learn_which_rank_made_a_mistake(monkeypatch):
+    """A mistake can exist on one machine only. For example, a folder can be missing there."""
+    told: list[str] = []
+    monkeypatch.setattr(rank_store, "tell_reason", told.append)
+    monkeypatch.setenv("RANK", "1")
+    assert failures._shared("mistake", "data.path must exist") == "data.path must exist"
+    assert failures._shared("out of memory", "out of memory") == "rank 1 ran out of memory"
+    assert told == ["rank 1 failed: data.path must exist", "rank 1 ran out of memory"]

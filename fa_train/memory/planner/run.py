@@ -102,12 +102,12 @@ def plan_memory(
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Plan:
-    """Returns the plan of the run, with the settings that it leaves to the planner.
+    """Returns the plan of the run, after the planner has chosen the settings that are "auto".
 
     processes: the number of processes that share this machine's memory.
     auto: whether to choose the fastest memory levers (settings that reduce memory) that fit, as memory=auto does.
-    auto_reshard: whether blocks stay gathered if memory allows, as strategy.reshard_after_forward=auto means. Without a
-    GPU, and with other kinds of attention than flash, whose memory is not predicted, blocks are always resharded.
+    auto_reshard: whether blocks stay gathered if memory allows, as strategy.reshard_after_forward=auto means. On the
+    CPU, blocks never stay gathered.
     attention: the name of the chosen option of conf/attention.
     say: called with what was chosen, and on a GPU also with a summary of the prediction.
     Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
@@ -118,7 +118,7 @@ def plan_memory(
         plan = with_levers(plan, Levers(**chosen))
         say(f"memory=auto: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
     searched = plan  # blocks that stay gathered would make the longest sequence shorter
-    if auto_reshard and device.type == "cuda" and attention == "flash":
+    if auto_reshard and device.type == "cuda":
         resharded = decided_by_rank_zero(
             "reshard_after_forward",
             lambda: with_blocks_gathered(searched, device_bytes(device)).run.reshard_after_forward,
