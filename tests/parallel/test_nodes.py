@@ -1,5 +1,6 @@
 """Tests runs on several nodes. Two torchrun agents on this machine stand for two nodes."""
 
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -50,6 +51,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path):
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_0000002.ckpt"]
 
 
+@pytest.mark.skipif("SHARDING_CASES" not in os.environ, reason="takes 10 seconds: choose SHARDING_CASES=pairwise")
 def test_both_nodes_end_with_the_reason_if_a_rank_of_one_fails(tmp_path):
     """torchrun itself prints the last lines: the reason, and a bar that ends its summary."""
     fails = ["+callbacks.fails._target_=tests.parallel.test_launch.Fails", "+callbacks.fails.rank=1"]
