@@ -16,6 +16,7 @@ from fa_train.memory.planner import run as planner
 from fa_train.memory.planner.levers import longest_of_all_levers, longest_seq_len, next_lever
 from fa_train.memory.planner.plan import Plan, RunSize
 from fa_train.memory.planner.predict import GIB, predict
+from fa_train.parallel.fsdp import FullyShardedStrategy
 from scripts.composed import composed as composed_for_plan
 from scripts.memory_table import memory_table, plan_of_run
 from tests.memory.planner.test_levers import HOST
@@ -306,6 +307,21 @@ def test_a_run_chooses_whether_blocks_stay_gathered():
     assert not plan.run.reshard_after_forward
     assert "strategy.reshard_after_forward=auto: false" in said
     assert f"planned: {predict(plan).gpu_bytes / GIB:.1f} of" in said[-1]
+
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(("attention", "resharded"), [("flash", False), ("naive", True)])
+def test_the_strategy_and_the_logged_config_get_the_choice(attention, resharded, tmp_path, monkeypatch):
+    monkeypatch.setattr(FullyShardedStrategy, "root_device", CUDA)
+    strategy = FullyShardedStrategy(1, "auto", False, "float32")
+    trainer: Any = SimpleNamespace(
+        strategy=strategy, num_devices=2, world_size=2, precision="bf16-mixed", accumulate_grad_batches=1, print=str
+    )
+    sharded = tiny(tmp_path, "strategy=fsdp", "trainer.devices=2", "batch_size=2", f"attention={attention}")
+    with composed(tmp_path, *sharded) as cfg:
+        assert cfg.strategy.reshard_after_forward == "auto"
+        training.fill_in_levers(cfg, trainer, vocab_size=257)
+        assert strategy.reshard_after_forward is cfg.strategy.reshard_after_forward is resharded
 
 
 def test_blocks_that_stay_gathered_are_the_first_thing_to_give_up():

@@ -1,0 +1,32 @@
+"""Tests the advice that a run prints if memory runs out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fa_train.callbacks import out_of_memory
+from fa_train.callbacks.out_of_memory import OutOfMemory, out_of_memory_advice
+from fa_train.parallel.fsdp import FullyShardedStrategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advises"),
+    [
+        pytest.param(FullyShardedStrategy(1, False, False, "float32"), True, id="gathered"),
+        pytest.param(FullyShardedStrategy(1, True, False, "float32"), False, id="resharded"),
+        pytest.param(SimpleNamespace(), False, id="not-sharded"),
+    ],
+)
+def test_blocks_that_stayed_gathered_are_named(strategy, advises, monkeypatch):
+    monitor = SimpleNamespace(latest={})
+    monkeypatch.setattr(out_of_memory, "monitor_of", lambda trainer: monitor)
+    callback = OutOfMemory(64, 2, "flash")
+    trainer: Any = SimpleNamespace(strategy=strategy, loggers=[], world_size=2, global_step=3, callbacks=[callback])
+    module: Any = SimpleNamespace(device=torch.device("cpu"))
+    callback.on_exception(trainer, module, torch.OutOfMemoryError())
+    assert monitor.latest["oom"] == 1
+    advice = out_of_memory_advice(trainer)
+    assert advice.startswith("out of memory: seq_len=64 ") and "data.micro_batch_size=1, or a smaller" in advice
+    assert ("strategy.reshard_after_forward=true" in advice) == advises
