@@ -92,7 +92,11 @@ def encoded(
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
-    """Returns seqlen_k columns of a (batch, tokens) mask: those of the keys from kv_offset on."""
+    """Returns the columns of a (batch, tokens) mask for the seqlen_k keys from kv_offset on.
+
+    A mask with at most seqlen_k tokens is padded with False. Of a mask that ends before the last key, the last seqlen_k
+    columns are returned.
+    """
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
         return F.pad(mask, (0, seqlen_k - tokens), value=False)

@@ -59,13 +59,16 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
 
 def reason(rank: object, kind: Kind, message: str) -> str:
     """Returns one line that says why a rank has failed. kind, message: what the rank has reported."""
-    if kind == "mistake":  # is the same on all ranks
+    if kind == "mistake":  # usually the same on all ranks of a machine, so the rank is not named
         return message
     return f"rank {rank} ran {message}" if kind == "out of memory" else f"rank {rank} failed: {message}"
 
 
 def _shared(kind: Kind, message: str) -> str:
-    """Tells this rank and its reason to all ranks. Returns the reason, or after a lost connection another rank's."""
+    """Sends the reason for this rank's failure to all ranks, with the rank's number. Returns the message to report.
+
+    After a lost connection, sends nothing, and returns the reason that another rank has sent.
+    """
     if "fa_train.parallel.rank_store" not in sys.modules:  # its import takes seconds, and no rank is connected yet
         return message
     from fa_train.parallel import rank_store

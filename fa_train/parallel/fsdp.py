@@ -60,8 +60,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
     A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
     file of an unsharded run.
     replicas: the number of copies of the model; more than 1 means HSDP. Each copy is sharded over consecutive ranks.
-    reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward. "auto"
-    means true. fa_train.training replaces "auto" with the planner's choice before the run starts.
+    reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward. In a
+    run of train.py, fa_train.training replaces "auto" with true or false before the run starts. Elsewhere, "auto" means
+    true.
     reduce_once: whether gradients are averaged only in the last micro-batch of a step. In all earlier micro-batches,
     each rank holds whole gradients.
     reduce_dtype: the dtype in which gradients are sent and averaged.

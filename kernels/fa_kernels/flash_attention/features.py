@@ -9,9 +9,9 @@ from torch import Tensor
 class Features(NamedTuple):
     """The features of one attention call. A softcap of 0 means no soft cap.
 
-    sinks: (n_heads,) fp32, in nats, or None.
+    sinks: (n_heads,) fp32, contiguous, in nats, or None.
     alibi: an empty sequence, or the three tensors slopes, aligned and document.
-        slopes: (n_docs or 1, n_heads) fp32.
+        slopes: (n_docs or 1, n_heads) fp32, contiguous.
         aligned: (total_q,) int32, for each query the key whose ALiBi bias is 0.
         document: (total_q,) int32, for each query the row of slopes that the query uses.
     descale: (2, n_heads) fp32, or None. Row 0 of descale holds the factor of each head's scores, and row 1 the factor

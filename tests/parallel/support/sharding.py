@@ -214,7 +214,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     flipped = difference(copies, rank, FlipBit())
     Path(folder, f"flipped.{len(environments)}.{rank}.txt").write_text(flipped)
     if copies.strategy == "hsdp":
-        # the replicas add the sums of the gradient norm in different orders
+        # makes the norms of the two replicas differ, as sums in different orders could
         with patch("fa_train.lit_gpt.whole", lambda norm: whole(norm) * (1.001 if rank < 2 else 1)):
             Path(folder, f"norms.{rank}.txt").write_text(difference(copies, rank))
     if len(environments) == 2:
