@@ -2,20 +2,28 @@
 
     python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
+    python -m scripts.bench.context --lengths lengths.txt --streams file    # documents of these lengths.
 
 A stream is one document (`one`), documents of log-normal lengths (`log-normal`), documents of 64 to 512 tokens
-(`short`), or one document with an attention window of 4096 tokens (`window`). A time covers a forward and a backward
-pass, in bf16, on the slowest rank. Every repetition draws new documents, and times the four parts below in random
-order. A part runs --layers times with the same documents, as the layers of a model do. The time of a part is the mean
-of these runs. The first run needs more host time than the others, and is included in the mean.
+(`short`), one document with an attention window of 4096 tokens (`window`), or documents whose lengths are drawn from
+the numbers in the file --lengths (`file`). As in the benchmarks of MagiAttention, a document of `file` has at most a
+quarter of the tokens of the stream, and a longer one is cut.
+
+A time covers a forward and a backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and
+times the five parts below in random order. A part runs --layers times with the same documents, as the layers of a model
+do. The time of a part is the mean of these runs. The first run needs more host time than the others, and is included
+in the mean.
 
 In the part `one`, rank 0 computes the attention of the whole stream, while the other ranks wait. In the part `shared`,
-all ranks compute this attention together (fa_train.parallel.context). In the part `alone`, each rank computes its share
-of the attention, with keys and values that were gathered beforehand. In the part `moved`, the ranks only exchange keys,
-values and their gradients.
+all ranks compute this attention together (fa_train.parallel.context). The part `forward` is the forward pass of
+`shared`. In the part `alone`, each rank computes its share of the attention, with keys and values that were gathered
+beforehand. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
 The ideal time is the time of `one`, divided by the number of ranks. `alone` shows the time that the ranks would need if
-communication took no time.
+communication took no time. Streams of more than 512k tokens do not fit on one GPU. For such a stream, each rank
+computes an equal part of the heads in `one`, and the ideal time is the time of the slowest rank. FLOPs are counted
+without masked pairs of queries and keys: 4 * head_dim per query head and pair in a forward pass, and 2.5 times as many
+in a backward pass. The time of the backward pass is that of `shared` minus that of `forward`.
 
 The script writes OUT.md with the times, and OUT.png with the shares of the ideal speed.
 
@@ -31,8 +39,8 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -43,6 +51,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from fa_kernels.flash_attention.schedule import Schedule, length_class_of
+from fa_train.errors import errors_in_one_line
 from fa_train.models.attention import flash_attention
 from fa_train.models.stream import windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention, SharedSchedule, shared_schedule
@@ -58,7 +67,8 @@ from scripts.bench.timing import require_gpu
 
 WINDOW = 4096  # number of keys that a query of the stream "window" sees
 STREAMS = ("one", "log-normal", "short", "window")
-WARM_UP = 2  # untimed repetitions
+FROM_FILE = "file"  # the stream whose document lengths come from --lengths
+FITS_ONE_GPU = 2**19  # tokens; longer streams divide the heads of the part `one` among the ranks
 START_METHOD = "spawn"
 
 
@@ -67,7 +77,7 @@ class Setting:
     """The settings of all cases.
 
     layers: calls of a part that are timed together. device: cuda or cpu. peer: whether to measure torch's context
-    parallelism.
+    parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions.
     """
 
     n_heads: int
@@ -77,6 +87,8 @@ class Setting:
     repetitions: int
     device: str
     peer: bool = False
+    lengths: tuple[int, ...] = ()
+    warm_up: int = 2
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,16 +99,25 @@ class Setting:
         return PARTS + PEER_PARTS if self.peer and stream == "one" else PARTS
 
 
-def documents(stream: str, tokens: int, seed: int) -> tuple[int, ...]:
-    """Returns document lengths that add up to `tokens`."""
+def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
+    """Returns document lengths that add up to `tokens`. lengths: those from which the stream `file` draws."""
     generator = np.random.default_rng(seed)
     if stream == "log-normal":
         drawn = generator.lognormal(np.log(1024), 1.2, tokens // 16 + 1).astype(int).clip(16, 32768)
     elif stream == "short":
         drawn = generator.integers(64, 513, tokens // 64 + 1)
+    elif stream == FROM_FILE:
+        drawn = np.minimum(generator.choice(np.array(lengths), tokens), max(1, tokens // 4))
     else:
         return (tokens,)
     return fill_row(drawn.tolist(), tokens)
+
+
+def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
+    """Returns the number of pairs of a query and a key that it attends to, in causal attention."""
+    n = np.array(lengths, dtype=np.int64)
+    outside = np.maximum(0, n - (window or n.max()))  # queries that do not see their whole document
+    return int((n * (n + 1) // 2 - outside * (outside + 1) // 2).sum())
 
 
 class Case:
@@ -104,25 +125,30 @@ class Case:
 
     def __init__(self, stream: str, tokens: int, seed: int, setting: Setting) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        lengths, window = documents(stream, tokens, seed), WINDOW if stream == "window" else None
+        lengths, window = documents(stream, tokens, seed, setting.lengths), WINDOW if stream == "window" else None
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
         mean = round(sum(length**2 for length in lengths) / tokens)  # weighted by length, as in training
+        self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
         schedule = shared_schedule(
             move_data_to_device(plan, device), length_class_of(mean if window is None else min(mean, window))
         )
+        attention = ContextAttention(flash_attention, "bench")
         self.parts: dict[str, Callable[[], object]] = {
-            "shared": self._both_passes(ContextAttention(flash_attention, "bench"), schedule, dealt, setting, device),
+            "shared": self._both_passes(attention, schedule, dealt, setting, device),
+            "forward": self._forward(attention, schedule, dealt, setting, device),
             "alone": self._alone(schedule, dealt, setting, device),
             "moved": self._moved(schedule, dealt, setting, device),
         }
-        if rank == 0:
+        divided = tokens > FITS_ONE_GPU
+        if rank == 0 or divided:
             cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
             whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
-            q, k, v, do = _inputs(setting, device, tokens, tokens)
+            heads = _divided(setting, ranks) if divided else setting
+            q, k, v, do = _inputs(heads, device, tokens, tokens)
             self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
         if PEER_PARTS[0] in setting.parts(stream):
             self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)
@@ -133,6 +159,13 @@ class Case:
         local = dealt.total // dealt.ranks
         q, k, v, do = _inputs(setting, device, local, local)
         return lambda: torch.autograd.grad(attention(q, k, v, schedule), (q, k, v), do)
+
+    def _forward(
+        self, attention: ContextAttention, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
+    ) -> Callable[[], object]:
+        local = dealt.total // dealt.ranks
+        q, k, v, _ = _inputs(setting, device, local, local)
+        return lambda: attention(q, k, v, schedule)
 
     def _alone(
         self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
@@ -156,6 +189,19 @@ class Case:
         return move
 
 
+def _divided(setting: Setting, ranks: int) -> Setting:
+    """Returns the setting with one rank's part of the heads.
+
+    Raises: ValueError if the heads cannot be divided equally.
+    """
+    if setting.n_kv_heads % ranks:
+        raise ValueError(
+            f"--n-kv-heads must be a multiple of the {ranks} ranks for streams of more than {FITS_ONE_GPU:,} tokens; "
+            f"got {setting.n_kv_heads}"
+        )
+    return replace(setting, n_heads=setting.n_heads // ranks, n_kv_heads=setting.n_kv_heads // ranks)
+
+
 def _inputs(setting: Setting, device: torch.device, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns q, k, v and do. Of these, q, k and v require gradients."""
     sizes = (
@@ -173,21 +219,25 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
     ranks = dist.get_world_size()
     parts = setting.parts(stream)
     samples: dict[str, list[list[float]]] = {part: [] for part in parts}
-    received = []
-    for repetition in range(WARM_UP + setting.repetitions):
+    received, pairs = [], []
+    for repetition in range(setting.warm_up + setting.repetitions):
         case = Case(stream, tokens, repetition, setting)
         for part in random.Random(repetition).sample(parts, len(parts)):
             dist.barrier()
             times = [0.0] * ranks
             dist.all_gather_object(times, _milliseconds(case.parts.get(part), setting))
-            if repetition >= WARM_UP:
+            if repetition >= setting.warm_up:
                 samples[part].append(times)
         shares = [0.0] * ranks
         dist.all_gather_object(shares, case.received)
         received.append(max(shares))
+        pairs.append(case.pairs)
     by_rank = [statistics.median(times) for times in zip(*samples["shared"], strict=True)]
     slowest = {part: statistics.median(map(max, times)) for part, times in samples.items()}
-    return Result(stream, tokens, slowest, by_rank, statistics.median(received[WARM_UP:]))
+    if tokens > FITS_ONE_GPU:
+        slowest["one"] *= ranks  # each rank computed one part of the heads
+    flops = 4 * setting.n_heads * setting.head_dim * statistics.median(pairs[setting.warm_up :])
+    return Result(stream, tokens, slowest, by_rank, statistics.median(received[setting.warm_up :]), flops)
 
 
 def _milliseconds(run: Callable[[], object] | None, setting: Setting) -> float:
@@ -238,7 +288,8 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 131072, 262144], help="tokens of a stream")
-    parser.add_argument("--streams", nargs="+", choices=STREAMS, default=STREAMS)
+    parser.add_argument("--streams", nargs="+", choices=(*STREAMS, FROM_FILE), default=STREAMS)
+    parser.add_argument("--lengths", type=Path, help="text file with document lengths, for the stream `file`")
     parser.add_argument("--n-heads", type=int, default=32)
     parser.add_argument("--n-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -246,11 +297,22 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--layers", type=int, default=4, help="number of calls, with the same documents, whose mean time is taken"
     )
     parser.add_argument("--repetitions", type=int, default=11, help="timed repetitions, each with new documents")
+    parser.add_argument("--warm-up", type=int, default=2, help="untimed repetitions before the timed ones")
     parser.add_argument("--peer", action="store_true", help="also measure torch's context parallelism, on GPUs")
     parser.add_argument("--cpu-ranks", type=int, help="processes on the CPU instead of GPUs, to try the script")
     add_results(parser, "scripts/results/context_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
     require_positive(parser, args, ("tokens", "n_heads", "n_kv_heads", "head_dim", "layers", "repetitions"))
+    if args.warm_up < 0:
+        parser.error(f"--warm-up must not be negative; got {args.warm_up}")
+    if (FROM_FILE in args.streams) != (args.lengths is not None):
+        parser.error(f"--lengths and the stream {FROM_FILE} need each other; got {args.lengths} and {args.streams}")
+    try:
+        args.document_lengths = tuple(map(int, args.lengths.read_text().split())) if args.lengths else ()
+    except (OSError, ValueError) as error:
+        parser.error(f"--lengths must be a text file with whole numbers; got {args.lengths}: {error}")
+    if args.lengths and min(args.document_lengths, default=0) < 1:
+        parser.error(f"--lengths must hold at least one positive number and no others; got {args.lengths}")
     if args.peer and args.cpu_ranks is not None:
         parser.error("--peer needs GPUs, because cuDNN's attention has no CPU version; got --cpu-ranks")
     args.command = arguments
@@ -266,7 +328,10 @@ def main() -> None:
         sys.exit(f"scripts.bench.context needs at least 2 GPUs, or --cpu-ranks of at least 2; got {ranks}")
     device = "cuda" if args.cpu_ranks is None else "cpu"
     sizes = args.n_heads, args.n_kv_heads, args.head_dim
-    setting = Setting(*sizes, args.layers, args.repetitions, device, args.peer)
+    setting = Setting(*sizes, args.layers, args.repetitions, device, args.peer, args.document_lengths, args.warm_up)
+    if max(args.tokens) > FITS_ONE_GPU:
+        with errors_in_one_line((ValueError,)):
+            _divided(setting, ranks)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]

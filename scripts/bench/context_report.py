@@ -8,7 +8,8 @@ from matplotlib.ticker import PercentFormatter
 
 from scripts.bench.context_peer import PEER_PARTS
 
-PARTS = ("one", "shared", "alone", "moved")
+PARTS = ("one", "shared", "forward", "alone", "moved")
+BACKWARD = 2.5  # FLOPs of a backward pass of attention divided by those of its forward pass
 BARS = {"shared": ("#1f77b4", "with communication"), "alone": ("#c6dbef", "attention alone")}
 WIDTH = 0.4  # of a bar; neighbouring groups of bars are 1 apart
 
@@ -18,6 +19,7 @@ class Result:
     """The medians of one case in milliseconds. ranks_ms: the time of each rank in the part `shared`.
 
     received: the number of keys that the busiest rank receives, divided by the number of keys on all other ranks.
+    flops: the FLOPs of a forward pass on all ranks together.
     """
 
     stream: str
@@ -25,21 +27,24 @@ class Result:
     ms: dict[str, float]
     ranks_ms: list[float]
     received: float
+    flops: float
 
 
 def table(results: Sequence[Result], ranks: int) -> list[str]:
-    """Returns the lines of the table of results."""
+    """Returns the lines of the table of results. TFLOP/s are those of one GPU, in the forward and backward pass."""
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
-        "| keys received | each rank, ms |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|:--|",
+        "| keys received | forward, TFLOP/s | backward, TFLOP/s | each rank, ms |",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|:--|",
     ]
     for result in results:
-        one, shared, alone, moved = (result.ms[part] for part in PARTS)
+        one, shared, forward, alone, moved = (result.ms[part] for part in PARTS)
+        tera = result.flops / ranks / 1e9  # divided by milliseconds, this gives TFLOP/s
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
-            f"| {one / ranks / alone:.1%} | {moved:.2f} | {result.received:.0%} | {by_rank} |"
+            f"| {one / ranks / alone:.1%} | {moved:.2f} | {result.received:.0%} | {tera / forward:.0f} "
+            f"| {BACKWARD * tera / (shared - forward):.0f} | {by_rank} |"
         )
     return lines
 

@@ -3,11 +3,12 @@
     python -m scripts.bench.scaling                                         # llama_1b and llama_8b on all GPUs.
     python -m scripts.bench.scaling --cases llama_1b:8192:ddp llama_1b:32768:fsdp --parallel
     python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # on several GPUs.
+    python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # shared rows.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
 Cases that differ only in the strategy and in overrides of strategy.* share the run on one GPU, which ignores both. In
-each step, every GPU trains on --rows rows of random tokens. Each run is a new process with logger=csv, without
-validation and without checkpoints. The order of the runs is random.
+each step, every GPU trains on --rows rows of random tokens. With strategy.context=N, N GPUs share these rows. Each run
+is a new process with logger=csv, without validation and without checkpoints. The order of the runs is random.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
 log entries of the timed steps. The first third of the steps is not timed. The columns of step time, data wait,
@@ -60,6 +61,7 @@ CASES = (
     "llama_8b:8192:fsdp,trainer.precision=bf16-true,optimizer=adamw_bf16,memory=selective",
 )
 STRATEGIES = "ddp", "fsdp"
+CONTEXT = "strategy.context"  # the number of GPUs that share their rows
 ONE = ("auto",)  # the strategy of runs on one GPU
 LOGS = 12  # number of log entries in a run, if the run has enough steps
 FAILED_LINES = 15  # how many lines are printed from the end of a failed run's log
@@ -96,8 +98,8 @@ class Case:
 class Run:
     """One run of train.py.
 
-    rows: rows per step on each GPU. common: overrides of all runs; a run on one GPU leaves out those of strategy.*.
-    cpu: whether the ranks are processes on the CPU.
+    rows: rows per step on each GPU, or on each group of GPUs that share their rows. common: overrides of all runs; a
+    run on one GPU leaves out those of strategy.*. cpu: whether the ranks are processes on the CPU.
     """
 
     workload: Workload
@@ -115,21 +117,26 @@ class Run:
         return self.steps // 3
 
     @property
+    def batch_size(self) -> int:
+        """The number of rows per step on all GPUs."""
+        values = [override.partition("=")[2] for override in self._overrides() if key_of(override) == CONTEXT]
+        context = int(values[-1]) if values and values[-1].isdecimal() else 1  # train.py refuses other values
+        return self.rows * self.gpus // max(1, context)
+
+    @property
     def name(self) -> str:
         return f"{self.workload.model}_{self.workload.seq_len}_{self.strategy[0]}_{self.gpus}"
 
     def arguments(self) -> list[str]:
         """Returns the overrides of train.py, except for the one that sets the run's folder."""
-        strategy, *settings = self.strategy
-        common = [override for override in self.common if self.gpus > 1 or not sets_strategy(override)]
         return [
             f"preset={'cpu' if self.cpu else 'gpu'}",
             f"model={self.workload.model}",
             "data=synthetic",
             f"seq_len={self.workload.seq_len}",
-            f"batch_size={self.rows * self.gpus}",
+            f"batch_size={self.batch_size}",
             f"max_steps={self.steps}",
-            f"strategy={strategy}",
+            f"strategy={self.strategy[0]}",
             f"trainer.accelerator={'cpu' if self.cpu else 'gpu'}",
             f"trainer.devices={self.gpus}",
             f"trainer.log_every_n_steps={max(1, self.steps // LOGS)}",
@@ -139,10 +146,13 @@ class Run:
             "logger=csv",
             "+callbacks.rank_memory._target_=scripts.bench.rank_memory.RankMemory",
             f"+callbacks.rank_memory.warm_up={self.warm_up}",
-            *self.workload.overrides,
-            *settings,
-            *common,
+            *self._overrides(),
         ]
+
+    def _overrides(self) -> list[str]:
+        """Returns the overrides of the case and of all cases."""
+        common = [override for override in self.common if self.gpus > 1 or not sets_strategy(override)]
+        return [*self.workload.overrides, *self.strategy[1:], *common]
 
 
 def parse_case(text: str) -> Case:
@@ -163,7 +173,11 @@ def parse_case(text: str) -> Case:
 
 def sets_strategy(override: str) -> bool:
     """Returns whether an override sets a key of strategy.*. A run on one GPU leaves out such overrides."""
-    return override.lstrip("+").startswith("strategy.")
+    return key_of(override).startswith("strategy.")
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
 
 
 def runs_of(cases: Sequence[Case], args: argparse.Namespace, gpus: int) -> list[Run]:

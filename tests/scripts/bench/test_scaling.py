@@ -84,6 +84,14 @@ def test_cases_share_the_run_on_one_gpu():
     assert {run.gpu for run in every if run.gpus == 1} == {0, 1}
 
 
+def test_gpus_that_share_rows_train_on_fewer_rows():
+    cases = [parse_case("nano:64:fsdp,strategy.context=4"), parse_case("nano:64:fsdp")]
+    sizes = {run.strategy: run.batch_size for run in runs_of(cases, arguments("--rows", "3"), 8)}
+    assert sizes == {("auto",): 3, ("fsdp", "strategy.context=4"): 6, ("fsdp",): 24}
+    common = runs_of(cases[1:], arguments("--", "strategy.context=8"), 8)
+    assert {run.gpus: run.batch_size for run in common} == {1: 1, 8: 1}
+
+
 @pytest.mark.slow
 def test_each_run_is_planned_as_its_own_config():
     cases = [parse_case(case) for case in CASES]
