@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import lightning as L
 
-from fa_train.bounds import NonNegativeInt, PositiveInt, Seed
+from fa_train.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler, TimedLoader
 from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
@@ -335,7 +335,10 @@ def mix_data(
 
 
 def synthetic_data(
-    vocab_size: PositiveInt, document_len: PositiveInt, **packing: Unpack[PackingOptions]
+    vocab_size: PositiveInt,
+    document_len: PositiveInt,
+    length_sigma: NonNegativeFloat,
+    **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Returns a data module with random tokens, for benchmarks."""
-    return PackedDataModule(SyntheticSource(vocab_size, document_len), **packing)
+    """Returns a data module with random tokens, for benchmarks. document_len, length_sigma: as in `SyntheticSource`."""
+    return PackedDataModule(SyntheticSource(vocab_size, document_len, length_sigma), **packing)

@@ -40,7 +40,7 @@ def _frozen_again():
 
 
 def make(**changes):
-    return synthetic_data(vocab_size=50, document_len=10, **(OPTIONS | changes))
+    return synthetic_data(**(dict(vocab_size=50, document_len=10, length_sigma=0) | OPTIONS | changes))
 
 
 @pytest.mark.parametrize("name", ["seq_len", "batch_size", "micro_batch_size", "max_steps"])
@@ -53,6 +53,19 @@ def test_micro_batches_must_divide_the_batch():
     assert make().accumulation(world_size=2) == 2
     with pytest.raises(ValueError, match=r"batch_size must be a multiple of 6 \(.*size=2 \* 3 processes\); got 8"):
         make().accumulation(world_size=3)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_rows_of_documents_of_varying_length(packing):
+    data = make(document_len=4, length_sigma=1.0, packing=packing)
+    documents = data.source.documents(held_out=False)
+    report = data.packing_report()
+    assert len(set(documents.lengths.tolist())) > 20
+    assert report.documents == len(documents) and report.tokens_packed == documents.lengths.sum()
+    assert report.tokens_held_out == data.source.documents(held_out=True).lengths.sum()
+    positions = PackedRows(data, held_out=False, shuffle=True).batch(0, 32)["position_ids"].view(32, 16)
+    starts = (positions == 0).sum(dim=1)  # the number of documents in each row
+    assert len(set(starts.tolist())) > 1
 
 
 def rows_of(batches):

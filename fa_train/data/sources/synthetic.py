@@ -1,19 +1,23 @@
 """Documents of random tokens, for benchmarks."""
 
+import math
+
 import numpy as np
 
 from fa_train.data.packing.rows import LossMask
 
 N_TOKENS = 2**26  # the minimum number of tokens per epoch
+SHORTEST = 16  # tokens; the minimum of a drawn length, unless document_len is less
+LONGEST = 32  # the maximum of a drawn length, as a multiple of document_len
 
 
 class SyntheticDocuments:
-    """Documents of equal length. Document i is drawn with the seed (seed, i)."""
+    """Documents of lengths[i] random tokens. Document i is drawn with the seed (seed, i). lengths: (n,) int64."""
 
     loss_mask: LossMask | None = None
 
-    def __init__(self, count: int, length: int, vocab_size: int, seed: int) -> None:
-        self.lengths = np.full(count, length)
+    def __init__(self, lengths: np.ndarray, vocab_size: int, seed: int) -> None:
+        self.lengths = lengths
         self.vocab_size, self.seed = vocab_size, seed
 
     def __len__(self) -> int:
@@ -25,17 +29,22 @@ class SyntheticDocuments:
 
 
 class SyntheticSource:
-    """A source of documents with document_len random tokens each.
+    """A source of documents of random tokens.
 
-    Raises: ValueError if vocab_size or document_len is not positive.
+    document_len: the median length of the documents, in tokens.
+    length_sigma: the standard deviation of the logarithm of the lengths. With 0, all documents have document_len
+    tokens. With a positive value, `log_normal_lengths` draws the lengths.
+    Raises: ValueError if vocab_size or document_len is not positive, or if length_sigma is negative or not finite.
     """
 
-    def __init__(self, vocab_size: int, document_len: int) -> None:
+    def __init__(self, vocab_size: int, document_len: int, length_sigma: float) -> None:
         if vocab_size < 1 or document_len < 1:
             raise ValueError(
                 f"data.vocab_size and data.document_len must be positive; got {vocab_size} and {document_len}"
             )
-        self.vocab_size, self.document_len = vocab_size, document_len
+        if not 0 <= length_sigma < math.inf:
+            raise ValueError(f"data.length_sigma must be finite and at least 0; got {length_sigma}")
+        self.vocab_size, self.document_len, self.length_sigma = vocab_size, document_len, length_sigma
         self.pad_id = 0
         self.cache_dir = None
 
@@ -44,5 +53,27 @@ class SyntheticSource:
 
     def documents(self, *, held_out: bool) -> SyntheticDocuments:
         """Returns the training documents, or the documents that are held out for validation."""
-        count = max(2, -(-N_TOKENS // self.document_len))
-        return SyntheticDocuments(count, self.document_len, self.vocab_size, seed=int(held_out))
+        seed = int(held_out)
+        if self.length_sigma:
+            lengths = log_normal_lengths(self.document_len, self.length_sigma, seed)
+        else:
+            lengths = np.full(max(2, -(-N_TOKENS // self.document_len)), self.document_len)
+        return SyntheticDocuments(lengths, self.vocab_size, seed)
+
+
+def log_normal_lengths(median: int, sigma: float, seed: int) -> np.ndarray:
+    """Draws the lengths of at least two documents with at least N_TOKENS tokens in all.
+
+    sigma: the standard deviation of the logarithm of a length, before the length is limited to at least
+    min(SHORTEST, median) and at most LONGEST * median tokens.
+    Returns: (n,) int64, in tokens. The lengths depend only on the arguments and on N_TOKENS.
+    """
+    generator = np.random.default_rng((seed, 0, 1))  # (seed, i) is the seed of the tokens of document i
+    block = max(2, -(-N_TOKENS // median))
+    lengths = np.empty(0, np.int64)
+    while lengths.sum() < N_TOKENS:
+        drawn = generator.lognormal(math.log(median), sigma, block)
+        limited = np.clip(drawn, min(SHORTEST, median), LONGEST * median)
+        lengths = np.append(lengths, np.rint(limited).astype(np.int64))
+    enough = int(np.searchsorted(np.cumsum(lengths), N_TOKENS)) + 1
+    return lengths[: max(2, enough)]
