@@ -92,10 +92,15 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
 def case_of(cfg: DictConfig) -> StepCase:
     """Converts the config of a job to a StepCase.
 
-    Raises: ValueError if the job has several documents, rows or devices, an adapter, or an unsupported precision. The
-    tables and the minimum memory are computed for one document.
+    Raises: ValueError if the job has several documents, documents of varying length, several rows or devices, an
+    adapter, or an unsupported precision. The tables and the minimum memory are computed for one document.
     """
-    wanted = {"data.document_len": cfg.seq_len, "data.micro_batch_size": 1, "trainer.devices": 1}
+    wanted = {
+        "data.document_len": cfg.seq_len,
+        "data.length_sigma": 0,
+        "data.micro_batch_size": 1,
+        "trainer.devices": 1,
+    }
     for name, value in wanted.items():
         if OmegaConf.select(cfg, name) != value:
             raise ValueError(f"an ablation needs {name}={value}; got {OmegaConf.select(cfg, name)}")

@@ -112,7 +112,7 @@ class Row:
 def configuration(case: Case) -> DictConfig:
     """Composes conf/train.yaml for this case, as train.py does.
 
-    Raises: ValueError if a row does not hold whole documents.
+    Raises: ValueError if a row does not hold whole documents, or if data.length_sigma is positive.
     """
     variant = variant_of(case.variant)
     chosen = [

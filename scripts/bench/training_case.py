@@ -113,8 +113,13 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
 def document_lens(config: DictConfig) -> list[int]:
     """Returns the length in tokens of each document in a row.
 
-    Raises: ValueError if a row does not hold whole documents.
+    Raises: ValueError if a row does not hold whole documents, or if data.length_sigma is positive.
     """
+    if config.data.length_sigma:
+        raise ValueError(
+            "this benchmark needs data.length_sigma=0, because it needs the same documents in every row; "
+            f"got {config.data.length_sigma}"
+        )
     length = min(config.data.document_len, config.seq_len)
     if config.seq_len % length:
         raise ValueError(f"data.document_len must divide seq_len={config.seq_len}; got {length}")

@@ -154,6 +154,7 @@ def test_a_case_has_what_the_formula_needs(tmp_path):
     [
         "data.micro_batch_size=2",
         "data.document_len=32",
+        "data.length_sigma=0.5",
         "trainer.devices=2",
         "trainer.precision=bf16-true",
         "adapter=lora",

@@ -94,6 +94,11 @@ def test_a_row_of_parts_of_documents_is_refused():
     assert document_lens(configuration(replace(CASE, overrides=(*TINY, "data.document_len=100")))) == [64]
 
 
+def test_documents_of_varying_length_are_refused():
+    with pytest.raises(ValueError, match=r"needs data\.length_sigma=0, .*; got 0\.5"):
+        configuration(replace(CASE, overrides=(*TINY, "data.document_len=16", "data.length_sigma=0.5")))
+
+
 def test_a_model_that_llama_is_not():
     row = measure(replace(CASE, variant="hf", overrides=(*TINY, "model.activation=gelu", "model.bias=true")))
     assert row.outcome == "missing: Hugging Face's Llama has no activation=gelu, bias=True"
