@@ -232,7 +232,7 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
         dist.all_gather_object(shares, case.received)
         received.append(max(shares))
         pairs.append(case.pairs)
-    by_rank = [statistics.median(times) for times in zip(*samples["shared"], strict=True)]
+    by_rank = [statistics.median(times) for times in zip(*samples["alone"], strict=True)]
     slowest = {part: statistics.median(map(max, times)) for part, times in samples.items()}
     if tokens > FITS_ONE_GPU:
         slowest["one"] *= ranks  # each rank computed one part of the heads

@@ -16,8 +16,9 @@ WIDTH = 0.4  # of a bar; neighbouring groups of bars are 1 apart
 
 @dataclass(frozen=True)
 class Result:
-    """The medians of one case in milliseconds. ranks_ms: the time of each rank in the part `shared`.
+    """The medians of one case in milliseconds.
 
+    ranks_ms: the time of each rank in the part `alone`, in which ranks do not wait for each other.
     received: the number of keys that the busiest rank receives, divided by the number of keys on all other ranks.
     flops: the FLOPs of a forward pass on all ranks together.
     """
@@ -34,7 +35,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     """Returns the lines of the table of results. TFLOP/s are those of one GPU, in the forward and backward pass."""
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
-        "| keys received | forward, TFLOP/s | backward, TFLOP/s | each rank, ms |",
+        "| keys received | forward, TFLOP/s | backward, TFLOP/s | attention alone of each rank, ms |",
         "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|:--|",
     ]
     for result in results:

@@ -2,10 +2,12 @@
 
     python -m scripts.bench.profile_step model=llama_1b seq_len=32768    # llama_1b.
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload    # gpt2.
+    torchrun --nproc-per-node=2 -m scripts.bench.profile_step trainer.devices=2 strategy=fsdp batch_size=2    # 2 GPUs.
 
 The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script sets data=synthetic,
 logger=csv and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. In a
-folder that is not a git checkout, pass +commit=HASH to show the commit on the page.
+folder that is not a git checkout, pass +commit=HASH to show the commit on the page. On several GPUs, start the script
+with torchrun. Only rank 0 is then profiled.
 
 The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive times of the parts.
 The exclusive times and the idle time add up to the step's time. Copies and communication count only while no kernel
@@ -43,6 +45,7 @@ import train
 from fa_train import run_config, training
 from fa_train.callbacks.monitor import GIB
 from fa_train.lit_gpt import LitGPT
+from fa_train.parallel.fsdp import local
 from scripts.bench.provenance import describe
 from scripts.bench.step_memory import GRADIENTS, STATE, WEIGHTS, draw_memory, memory_over_time
 from scripts.bench.step_trace import COPIES, Step, exclusive, hidden, step_of
@@ -55,7 +58,7 @@ TOP = 25  # number of kernels in the list of kernels by name
 
 
 class StepProfiler(Callback):
-    """Times `WARMUP` steps without the profiler, and then profiles one step.
+    """Times `WARMUP` steps without the profiler, and then profiles one step of rank 0.
 
     The trace is written to the folder `folder`.
     """
@@ -68,7 +71,7 @@ class StepProfiler(Callback):
         self.gradients: set[int] = set()
         self.peak = self.reserved = 0
         self._profiler: profile | None = None
-        self._recording = False
+        self._started = self._recording = False
         self._step: record_function | None = None
         self._phase: record_function | None = None
 
@@ -89,7 +92,7 @@ class StepProfiler(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        self.gradients = {p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None}
+        self.gradients = {_storage(p.grad).data_ptr() for p in parameters if p.grad is not None}
         self._enter("optimizer")  # including clipping
 
     def on_train_batch_end(
@@ -101,14 +104,16 @@ class StepProfiler(Callback):
         wait(pl_module.device)
         if self._recording:
             self._stop(pl_module)
-        elif self._profiler is None:
+        elif not self._started:
             self.milliseconds.append((time.perf_counter() - self._start) * 1e3)
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         wait(pl_module.device)
         if trainer.global_step == WARMUP:  # the profiler initialises itself in this step
-            self._profiler = _profiler(pl_module.device)
-            self._profiler.start()
+            self._started = True
+            if trainer.is_global_zero:
+                self._profiler = _profiler(pl_module.device)
+                self._profiler.start()
         elif self._profiler is not None and trainer.global_step == WARMUP + 1:
             self.before = _addresses(pl_module, trainer.optimizers)
             if pl_module.device.type == "cuda":
@@ -161,10 +166,15 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {
-        tensor.untyped_storage().data_ptr(): (component, tensor.untyped_storage().nbytes())
+        _storage(tensor).data_ptr(): (component, _storage(tensor).nbytes())
         for component, tensors in ((WEIGHTS, parameters), (STATE, moments), (GRADIENTS, gradients))
         for tensor in tensors
     }
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Returns the storage of a tensor, or of this rank's part of a sharded tensor."""
+    return local(tensor).untyped_storage()
 
 
 def table(step: Step) -> list[tuple[str, float, float, float, int]]:

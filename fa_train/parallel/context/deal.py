@@ -15,7 +15,7 @@ import numpy as np
 # also read the keys between these chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 512  # if chunks pad a stream by more than this fraction, smaller chunks are used
-TOLERANCE = 0.01  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
+TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # the numbers of chunks that an exchange can swap
 TRIED = 32  # the traffic of at most this many exchanges is compared for each run length
 FIXED_COST = 4  # chunks of keys, added to the cost of each exchange; favours one large exchange over several small ones

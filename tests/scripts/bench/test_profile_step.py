@@ -78,6 +78,22 @@ def test_a_step_from_its_command_line(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_step_of_two_ranks(tmp_path):
+    arguments = [
+        "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m",
+        "scripts.bench.profile_step", *TINY, "trainer.devices=2", "strategy=fsdp", "strategy.context=2",
+        "data.num_workers=0", f"hydra.run.dir={tmp_path}",
+    ]  # fmt: skip
+    environment = quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    done = processes.finish("torch.distributed.run", arguments, REPOSITORY, environment)
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "profile.csv").open() as file:
+        rows = {row["part"]: float(row["ms"]) for row in csv.DictReader(file)}
+    assert rows[COMMUNICATION] > 0 and rows[ATTENTION_FORWARD] > 0
+    assert [file.name for file in tmp_path.glob("trace*")] == ["trace.json.gz"], "only rank 0 is profiled"
+
+
+@pytest.mark.slow
 def test_a_wrong_override_ends_with_one_line(tmp_path):
     done = profile_step(tmp_path, "model.norm=batchnorm")
     assert done.returncode == 1 and "Traceback" not in done.stderr
