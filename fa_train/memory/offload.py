@@ -11,8 +11,8 @@ whole storage, because q, k and v are views of one storage. autograd owns the `_
 with its graph. This works with every wrapper around a block, including torch.compile.
 
 A copy to the host starts after the compute stream has written the storage. If block `i` starts the copy, the compute
-stream waits for the copy at the start of block `i + 2`. With offload=all, the compute stream waits `IN_FLIGHT - 1`
-blocks later. The storage's GPU memory is then freed. For a copy back to the GPU, the compute stream allocates memory,
+stream waits for the copy at the start of block `i + 2`, or with offload=all, at the start of block `i + IN_FLIGHT + 1`.
+The storage's GPU memory is then freed. For a copy back to the GPU, the compute stream allocates memory,
 the side stream copies, and the compute stream waits for the copy. When autograd's graph is freed, host buffers return
 to a pool. All copies use one stream, so the last copy out of a buffer ends before the next copy into the buffer. The
 host never waits. Tensor.record_stream is not used, because it would free memory later, at a time that depends on the

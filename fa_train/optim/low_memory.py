@@ -233,7 +233,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
 
 def _with_states(saved: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns a copy of the state_dict `saved` in which `change` was applied to each moment of each parameter."""
+    """Returns a copy of the state_dict `saved`, with `change` applied to every value of every parameter's state."""
     states = {
         parameter: {name: change(value) for name, value in state.items()} for parameter, state in saved["state"].items()
     }

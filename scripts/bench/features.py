@@ -230,7 +230,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # frees the cached memory of the call before the capture
+        torch.cuda.empty_cache()  # frees the memory of the call that `captured` makes before it captures
     return median_ms(runs, rep=rep)
 
 

@@ -86,7 +86,7 @@ class StepTimer(Callback):
 
 
 def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
-    """Trains as train.py does, with LitGPT, its data and Lightning's loop, and fills `times`.
+    """Trains as train.py does, with LitGPT, Lightning's loop and the data of the config. Fills `times`.
 
     The planner does not check the memory, so a run that is too large runs out of memory. Nothing is logged or saved.
     """

@@ -157,8 +157,8 @@ class Swaps(NamedTuple):
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
     """Returns swaps between rank `most` and rank `least` that move some work, but at most `limit`.
 
-    For each length, the result has at most `TRIED` swaps: those that move the most work. In each of them,
-    rank `most` gives a different run.
+    Each swap exchanges two runs of equal length. For each length in `RUN_LENGTHS`, the result has at most `TRIED`
+    swaps: those that move the most work. In each of them, rank `most` gives a different run.
     """
     before = np.append(0, work.cumsum())
     found = []

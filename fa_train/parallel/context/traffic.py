@@ -33,7 +33,7 @@ class Traffic(NamedTuple):
     own: Tensor  # (local,) int32, the buffer row of each own token; for padding, a row that no query sees
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
     shared: Tensor  # (local,) int32, the indices of own tokens that other ranks receive, ascending
-    entries: Tensor  # (total,) int32, indices into `sent`, grouped by token, in the order of `shared`
+    entries: Tensor  # (total,) int32, indices into `sent`: one group per token, groups in the order of `shared`
     offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
     counts: list[int]  # three counts: rows of the buffer, tokens in `shared`, and keys in the buffer

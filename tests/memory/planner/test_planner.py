@@ -390,7 +390,7 @@ def test_host_memory():
     assert predict(LLAMA_1B).host == 0
     host = predict(changed(LLAMA_1B, optimizer="adamw_offload")).host
     parameters = sum(parameter_sizes(LLAMA_1B.model))
-    # pinned weights and gradients, rounded up to powers of two, and two moments
+    # weights and gradients in pinned buffers, whose sizes are powers of two, and two moments
     assert 16 * parameters * 0.99 < host < 24 * parameters
 
 

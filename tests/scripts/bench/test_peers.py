@@ -100,7 +100,10 @@ def test_transformers_has_the_same_loss_with_our_attention(document_len):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hf-compiled", "hf-compiled-checkpointing"])
 def test_each_layer_is_compiled(name, monkeypatch):
-    """All layers run one graph without breaks. Losses and gradients equal those of layers that are not compiled."""
+    """Each layer is compiled without graph breaks, and all layers share one compiled graph.
+
+    Losses and gradients equal those of layers that are not compiled.
+    """
     graphs, calls = [], []
 
     def backend(graph, inputs):

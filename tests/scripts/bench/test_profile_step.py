@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -43,6 +44,7 @@ from scripts.bench.step_trace import (
 )
 from tests.support import processes
 from tests.support.training import REPOSITORY, quiet_environment
+from tests.test_train import ranks_of_torchrun
 
 TINY = (
     "preset=cpu", "seq_len=64", "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2",
@@ -50,9 +52,9 @@ TINY = (
 )  # fmt: skip
 
 
-def profile_step(folder, *overrides):
+def profile_step(folder, *overrides, **environment):
     arguments = [*TINY, *overrides, f"hydra.run.dir={folder}"]
-    environment = quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""}
+    environment = quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""} | environment
     return processes.finish("scripts.bench.profile_step", arguments, REPOSITORY, environment)
 
 
@@ -79,14 +81,12 @@ def test_a_step_from_its_command_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_of_two_ranks(tmp_path):
-    arguments = [
-        "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m",
-        "scripts.bench.profile_step", *TINY, "trainer.devices=2", "strategy=fsdp", "strategy.context=2",
-        "data.num_workers=0", f"hydra.run.dir={tmp_path}",
-    ]  # fmt: skip
-    environment = quiet_environment() | {"CUDA_VISIBLE_DEVICES": ""}
-    done = processes.finish("torch.distributed.run", arguments, REPOSITORY, environment)
-    assert done.returncode == 0, done.stderr
+    processes.start_server()  # start the server now, because otherwise each of the two threads would start one
+    settings = "trainer.devices=2", "strategy=fsdp", "strategy.context=2", "data.num_workers=0"
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(profile_step, tmp_path, *settings, **rank) for rank in ranks_of_torchrun(2)]
+    for done in (rank.result() for rank in ranks):
+        assert done.returncode == 0, done.stderr
     with (tmp_path / "profile.csv").open() as file:
         rows = {row["part"]: float(row["ms"]) for row in csv.DictReader(file)}
     assert rows[COMMUNICATION] > 0 and rows[ATTENTION_FORWARD] > 0

@@ -56,9 +56,9 @@ def hand_back(empty):
 
     The mbarrier `empty` must expect `WARPGROUP` arrivals per reading warpgroup.
     Each thread arrives for itself, with the arrive instruction of cp.async. With mbarrier.arrive, one thread would
-    arrive for the whole warpgroup, and only after the warpgroup's last warp is ready. The arrive instruction of
-    cp.async does not order stores. Call hand_back only after all reads of the buffer are finished: matmuls and TMA
-    operations must be complete, and the values of loads must have been used.
+    arrive for the whole warpgroup, and only after the warpgroup's last warp is ready. Earlier stores of a thread may
+    become visible after its arrival, so hand_back cannot replace `hand_over`. Call hand_back only after all reads of
+    the buffer are finished: matmuls and TMA operations must be complete, and the values of loads must have been used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
