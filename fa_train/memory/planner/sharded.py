@@ -15,8 +15,9 @@ The buffer lives until the next group has finished its backward. After the copy,
 except the last one. A loop variable of FSDP2's function foreach_reduce keeps the last gradient alive until the function
 returns.
 
-tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors, and peaks_h100.json has peaks that
-were measured on two GPUs. No peak with reduce_once, adapters or replicas was measured.
+tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
+peaks_h200.json have peaks that were measured on two and on four GPUs. No peak with reduce_once, adapters or replicas
+was measured.
 """
 
 from fa_train.memory.planner.plan import Plan

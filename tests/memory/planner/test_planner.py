@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from fa_train.models.attention import Attention, flash_attention, sdpa_attention
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA, adapters_of
+from fa_train.parallel.context.deal import deal
+from fa_train.parallel.context.traffic import traffic
 from tests.memory.support.plans import GPT2, LLAMA_1B, SMALL, changed, recorded
 from tests.memory.support.simulated import as_on_a_gpu, kept_by_compiled_block, simulate
 from tests.support.marks import slow_if
@@ -38,24 +41,45 @@ from tests.support.marks import slow_if
 
 def name_of(measured: dict[str, Any]) -> str:
     plan = recorded(measured["plan"])
-    return f"{plan.model.n_layers}-{plan.run.tokens}-{plan.levers.checkpointing}-{plan.run.optimizer}"
+    ranks = plan.run.ranks if plan.run.buckets == "none" else "ddp"
+    step = "-first" if measured.get("first") else ""
+    return f"{plan.model.n_layers}-{plan.run.tokens}-{plan.levers.checkpointing}-{plan.run.optimizer}-{ranks}{step}"
 
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
 # Measured by scripts/bench/planner.py, or by the command in an entry's field `run`. `first`: measured in a step before
-# the optimizer had states. In peaks_h100.json, a peak is that of one of two ranks.
-MEASURED = [
-    pytest.param(measured, id=f"{file.stem}-{name_of(measured)}")
+# the optimizer had states. In peaks_h100.json, a peak is that of one of two ranks. `ranks_gib`: the peaks of all ranks,
+# if they differ; `peak_gib` is then the highest one.
+RECORDED = {
+    f"{file.stem}-{name_of(measured)}-{number}": measured
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
-    for measured in json.loads(file.read_text())
-]
+    for number, measured in enumerate(json.loads(file.read_text()))
+}
 
 
-@pytest.mark.parametrize("measured", MEASURED)
+@pytest.mark.parametrize("measured", [pytest.param(measured, id=name) for name, measured in RECORDED.items()])
 def test_peaks_measured_on_gpus(measured):
     prediction = predict(recorded(measured["plan"]))
     allocated = prediction.allocated - (prediction.optimizer if measured.get("first") else 0)
     assert allocated / GIB == pytest.approx(measured["peak_gib"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "measured", [pytest.param(measured, id=name) for name, measured in RECORDED.items() if "ranks_gib" in measured]
+)
+def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured):
+    """The planner predicts the peak of the rank that gathers the most keys.
+
+    In the recorded runs, one document fills each row, and the peak is in attention's backward. Four tensors then have a
+    row for each gathered key: the keys, the values and their gradients.
+    """
+    plan, peaks = recorded(measured["plan"]), np.array(measured["ranks_gib"])
+    document, context = np.array([0, plan.run.seq_len]), plan.run.context
+    dealt = deal(document, plan.run.seq_len, context)
+    rows = np.array([traffic(dealt, document, rank, window=None).counts[0] for rank in range(context)])
+    fewer_bytes = 4 * (rows.max() - rows) * plan.model.kv_dim * plan.run.compute_bytes
+    assert peaks.max() == measured["peak_gib"]
+    assert peaks.max() - peaks == pytest.approx(fewer_bytes / GIB, abs=0.002)
 
 
 def build(plan: Plan, attention: Attention = flash_attention) -> GPT:
