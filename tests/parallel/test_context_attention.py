@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from fa_kernels.flash_attention import backend
 from fa_train.models.attention import flash_attention, naive_attention
+from fa_train.parallel.context import operators
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
@@ -83,11 +84,58 @@ def test_sinks_and_slopes_may_have_any_stride(group):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [False, True], ids=["plain", "sinks and slopes"])
+def test_groups_of_heads_give_the_same_results(features, group):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (8, 4, 4))
+    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    sinks, slopes = torch.linspace(-1, 1, 8).requires_grad_(), torch.linspace(0.1, 0.5, 8)
+    given = {"sinks": sinks, "alibi_slopes": slopes} if features else {}
+    inputs = (q, k, v, sinks) if features else (q, k, v)
+    results = []
+    for head_groups in (1, 2, 4):
+        o = ContextAttention(flash_attention, group, head_groups)(q, k, v, schedule, **given)
+        results.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+
+
+@pytest.mark.slow
+def test_one_group_of_heads_is_gathered_at_a_time(group, monkeypatch):
+    heads, gathered = [], operators.gathered
+
+    def recorded(xs, *arguments):
+        heads.append([x.shape[1] for x in xs])
+        return gathered(xs, *arguments)
+
+    monkeypatch.setattr(operators, "gathered", recorded)
+    q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (8, 4, 4))
+    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    ContextAttention(flash_attention, group, 2)(q, k, v, schedule).sum().backward()
+    assert heads == [[2, 2]] * 4, "two groups in the forward, and two in the backward"
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [(flash_attention, "divide the 2 KV heads; got 3"), (naive_attention, "need attention=flash")],
+)
+def test_impossible_groups_of_heads(attention, message, group):
+    q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
+    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    with pytest.raises(ValueError, match=message):
+        ContextAttention(attention, group, 3)(q, k, v, schedule)
+
+
 @pytest.mark.parametrize(
     ("attention", "given", "message"),
     [
-        pytest.param(naive_attention, {"sinks": 4}, "sinks and alibi_slopes need attention=flash", id="sinks"),
-        pytest.param(naive_attention, {"alibi_slopes": 4}, "sinks and alibi_slopes need attention=flash", id="alibi"),
+        pytest.param(
+            naive_attention, {"sinks": 4}, "sinks, alibi_slopes and head_groups need attention=flash", id="sinks"
+        ),
+        pytest.param(
+            naive_attention, {"alibi_slopes": 4}, "sinks, alibi_slopes and head_groups need attention=flash", id="alibi"
+        ),
         pytest.param(flash_attention, {"alibi_slopes": 3}, r"must be \(4,\) float32 on cpu; got \(3,\)", id="slopes"),
     ],
 )

@@ -40,10 +40,13 @@ class ContextAttention:
     With flash attention, gathered keys are not kept for the backward pass, but gathered again.
 
     inner: the attention over the gathered keys. group: the name of the process group (operators.register_group).
+    head_groups: the number of groups of KV heads. Flash attention gathers the keys and values of one group at a time,
+    so more groups need less memory.
     """
 
     inner: Attention
     group: str
+    head_groups: int = 1
 
     def __call__(
         self,
@@ -61,8 +64,8 @@ class ContextAttention:
 
         sinks, alibi_slopes: (n_heads,) fp32, as in fa_kernels.flash_attention.interface.flash_attn_func. The gradient
         of sinks must be summed over the ranks of the group, as the gradients of all weights are.
-        Raises: ValueError if sinks or alibi_slopes is given and the inner attention is not flash attention, or
-        alibi_slopes has another shape or dtype.
+        Raises: ValueError if sinks, alibi_slopes or several head_groups are given and the inner attention is not flash
+        attention, if alibi_slopes has another shape or dtype, or if head_groups does not divide the KV heads.
         """
         own, moves = schedule
         if function_of(self.inner) is flash_attention:
@@ -70,11 +73,12 @@ class ContextAttention:
             alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, q, own)
             sinks = None if sinks is None else sinks.contiguous()  # kernels do not know the stride of sinks
             o, _ = context_forward(
-                q, k, v, own.tensors(), alibi, sinks, moves, self.group, scale, softcap, own.length_class
-            )
+                q, k, v, own.tensors(), alibi, sinks, moves, self.group, scale, softcap, own.length_class,
+                self.head_groups,
+            )  # fmt: skip
             return o
-        if sinks is not None or alibi_slopes is not None:
-            raise ValueError(f"sinks and alibi_slopes need attention=flash; got {self.inner}")
+        if sinks is not None or alibi_slopes is not None or self.head_groups > 1:
+            raise ValueError(f"sinks, alibi_slopes and head_groups need attention=flash; got {self.inner}")
         keys, values = gather_keys(torch.cat([k, v], dim=1), moves, self.group).chunk(2, dim=1)
         return self.inner(q, keys, values, own, softmax_scale=softmax_scale, softcap=softcap)
 

@@ -147,19 +147,33 @@ def context_forward(
     softmax_scale: float,
     softcap: float,
     length_class: str,
+    head_groups: int,
 ) -> tuple[Tensor, Tensor]:
     """Gathers keys and values, and computes flash attention of this rank's queries.
 
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
     alibi, sinks: as in fa_kernels.flash_attention.features.Features. The tensor `aligned` of alibi holds rows of the
-    buffer of keys.
+    buffer of keys. head_groups: the number of groups of KV heads; only the keys and values of one group are gathered at
+    a time.
     """
     moved = Moves(*moves)
-    keys, values = gathered([k, v], moved, int(moved.counts[0]), group)
-    return torch.ops.flash_attention.forward(
-        q, keys, values, of_keys(schedule, keys.shape[0]), alibi, sinks, None, softmax_scale, softcap, q.dtype, False,
-        True, length_class,
-    )  # fmt: skip
+    n_keys = int(moved.counts[0])
+    schedule = of_keys(schedule, n_keys)
+
+    def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor]:
+        keys, values = gathered([k[:, kv], v[:, kv]], moved, n_keys, group)
+        return torch.ops.flash_attention.forward(
+            q[:, queries], keys, values, schedule, _alibi_of(alibi, queries), None if sinks is None else sinks[queries],
+            None, softmax_scale, softcap, q.dtype, False, True, length_class,
+        )  # fmt: skip
+
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
+    if head_groups == 1:
+        return of_group(*groups[0])
+    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for queries, kv in groups:
+        o[:, queries], lse[queries] = of_group(queries, kv)
+    return o, lse
 
 
 @context_forward.register_fake
@@ -183,21 +197,37 @@ def context_backward(
     softmax_scale: float,
     softcap: float,
     deterministic: bool,
+    head_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gathers keys and values again, computes dq, dk, dv and dsinks, and returns dk and dv to the ranks that hold the
     keys.
 
-    dsinks is (n_heads,), or empty without sinks.
+    dsinks is (n_heads,), or empty without sinks. head_groups: as for context_forward.
     """
     moved = Moves(*moves)
-    keys, values = gathered([k, v], moved, int(moved.counts[0]), group)
-    dq, dk, dv, dsinks = torch.ops.flash_attention.backward(
-        do.contiguous(), None, q, keys, values, o, lse, of_keys(schedule, keys.shape[0]), alibi, sinks, softmax_scale,
-        softcap, deterministic, True,
-    )  # fmt: skip
-    del keys, values
-    dk, dv = summed_gradients([dk, dv], moved, group)
-    return dq, dk, dv, dsinks
+    n_keys = int(moved.counts[0])
+    schedule = of_keys(schedule, n_keys)
+
+    def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        keys, values = gathered([k[:, kv], v[:, kv]], moved, n_keys, group)
+        dq, dk, dv, dsinks = torch.ops.flash_attention.backward(
+            do[:, queries].contiguous(), None, q[:, queries], keys, values, o[:, queries].contiguous(), lse[queries],
+            schedule, _alibi_of(alibi, queries), None if sinks is None else sinks[queries], softmax_scale, softcap,
+            deterministic, True,
+        )  # fmt: skip
+        del keys, values
+        dk, dv = summed_gradients([dk, dv], moved, group)
+        return dq, dk, dv, dsinks
+
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
+    if head_groups == 1:
+        return of_group(*groups[0])
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dsinks = []
+    for queries, kv in groups:
+        dq[:, queries], dk[:, kv], dv[:, kv], dsinks_of_group = of_group(queries, kv)
+        dsinks.append(dsinks_of_group)
+    return dq, dk, dv, torch.cat(dsinks)
 
 
 @context_backward.register_fake
@@ -218,7 +248,7 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, schedule, alibi, sinks, moves, ctx.group, ctx.softmax_scale, ctx.softcap, _ = inputs
+    q, k, v, schedule, alibi, sinks, moves, ctx.group, ctx.softmax_scale, ctx.softcap, _, ctx.head_groups = inputs
     ctx.deterministic = torch.are_deterministic_algorithms_enabled()
     ctx.n_schedule = len(schedule)
     ctx.save_for_backward(q, k, v, *output, sinks, *moves, *schedule, *alibi)
@@ -233,15 +263,31 @@ def _context_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple
         do = torch.zeros_like(o)
     dq, dk, dv, dsinks = context_backward(
         do, q, k, v, o, lse, schedule, alibi, sinks, moves, ctx.group, ctx.softmax_scale, ctx.softcap,
-        ctx.deterministic,
+        ctx.deterministic, ctx.head_groups,
     )  # fmt: skip
     return (
         dq, dk, dv, [None] * len(schedule), [None] * len(alibi), None if sinks is None else dsinks,
-        [None] * len(moves), *[None] * 4,
+        [None] * len(moves), *[None] * 5,
     )  # fmt: skip
 
 
 context_forward.register_autograd(_context_backward, setup_context=_save_for_backward)
+
+
+def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[slice, slice]]:
+    """Returns the query heads and the KV heads of each group. All groups have equally many heads.
+
+    Raises: ValueError if the KV heads cannot be divided equally.
+    """
+    if n_kv_heads % groups:
+        raise ValueError(f"strategy.head_groups must divide the {n_kv_heads} KV heads; got {groups}")
+    queries, kv = n_heads // groups, n_kv_heads // groups
+    return [(slice(i * queries, (i + 1) * queries), slice(i * kv, (i + 1) * kv)) for i in range(groups)]
+
+
+def _alibi_of(alibi: Sequence[Tensor], heads: slice) -> list[Tensor]:
+    """Returns the tensors of Features.alibi for some of the query heads."""
+    return [alibi[0][:, heads].contiguous(), *alibi[1:]] if alibi else []
 
 
 def of_keys(schedule: Sequence[Tensor], n_keys: int) -> list[Tensor]:
