@@ -71,7 +71,7 @@ class LitGPT(L.LightningModule):
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
             if strategy.context > 1:
-                self.model.share_context(CONTEXT_GROUP)
+                self.model.share_context(CONTEXT_GROUP, strategy.head_groups)
             self.trainer.precision_plugin.convert_module(self)  # Lightning would convert dtypes only after sharding
             strategy.shard(self.model, str(self.trainer.precision))
 

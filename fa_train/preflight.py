@@ -2,7 +2,7 @@
 
 import torch
 
-from fa_train.memory.planner.plan import Buckets, RunSize
+from fa_train.memory.planner.plan import Buckets, Plan, RunSize
 from fa_train.models.float8 import MULTIPLE, require_float8_model
 from fa_train.models.gpt import GPT
 from fa_train.models.rope import DynamicNTKScaling
@@ -91,6 +91,22 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
         )
     if samples and run.context > 1:
         raise ValueError(f"strategy.context={run.context} needs callbacks.sample=null; got a callback")
+
+
+def require_head_groups(plan: Plan, attention: str) -> None:
+    """Checks strategy.head_groups.
+
+    attention: the name of the chosen option of conf/attention.
+    Raises: ValueError if the KV heads cannot be divided into equal groups, or if the run gathers no keys in groups.
+    """
+    groups, heads = plan.run.head_groups, plan.model.heads.kv
+    if heads % groups:
+        raise ValueError(f"strategy.head_groups must divide the {heads} KV heads of the model; got {groups}")
+    if groups > 1 and (plan.run.context == 1 or attention != "flash"):
+        raise ValueError(
+            f"strategy.head_groups={groups} needs attention=flash and strategy.context of at least 2; got "
+            f"attention={attention} and strategy.context={plan.run.context}"
+        )
 
 
 def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:

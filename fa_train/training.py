@@ -97,6 +97,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         accumulates=trainer.accumulate_grad_batches > 1,
         compiled=cfg.lit_gpt.compile_model,
         context=context_ranks(trainer.strategy),
+        head_groups=1 if sharding is None else sharding.head_groups,
         ranks=1 if sharding is None else preflight.ranks_per_copy(trainer.world_size, sharding.replicas),
         reshard_after_forward=sharding is None or sharding.reshard_after_forward is not False,
         reduce_once=sharding is not None and sharding.reduce_once,
@@ -110,6 +111,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         require_float8_gpu(trainer.strategy.root_device)
     if sharding is not None:
         preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
+        preflight.require_head_groups(plan, cfg.choices.attention)
     plan = plan_memory(
         plan,
         trainer.strategy.root_device,

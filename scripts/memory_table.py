@@ -26,6 +26,7 @@ from fa_train.preflight import (
     ranks_per_copy,
     require_float8,
     require_groups,
+    require_head_groups,
     require_shardable,
 )
 from scripts.composed import composed
@@ -81,6 +82,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         accumulates=cfg.batch_size > cfg.data.micro_batch_size * (world_size // context),
         compiled=cfg.lit_gpt.compile_model,
         context=context,
+        head_groups=cfg.strategy.get("head_groups", 1) if sharded else 1,
         ranks=ranks_per_copy(world_size, cfg.strategy.replicas) if sharded else 1,
         reshard_after_forward=not sharded or cfg.strategy.reshard_after_forward is not False,
         reduce_once=sharded and cfg.strategy.reduce_once,
@@ -93,6 +95,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         require_float8(model, plan.run, sharded=sharded)
     if sharded:
         require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
+        require_head_groups(plan, cfg.choices.attention)
     return plan
 
 

@@ -246,13 +246,14 @@ class GPT(nn.Module):
             ffn = choose_ffn(block.ffn.up, block.ffn.down, self.config.activation, self.memory)
             block.ffn = ffn.train(block.ffn.training)
 
-    def share_context(self, group: str) -> None:
+    def share_context(self, group: str, head_groups: int = 1) -> None:
         """Makes attention gather the keys that other ranks hold. Calls of `forward` must then pass `traffic`.
 
         group: the name of a process group (fa_train.parallel.context.operators.register_group).
+        head_groups: the number of groups of KV heads, as in ContextAttention.
         """
         for block in self._blocks():
-            block.attention.attention = ContextAttention(block.attention.attention, group)
+            block.attention.attention = ContextAttention(block.attention.attention, group, head_groups)
 
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block with torch.compile(**options).

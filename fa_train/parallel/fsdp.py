@@ -68,6 +68,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     reduce_dtype: the dtype in which gradients are sent and averaged.
     context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). With
     1, ranks do not share streams.
+    head_groups: the number of groups of KV heads, as in fa_train.parallel.context.attention.ContextAttention.
     """
 
     def __init__(
@@ -77,9 +78,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         reduce_once: bool,
         reduce_dtype: Literal["float32", "bfloat16"],
         context: PositiveInt = 1,
+        head_groups: PositiveInt = 1,
     ) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=True)
-        self.context = context
+        self.context, self.head_groups = context, head_groups
         self.replicas = replicas
         self.reshard_after_forward: bool | Literal["auto"] = reshard_after_forward
         self.reduce_once, self.reduce_dtype = reduce_once, reduce_dtype

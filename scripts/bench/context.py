@@ -77,7 +77,8 @@ class Setting:
     """The settings of all cases.
 
     layers: calls of a part that are timed together. device: cuda or cpu. peer: whether to measure torch's context
-    parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions.
+    parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions. head_groups: as in
+    ContextAttention, for the parts `shared` and `forward`.
     """
 
     n_heads: int
@@ -89,6 +90,7 @@ class Setting:
     peer: bool = False
     lengths: tuple[int, ...] = ()
     warm_up: int = 2
+    head_groups: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,7 +138,7 @@ class Case:
         schedule = shared_schedule(
             move_data_to_device(plan, device), length_class_of(mean if window is None else min(mean, window))
         )
-        attention = ContextAttention(flash_attention, "bench")
+        attention = ContextAttention(flash_attention, "bench", setting.head_groups)
         self.parts: dict[str, Callable[[], object]] = {
             "shared": self._both_passes(attention, schedule, dealt, setting, device),
             "forward": self._forward(attention, schedule, dealt, setting, device),
@@ -293,6 +295,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--n-heads", type=int, default=32)
     parser.add_argument("--n-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-groups", type=int, default=1, help="groups of KV heads that are gathered one by one")
     parser.add_argument(
         "--layers", type=int, default=4, help="number of calls, with the same documents, whose mean time is taken"
     )
@@ -302,7 +305,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cpu-ranks", type=int, help="processes on the CPU instead of GPUs, to try the script")
     add_results(parser, "scripts/results/context_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
-    require_positive(parser, args, ("tokens", "n_heads", "n_kv_heads", "head_dim", "layers", "repetitions"))
+    require_positive(
+        parser, args, ("tokens", "n_heads", "n_kv_heads", "head_dim", "head_groups", "layers", "repetitions")
+    )
+    if args.n_kv_heads % args.head_groups:
+        parser.error(f"--head-groups must divide the {args.n_kv_heads} KV heads; got {args.head_groups}")
     if args.warm_up < 0:
         parser.error(f"--warm-up must not be negative; got {args.warm_up}")
     if (FROM_FILE in args.streams) != (args.lengths is not None):
@@ -328,7 +335,9 @@ def main() -> None:
         sys.exit(f"scripts.bench.context needs at least 2 GPUs, or --cpu-ranks of at least 2; got {ranks}")
     device = "cuda" if args.cpu_ranks is None else "cpu"
     sizes = args.n_heads, args.n_kv_heads, args.head_dim
-    setting = Setting(*sizes, args.layers, args.repetitions, device, args.peer, args.document_lengths, args.warm_up)
+    setting = Setting(
+        *sizes, args.layers, args.repetitions, device, args.peer, args.document_lengths, args.warm_up, args.head_groups
+    )
     if max(args.tokens) > FITS_ONE_GPU:
         with errors_in_one_line((ValueError,)):
             _divided(setting, ranks)

@@ -46,24 +46,26 @@ FEATURES = {
     "z-loss": {"loss": LinearCrossEntropy(chunk_size=17, z_loss=0.1)},
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
-# {name: (attention, features, checkpointing, compiled, deterministic, ranks that share a stream)}
+# {name: (attention, features, checkpointing, compiled, deterministic, groups of KV heads, ranks that share a stream)}
 # Each compiled case has two ranks. In the run `all` of RUNS, four ranks train a compiled model.
 CASES = {
-    "naive-2": (naive_attention, "cap", "none", False, False, 2),
-    "naive-4": (naive_attention, "plain", "full", False, False, 4),
-    "sdpa-2": (sdpa_attention, "norms", "selective", True, False, 2),
-    "sdpa-4": (sdpa_attention, "windows", "none", False, False, 4),
-    "sdpa-z-loss-2": (sdpa_attention, "z-loss", "none", False, True, 2),
-    "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, False, 2),
-    "flash-2": (partial(flash_attention), "windows", "selective", True, False, 2),
-    "flash-4": (flash_attention, "all", "full", False, False, 4),
-    "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 2),
+    "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
+    "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),
+    "sdpa-2": (sdpa_attention, "norms", "selective", True, False, 1, 2),
+    "sdpa-4": (sdpa_attention, "windows", "none", False, False, 1, 4),
+    "sdpa-z-loss-2": (sdpa_attention, "z-loss", "none", False, True, 1, 2),
+    "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, False, 1, 2),
+    "flash-2": (partial(flash_attention), "windows", "selective", True, False, 1, 2),
+    "flash-4": (flash_attention, "all", "full", False, False, 1, 4),
+    "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 1, 2),
+    "flash-groups-2": (flash_attention, "windows", "selective", True, False, 2, 2),
 }
-# {name: (tensors that attention alone receives, window, softcap, ranks that share a stream)}
+# {name: (tensors that attention alone receives, window, softcap, groups of KV heads, ranks that share a stream)}
 ATTENTIONS = {
-    "sinks-2": (["sinks"], None, 0.0, 2),
-    "alibi-2": (["alibi_slopes"], None, 0.0, 2),
-    "both-4": (["sinks", "alibi_slopes"], 5, 20.0, 4),
+    "sinks-2": (["sinks"], None, 0.0, 1, 2),
+    "alibi-2": (["alibi_slopes"], None, 0.0, 1, 2),
+    "both-4": (["sinks", "alibi_slopes"], 5, 20.0, 1, 4),
+    "groups-2": (["sinks", "alibi_slopes"], None, 0.0, 2, 2),
 }
 SETTINGS = (
     "seq_len=96",
@@ -146,7 +148,7 @@ def compile_without_inductor():
     GPT.compile_blocks = partialmethod(compile_blocks, backend="aot_eager")
 
 
-def compare(rank, group, attention, features, checkpointing, compiled, deterministic, context):
+def compare(rank, group, attention, features, checkpointing, compiled, deterministic, head_groups, context):
     """Returns three results: the relative errors of the loss and of each gradient, the graph breaks, and the number of
     graphs after each stream. The errors are right on rank 0 only.
     """
@@ -158,7 +160,7 @@ def compare(rank, group, attention, features, checkpointing, compiled, determini
         expected = alone(*(batch[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels")), 12)
         expected.backward()
     model = gpt(attention, features, checkpointing)
-    model.share_context(f"of {context}")
+    model.share_context(f"of {context}", head_groups)
     dynamo.reset()
     dynamo.utils.counters.clear()
     if compiled:
@@ -181,7 +183,7 @@ def compare(rank, group, attention, features, checkpointing, compiled, determini
     return [float(error) for error in errors], dict(dynamo.utils.counters["graph_break"]), graphs
 
 
-def attend(rank, group, names, window, softcap, context):
+def attend(rank, group, names, window, softcap, head_groups, context):
     """Returns the errors of o, dq, dk, dv and the gradients of sinks, relative to the largest element of the reference.
 
     The error of o, dq, dk and dv is the largest of all ranks.
@@ -206,7 +208,8 @@ def attend(rank, group, names, window, softcap, context):
         window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     expected = outputs(lambda **inputs: reference(**inputs)[0], do, q=q, k=k, v=v, **given)
-    shared = partial(ContextAttention(flash_attention, f"of {context}"), schedule=schedule, softcap=softcap)
+    attention = ContextAttention(flash_attention, f"of {context}", head_groups)
+    shared = partial(attention, schedule=schedule, softcap=softcap)
     ours = outputs(shared, do[own], q=q[own], k=k[own], v=v[own], **given)
     if "sinks" in names:
         dist.all_reduce(ours[4], group=group)

@@ -95,6 +95,11 @@ def test_sharded_weights_are_planned_as_train_does():
     assert four_share.run.context == 4 and four_share.run.tokens == 1024 and four_share.run.accumulates
     with pytest.raises(ValueError, match="must divide the number of devices, 8; got 3"):
         plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "strategy.context=3"]))
+    with pytest.raises(ValueError, match=r"head_groups must divide the 8 KV heads of the model; got 3"):
+        plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "strategy.head_groups=3"]))
+    for wrong in (["strategy.context=1"], ["strategy.context=2", "attention=sdpa"]):
+        with pytest.raises(ValueError, match=r"head_groups=2 needs attention=flash and strategy.context of at least 2"):
+            plan_of_run(composed_for_plan([*overrides, "trainer.devices=8", "strategy.head_groups=2", *wrong]))
     with pytest.raises(ValueError, match="strategy=fsdp needs at least 2 devices; got 1"):
         plan_of_run(composed_for_plan(overrides))
     assert plan_of_run(composed_for_plan(["model=llama_1b", "trainer.devices=8"])).run.ranks == 1

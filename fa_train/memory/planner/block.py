@@ -137,16 +137,21 @@ class Block:
 
     def _attention_forward(self) -> int:
         """Returns the peak bytes of attention's forward, including its output projection."""
-        gathering = self._gathering() - self.q - self.lse  # attention's output does not exist yet
-        return self.attention_kept() + self._argument() + max(self.x_rounded, self._gathered(), gathering)
+        groups = self.run.head_groups
+        if groups == 1:  # attention's output does not exist yet while keys are gathered
+            gathering, in_kernel = self._gathering() - self.q - self.lse, self._gathered()
+        else:  # the outputs of a group are copied to the whole output
+            gathering, in_kernel = self._gathering(), self._gathered() + (self.q + self.lse) // groups
+        return self.attention_kept() + self._argument() + max(self.x_rounded, in_kernel, gathering)
 
     def _gathered(self) -> int:
         """Returns the bytes of the keys and values of all ranks that share the stream, or 0 without other ranks.
 
-        If the stream is one document, the rank with the document's last token gathers all of them. If the stream has
-        several documents, a rank may gather fewer, so the result is an upper bound.
+        Only the keys and values of one group of heads are gathered at a time. If the stream is one document, the rank
+        with the document's last token gathers the keys of the whole stream. If the stream has several documents, a rank
+        may gather fewer, so the result is an upper bound.
         """
-        return 2 * self.kv * self.run.context if self.run.context > 1 else 0
+        return 2 * self.kv * self.run.context // self.run.head_groups if self.run.context > 1 else 0
 
     def _gathering(self) -> int:
         """Returns an upper bound on the peak bytes while keys and values are gathered.
@@ -154,7 +159,8 @@ class Block:
         The bound counts the gathered rows, a copy of the rows that this rank sends, and a copy of the rows that this
         rank receives.
         """
-        return self._gathered() + 2 * (self._gathered() - 2 * self.kv) if self.run.context > 1 else 0
+        own = 2 * self.kv // self.run.head_groups
+        return self._gathered() + 2 * (self._gathered() - own) if self.run.context > 1 else 0
 
     def _ffn_forward(self) -> int:
         held = self.kept() + self._argument()
@@ -222,9 +228,14 @@ class Block:
         held += 0 if self.eager else self._held_by_compiled_code()
         if self.run.context == 1:
             return held + workspace + self.qkv
-        in_kernel = 2 * self._gathered() + self.q + workspace  # K, V and their gradients; the gradient of q
-        returning = self._gathering() + self.q + 2 * self.kv  # gradients of gathered and of own K and V
-        return held + max(self._gathering(), in_kernel, returning)
+        groups = self.run.head_groups
+        d_own = (self.q + 2 * self.kv) // groups  # the gradients of own q, K and V of one group
+        # K, V and their gradients; the gradient of q
+        in_kernel = 2 * self._gathered() + (self.q + workspace) // groups
+        if groups > 1:  # a group's part of the output and of its gradient is copied, because both must be contiguous
+            in_kernel += 2 * self.q // groups
+            held += self.qkv  # the whole gradients of q, K and V
+        return held + max(self._gathering(), in_kernel, self._gathering() + d_own)
 
     def _held_by_compiled_code(self) -> int:
         """Returns the bytes that eager code has freed before attention's backward, but compiled code still holds.

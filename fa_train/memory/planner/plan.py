@@ -49,7 +49,8 @@ class RunSize:
     adapters: the sizes of LoRA adapters, or None if all weights are trained.
     ranks: the number of GPUs over which weights, gradients and optimizer states are sharded (fa_train.parallel.fsdp),
     or 1 without sharding. reshard_after_forward, reduce_once: the settings of strategy=fsdp.
-    context: the number of GPUs that share each micro-batch (fa_train.parallel.context).
+    context: the number of GPUs that share each micro-batch (fa_train.parallel.context). head_groups: the number of
+    groups of KV heads (strategy.head_groups).
     buckets: whether the run has DDP's communication buckets, which are as large as all gradients and exist during the
     whole training. "none": the run does not use DDP. "views": after the last micro-batch of a step, the gradients are
     views of the buckets (gradient_as_bucket_view=true). "copies": gradients are always separate tensors.
@@ -68,6 +69,7 @@ class RunSize:
     adapters: Adapters | None = None
     ranks: int = 1
     context: int = 1
+    head_groups: int = 1
     reshard_after_forward: bool = True
     reduce_once: bool = False
     buckets: Buckets = "none"

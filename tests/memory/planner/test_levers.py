@@ -193,6 +193,17 @@ def test_levers_are_told_as_overrides():
     assert len(set(COMBINATIONS)) == 3 * 2 * 2 + 2
 
 
+def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
+    levers, sizes = Levers("full", True, 16384), {"precision": "bf16-true", "optimizer": "adamw_bf16"}
+    plan = with_levers(changed(LLAMA_1B, ranks=8, context=8, compiled=True, **sizes), levers)
+    longest = [longest_seq_len(changed(plan, head_groups=groups), H200, 10 * HOST) for groups in (1, 2, 4, 8)]
+    assert longest == sorted(longest) and longest[-1] > 1.5 * longest[0]
+    assert next_lever(changed(plan, seq_len=longest[0]), H200, 10 * HOST) == ""
+    assert next_lever(changed(plan, seq_len=longest[0] + 1), H200, 10 * HOST) == "strategy.head_groups=8"
+    alone = changed(plan, context=1, seq_len=longest[0])
+    assert "head_groups" not in next_lever(alone, H200, 10 * HOST)
+
+
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_ranks_that_share_a_sequence_hold_a_longer_one(context):
     alone = changed(LLAMA_1B, ranks=context, seq_len=8192)

@@ -103,9 +103,10 @@ class SinkGPT(GPT):
         yield from super()._distributions()
         yield from ((name, Normal(1.0)) for name, _ in self.named_parameters() if name.endswith("sinks"))
 
-    def share_context(self, group: str) -> None:
+    def share_context(self, group: str, head_groups: int = 1) -> None:
+        attention = ContextAttention(flash_attention, group, head_groups)
         for block in self._blocks():
-            cast(WithSinks, block.attention.attention).attention = ContextAttention(flash_attention, group)
+            cast(WithSinks, block.attention.attention).attention = attention
 
 
 class GradientRecorder(Recorder):

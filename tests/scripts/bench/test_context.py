@@ -62,7 +62,7 @@ def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monk
     for part in ("one", "shared", "alone"):
         torch.manual_seed(0)  # each new case draws its inputs again, and the same seed gives the same inputs
         monkeypatch.setattr(context, "_inputs", drawn_once())
-        case = context.Case(stream, 96, 0, Setting(2, 1, 8, 1, 1, "cpu"))
+        case = context.Case(stream, 96, 0, Setting(4, 2, 8, 1, 1, "cpu"))
         outputs.append(case.parts[part]())
     for gradients in outputs[1:]:
         torch.testing.assert_close(gradients, outputs[0])
@@ -145,6 +145,7 @@ def test_heads_that_cannot_be_divided_are_refused():
         (["--lengths", "TEXT", "--streams", "file"], "whole numbers"),
         (["--lengths", "ZERO", "--streams", "file"], "at least one positive number"),
         (["--warm-up", "-1"], "--warm-up must not be negative"),
+        (["--head-groups", "3"], "--head-groups must divide the 8 KV heads"),
     ],
 )
 def test_bad_arguments_end_with_a_message(words, message, tmp_path, capsys):
