@@ -68,8 +68,8 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 if __name__ == "__main__":
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
-    if "PYTORCH_ALLOC_CONF" not in os.environ:  # prevents fragmentation
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # prevents fragmentation
     if has_own_launcher():
         end_with_launcher()
     with reported(MISTAKES):

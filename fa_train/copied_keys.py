@@ -1,4 +1,4 @@
-"""Refuses settings of single nodes that contradict the settings of the whole run."""
+"""Refuses settings in a node of the config, such as `data` or `trainer`, that contradict settings of the whole run."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -126,7 +126,8 @@ class LitGPT(L.LightningModule):
         norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and strategy.replicas > 1:
-            # each replica adds its own sums, perhaps in another order; if their norms differed, their weights would too
+            # Each replica computes the norm itself, perhaps with another order of summation. With different norms, the
+            # weights of the replicas would differ.
             dist.broadcast(norm, src=0)
         self.step_grad_norm = norm * scale
         if gradient_clip_val:
@@ -194,7 +195,7 @@ class LitGPT(L.LightningModule):
         restore_base(self.model, checkpoint)
         for difference in differences(self.model.config, checkpoint.get(ARCHITECTURE)):
             self.trainer.print(f"warning: {difference}")
-        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
+        for saved in checkpoint.get("optimizer_states", []):  # none if FullyShardedStrategy has loaded and checked them
             require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

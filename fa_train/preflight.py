@@ -70,8 +70,8 @@ def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
 def chooses_reshard(strategy: str, reshard_after_forward: bool | str, attention: str) -> bool:
     """Returns whether the planner chooses strategy.reshard_after_forward, because it is "auto".
 
-    strategy, attention: names of the chosen options of conf. With other kinds of attention than flash, whose memory the
-    planner does not predict, "auto" means true.
+    strategy, attention: names of the chosen options of conf. With any attention other than flash, "auto" means true,
+    because the planner predicts only the memory of flash attention.
     """
     return strategy == "fsdp" and reshard_after_forward == "auto" and attention == "flash"
 

@@ -28,7 +28,8 @@ class OneFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **others: Any) -> None:
         HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
-        # an invalid value is no error here: Hydra resolves it again, and only warns of errors in callbacks
+        # A ValueError is ignored here, because Hydra only warns of errors in callbacks. Hydra resolves the value again
+        # later, and then reports the error.
         with suppress(ValueError), read_write(config.hydra.run):
             config.hydra.run.dir = told().get("folder") or decided_by_rank_zero(
                 "hydra.run.dir", lambda: str(config.hydra.run.dir)

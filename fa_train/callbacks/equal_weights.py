@@ -41,7 +41,7 @@ class EqualWeights(Callback):
 
     def __init__(self, every_n_steps: PositiveInt) -> None:
         self.every_n_steps = every_n_steps
-        self._check: Check | None = None  # not compared yet
+        self._check: Check | None = None  # the newest check, until its hashes are compared
         self._checked_step = -1  # the step of the newest check
         self._equal_step: int | None = None  # the newest step whose weights were equal
 
@@ -99,8 +99,9 @@ def copies(trainer: L.Trainer) -> int:
 
 
 def differences(hashes: list[int], copies: int) -> list[tuple[int, int]]:
-    """Returns pairs (rank, reference). Each rank's hash differs from that of its reference in the first copy.
+    """Returns the pairs (rank, reference) whose hashes differ.
 
+    A rank's reference holds the same shard in the first copy of the model.
     hashes: one per rank. Each copy of the model is sharded over consecutive ranks.
     """
     ranks_per_copy = len(hashes) // copies

@@ -13,8 +13,9 @@ from fa_train.callbacks.monitor import monitor_of
 class StepProgress(ProgressBar):
     """A progress bar over optimizer steps with the latest metrics. Without a terminal, prints one line per log.
 
-    Lightning's progress bars count micro-batches, but their total is the number of optimizer steps. After 40 steps of 4
-    micro-batches, a Lightning bar shows "160/40". Without a terminal, Lightning's bars print no metrics.
+    Lightning's progress bars count micro-batches, but their total is the number of optimizer steps. At the end of a run
+    with 40 steps of 4 micro-batches, a Lightning bar shows "160/40". Without a terminal, Lightning's bars print no
+    metrics.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ def describe(metrics: dict[str, float]) -> str:
 
 
 def waiting(metrics: dict[str, float]) -> list[str]:
-    """Returns short texts: the fractions of a step's time that were spent waiting, and the slowest rank."""
+    """Returns short texts: the fractions of time spent on waiting for data and communication, and the slowest rank."""
     texts = []
     if metrics.get("perf/data_wait_ms", 0) > 0.01 * metrics.get("perf/step_ms", 0):
         texts.append(f"data wait {metrics['perf/data_wait_ms'] / metrics['perf/step_ms']:.0%}")

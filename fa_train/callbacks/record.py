@@ -54,8 +54,8 @@ class Record(Callback):
     def _write(self, trainer: L.Trainer) -> None:
         """Writes result.json, or prints an error if the file cannot be written.
 
-        No exception is raised here. It would change the status of a finished run. In a run that has failed, it would
-        keep the checkpoint callback from saving.
+        An exception would change the status of a finished run. In a run that has failed, an exception would keep the
+        checkpoint callback from saving.
         """
         if trainer.is_global_zero:
             try:

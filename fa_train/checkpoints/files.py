@@ -80,7 +80,7 @@ def flush_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or folder if it exists.
 
-    A folder is first renamed to `.partial`, because the removal of its files may be interrupted.
+    A folder first gets the suffix `.partial`, because the removal of its files may be interrupted.
     """
     if path.is_dir():
         if not path.name.endswith(PARTIAL):

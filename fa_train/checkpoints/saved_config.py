@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 
-# Only classes and functions that these packages define may be used. private_names.private_module, for example, imports
-# any module.
+# Only classes and functions that these packages define may be used, because others can be unsafe. For example,
+# fa_train.private_names.private_module imports any module.
 PACKAGES = "fa_train.models", "fa_train.memory"
 
 

@@ -130,8 +130,8 @@ class Sample:
 
     chats: the path of the chats, as in data.path. The prompt consists of a chat's messages before the first answer that
     the model is trained on. The prompt comes from the first held-out chat, or from the first chat if no chat is held
-    out. Nothing is sampled if no chat has a message before its first answer. The answer has at most max_new_tokens
-    tokens. Each token is the most likely one.
+    out. Chats that begin with such an answer are skipped. If all chats are skipped, nothing is sampled. The answer has
+    at most max_new_tokens tokens. Each token is the most likely one.
     """
 
     def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:

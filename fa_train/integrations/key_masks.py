@@ -2,7 +2,7 @@
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). The `generate` method of transformers computes masks itself
 and passes them to the model. transformers leaves a mask of four dimensions unchanged. If the mask had fewer dimensions,
-transformers would compute the mask a second time, also in compiled code.
+transformers would compute the mask a second time, even in compiled code.
 An element is 0 if its key is masked. All other elements are `n + 1`, where n is the number of keys in the cache. A
 static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
 whether to move keys.
@@ -94,8 +94,8 @@ def encoded(
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
     """Returns the columns of a (batch, tokens) mask for the seqlen_k keys from kv_offset on.
 
-    A mask with at most seqlen_k tokens is padded with False. Of a mask that ends before the last key, the last seqlen_k
-    columns are returned.
+    A mask with at most seqlen_k tokens is padded with False. If a longer mask ends before the last key, its
+    last seqlen_k columns are returned.
     """
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:

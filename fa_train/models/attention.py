@@ -120,8 +120,8 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # Torch's kernels return different outputs for a query that sees no key. Here, a query that sees no
-    # key is given all keys, and the last line of this function sets the query's output to 0.
+    # If a query sees no key, its output depends on the kernel that torch chooses. Such a query therefore gets all keys
+    # here, and the last line of this function sets its output to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # with a mask and enable_gqa, torch would use a kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))

@@ -1,6 +1,6 @@
 """The feed-forward network (FFN) of a decoder block. The classes compute the same function and save different tensors.
 
-| class | chosen if | saved for the backward |
+| class | chosen if | saved for the backward, besides the input x and the weights |
 |:--|:--|:--|
 | RecomputedFFN | by default | up(x) |
 | DenseFFN | a layer has an adapter or computes in float8 | up(x) and the activations |

@@ -258,8 +258,9 @@ class GPT(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block with torch.compile(**options).
 
-        Blocks share one graph, because their code and shapes are equal. A compiled block without checkpointing leaves
-        its last residual addition to the next block. The next block fuses this addition with its first norm.
+        Blocks share one graph, because their code and shapes are equal. Unless blocks are checkpointed or offload their
+        inputs, a compiled block leaves its last residual addition to the next block. The next block fuses this addition
+        with its first norm.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:
@@ -311,7 +312,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, normed = add_and_norm(x, added, self.attention_norm, keep_sum=True)
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
-        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm has already saved x
+        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # False: the first add_and_norm saves x anyway
         return x, self.ffn_post_norm(self.ffn(normed))
 
 

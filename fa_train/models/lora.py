@@ -1,9 +1,10 @@
 """LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
 The model's weights are frozen. QLoRA also quantizes the frozen weights to 4 bits. For each adapted matrix W of a linear
-layer, two low-rank matrices A and B are trained, and the product `B A` is added to W. Tensor names and files are those
-of peft, so peft and fa_train can load each other's adapters. The GPT joins some matrices of a checkpoint into one, such
-as the matrices of queries, keys and values. Each part of a joined matrix has a separate adapter, as in peft.
+layer, two low-rank matrices A and B are trained, and a multiple of the product `B A` is added to W. Tensor names and
+files are those of peft, so peft and fa_train can load each other's adapters. The GPT joins some matrices of a
+checkpoint into one, such as the matrices of queries, keys and values. Each part of a joined matrix has a separate
+adapter, as in peft.
 """
 
 import json
@@ -44,7 +45,7 @@ def whole_model(model: GPT) -> GPT:
 
 @dataclass(frozen=True)
 class LoRA:
-    """The settings of LoRA adapters. A call with a model freezes the model and adds adapters to its linear layers.
+    """The settings of LoRA adapters. Call them with a model to freeze the model and add adapters to its linear layers.
 
     r: the rank, which is the number of rows of A and of columns of B.
     lora_alpha: the product `B A` is multiplied by `lora_alpha / r`, or by `lora_alpha / sqrt(r)` with use_rslora
@@ -139,7 +140,7 @@ class LoRA:
             )
 
     def _require_no_recomputation(self, model: GPT) -> None:
-        """Checks that dropout is not combined with recomputation, which would draw other random numbers."""
+        """Checks that dropout is not combined with recomputation. Recomputation would draw other random numbers."""
         memory = model.memory
         if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(
@@ -155,7 +156,7 @@ class LoRALinear(nn.Linear):
     lora_B are the last parts of Hugging Face's module names, such as q_proj. An adapter changes only those rows of W
     that belong to its module.
     If W is quantized, `weight` holds the 4-bit codes, (out_features * in_features / 2,) uint8 with two codes per byte.
-    `nf4` then holds the scales, under the names in torchao's NF4Tensor.
+    `nf4` then holds the scales and the table of values, under the names in torchao's NF4Tensor.
     """
 
     def __init__(self, linear: nn.Linear, path: str, parts: Mapping[str, Place], settings: LoRA) -> None:

@@ -39,8 +39,7 @@ def adamw_8bit(
 ) -> Optimizer:
     """Returns AdamW with 8-bit moments.
 
-    A parameter has moments in its own dtype if it has fewer than 4096 elements, or if their number is not a multiple of
-    256.
+    The moments have the parameter's dtype if the number of elements is below 4096 or not a multiple of 256.
     stochastic_rounding: whether to round updates of bf16 weights (trainer.precision=bf16-true) stochastically.
     Stochastic rounding has no effect on fp32 weights.
     """

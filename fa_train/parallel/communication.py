@@ -10,7 +10,7 @@ from fa_train.private_names import private, replace_private
 
 # A rank may have to wait for rank 0 to write a checkpoint, or for another rank to compile.
 TIMEOUT = timedelta(minutes=10)
-RECORDED = 2000  # the number of collectives that each rank keeps
+RECORDED = 2000  # the number of collectives that the flight recorder of each rank keeps
 
 
 def configure(trainer: L.Trainer) -> None:

@@ -41,7 +41,7 @@ class _StoppedError(BaseException):
 def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> None:
     """Runs this program with `arguments` in n_ranks processes and waits until all of them end.
 
-    told: the decisions that rank 0 passes on to the other ranks (fa_train.parallel.decisions).
+    told: the launcher's decisions, which all ranks receive (fa_train.parallel.decisions).
     If one rank fails, the others get SIGTERM and, after 30 seconds, SIGKILL. SIGINT, SIGTERM and SIGUSR1 are forwarded
     to all ranks, and the launcher then waits without a time limit. A second signal kills the ranks. After a signal, the
     program ends with the exit status of the ranks.

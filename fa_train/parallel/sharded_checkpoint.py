@@ -75,8 +75,8 @@ class FolderWriter(dcp.FileSystemWriter):
     """Torch's writer of a sharded folder. When all ranks have written their parts, rank 0 adds the file `META`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], *, on_host: bool) -> None:
-        # Copying ahead waits for the thread's current GPU (GPU 0 in a new thread), so it is off for data in host
-        # memory.
+        # With per_thread_copy_ahead > 0, torch waits for the thread's current GPU (GPU 0 in a new thread). Data in host
+        # memory needs no copy.
         super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
         self._meta = meta
 
@@ -271,7 +271,7 @@ def _paths(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[Any, .
 def _by_place(folder: Path, states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
     """Converts an optimizer's state with parameter names to torch.optim's format, which numbers the parameters.
 
-    Raises: CheckpointError if the state of a parameter is in no group.
+    Raises: CheckpointError if a parameter with a state is in no group.
     """
     names = [name for place in sorted(groups) for name in groups[place].get("params", [])]
     places = {name: place for place, name in enumerate(names)}

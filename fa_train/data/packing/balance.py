@@ -15,8 +15,8 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
     cost therefore run at the same time on different ranks. Of the micro-batches that run at the same time, the most
     expensive one goes to the rank with the lowest cost so far. Ties are resolved by index, so the result is
     deterministic.
-    Source: longest processing time first, Graham 1969, doi:10.1137/0117039. In this function, a micro-batch can hold
-    only `size` rows.
+    Source: longest processing time first, Graham 1969, doi:10.1137/0117039. Unlike a machine in the paper, a
+    micro-batch here can hold only `size` rows.
     """
     n_micro_batches = len(costs) // size
     assert len(costs) == n_micro_batches * size and n_micro_batches % world_size == 0

@@ -245,5 +245,6 @@ class BestFit:
             boundaries.append(self.seq_len)
         edges = np.array(boundaries)
         position_ids = np.arange(self.seq_len) - np.repeat(edges[:-1], np.diff(edges))
-        position_ids[n_real:] = 0  # padding can be longer than max_doc_len, but learned positions may end there
+        # padding can be longer than max_doc_len, and the model may have only max_doc_len learned positions
+        position_ids[n_real:] = 0
         return Row(tokens, labels, position_ids, edges)

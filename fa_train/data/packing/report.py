@@ -51,8 +51,7 @@ class PackingReport:
     @property
     def efficiency(self) -> float:
         """The fraction of the rows' places that hold tokens. The other places hold padding."""
-        # limit the fraction to 1, because the last token of a concatenation can be only a label, which has no place in
-        # a row
+        # limit the fraction to 1, because the last token of a concatenation can be only a label and then needs no place
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:

@@ -37,7 +37,7 @@ class Encoder(Protocol[Document]):
 class TextEncoder:
     """Encodes a text and puts it between the tokenizer's bos and eos. The model is trained on all tokens of a text.
 
-    An empty text gets no tokens, also no bos and no eos.
+    An empty text gets no tokens, not even bos and eos.
     """
 
     masked = False

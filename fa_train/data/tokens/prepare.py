@@ -1,7 +1,7 @@
 """Tokenises documents into shards, in one process or several.
 
-The shards do not depend on the number of processes. If tokenising was interrupted, the next start continues after the
-last finished shard.
+The shards do not depend on the number of processes. If tokenising was interrupted, the next start writes only the
+shards that are not finished.
 """
 
 import json

@@ -138,7 +138,8 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
     ) -> tuple[str, Spans]:
-        # apply_chat_template would return no spans and reject an empty list, so this method calls render_jinja_template
+        # This method calls render_jinja_template, because apply_chat_template would return no spans, and would reject
+        # an empty list of messages.
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 

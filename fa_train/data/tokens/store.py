@@ -38,9 +38,9 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
 class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
-    loss_mask is None if the model is trained on all tokens. In a small corpus, the keys can hold out all documents or
-    none. In this case, a corpus of several chats holds out its last chat. Any other corpus holds out the last part of
-    its longest document.
+    loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
+    document is held out. In a small corpus, this rule may select all documents or none. A corpus of several chats then
+    holds out its last chat instead. Any other corpus then holds out the last part of its longest document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """
