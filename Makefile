@@ -85,7 +85,7 @@ $(VENV)/triton-3.6: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --no-deps --upgrade --target $@ "triton==3.6.*"
 	touch $@
 
-# Hugging Face's package `kernels`, for one test. Outside this folder, transformers would find and use the package.
+# Hugging Face's package `kernels`, for one test. It is outside site-packages, so that transformers does not find it.
 $(VENV)/hf-kernels: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --no-deps --upgrade --target $@ "kernels>=0.17,<0.18"
 	touch $@

@@ -100,7 +100,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
 
 
 def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
-    """Returns the plan after the choice of strategy.reshard_after_forward=auto."""
+    """Returns the plan that the run uses, in which strategy.reshard_after_forward=auto has become true or false."""
     setting = cfg.strategy.get("reshard_after_forward", True)
     is_chosen = chooses_reshard(cfg.choices.strategy, setting, cfg.choices.attention)
     return with_blocks_gathered(plan, gpu_bytes) if is_chosen else plan
@@ -121,7 +121,8 @@ def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: 
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
     auto: if true, a seq_len fits if at least one combination of memory levers lets it fit. If false, a seq_len fits if
-    the plan's levers let it fit. searched: the plan for which the longest seq_len is searched.
+    the plan's levers let it fit. searched: the plan before `as_run`, from which the searches for the longest seq_len
+    and for the next lever start.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu_bytes, host_bytes)

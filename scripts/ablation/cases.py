@@ -56,7 +56,7 @@ class StepCase:
     device: Device
     precision: Precision
     steps: int  # maximum number of timed steps
-    seconds: float  # no step starts after this many seconds
+    seconds: float  # time limit of the case; no step starts that would probably exceed it
     overrides: tuple[str, ...] = ()
     compiled: bool = False
 
@@ -246,7 +246,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 
 
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
-    """Runs the function repeatedly and returns the median milliseconds and the number of runs.
+    """Runs the function repeatedly. Returns the median milliseconds, and the number of runs that the median covers.
 
     Stops if another run would end later than the case's time limit.
     """

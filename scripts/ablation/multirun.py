@@ -136,7 +136,7 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
     HydraConfig.instance().cfg = hydra
     try:
         measured = train(cfg)
-    except Exception as error:  # the error came before the Weights & Biases run existed
+    except Exception as error:  # if memory runs out in trainer.fit, `train` returns oom=1 and does not raise
         if not is_out_of_memory(error):
             raise
         measured = {"oom": 1.0}

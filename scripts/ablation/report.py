@@ -252,7 +252,8 @@ def _finish(figure: Figure, panel: Axes, title: str) -> None:
 
 def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device_bytes: int) -> None:
     """Draws the minimum memory of naive attention, the memory of the device, and the point where they meet."""
-    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]  # larger values would flatten others
+    # leave out larger values, which would flatten the other lines
+    lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]
     axes.plot(lengths, [formula.peak(n) / GIB for n in lengths], "k:", label="naive, predicted least")
     axes.axhline(device_bytes / GIB, color="#888888", linestyle="--", label="the device's memory")
     fails_at = formula.fails_at(device_bytes)

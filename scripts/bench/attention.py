@@ -262,7 +262,7 @@ def packed_workloads(
     """
     generator = torch.Generator().manual_seed(0)
     candidates = max(1, total // 64)
-    # the median length is 1k tokens, and the longest document has 32k
+    # the median length is 1k tokens, and no document is longer than 32k
     long_tailed = torch.randn(candidates, generator=generator).mul(1.5).exp().mul(1024).long().clamp(1, 32768)
     short = torch.randint(64, 513, (candidates,), generator=generator)
     return [

@@ -6,9 +6,9 @@ and `forward, autograd` is a call with gradients. `backward` is torch.autograd.g
 of autograd's engine and thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one
 more layer of a model adds. `backward's node` is the backward node alone, without autograd's engine.
 
-A sample is the mean of --calls calls without a GPU sync. In each of --rounds rounds, every candidate takes one sample,
-in random order. When the last call of a sample returns, the GPU can still have work left. A cell is marked as GPU-bound
-if this work takes more than a tenth of the sample's time. Writes OUT.csv and OUT.md.
+A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
+table, in random order. When the last call of a sample returns, the GPU can still have work left. A cell is marked as
+GPU-bound if this work takes more than a tenth of the sample's time. Writes OUT.csv and OUT.md.
 """
 
 import argparse

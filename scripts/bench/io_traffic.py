@@ -104,7 +104,7 @@ class Measured:
 def transfers(case: Case, arch: Arch) -> dict[str, int]:
     """Returns the bytes of each transfer of a case, by the transfer's name, summed over all heads.
 
-    For flash attention, the bytes are what the multiprocessors load, including loads from the L2 cache.
+    For flash attention, the bytes of a read are what the multiprocessors load, including loads from the L2 cache.
     """
     if case.method == "naive":
         per_head = _naive_forward(case) if case.direction == "forward" else _naive_backward(case)

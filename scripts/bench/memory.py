@@ -13,7 +13,7 @@ process. Host memory is what offloaded activations and the offloaded optimizer u
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
-Combinations with bf16-true, or with another optimizer than adamw, run at the first length only: the optimizer's time
+Combinations with bf16-true, or with an optimizer other than adamw, run at the first length only: the optimizer's time
 does not depend on the number of tokens. Combinations that are compared with each other run one after the other. Every
 second round runs in reverse order, so that a GPU that slows down over time affects all combinations equally.
 

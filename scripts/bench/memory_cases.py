@@ -83,7 +83,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Numbers are None and lists are empty unless the outcome is "ok"."""
+    """One measurement. Numbers are None and lists are empty unless the outcome is "ok".
+
+    peak_gib can also have a value if the outcome is "out of memory".
+    """
 
     seq_len: int
     combination: str

@@ -9,10 +9,11 @@ logger=csv and batch_size=1 (one micro-batch per step) unless the command sets t
 folder that is not a git checkout, pass +commit=HASH to show the commit on the page. On several GPUs, start the script
 with torchrun. Only rank 0 is then profiled.
 
-The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive times of the parts.
-The exclusive times and the idle time add up to the step's time. Copies and communication count only while no kernel
-computes; the column `kernels ms` has their full time. `trace.json.gz` is a trace for https://ui.perfetto.dev.
-`memory.png` shows the allocated memory by component over host time, because the host allocates and frees memory.
+The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive time of each part:
+each moment of the step counts for at most one part. The exclusive times and the idle time add up to the step's time.
+Copies and communication count only while no kernel computes; the column `kernels ms` has their full time.
+`trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the allocated memory by component over host
+time, because the host allocates and frees memory.
 
 A kernel belongs to the part of the step that launched it (attention, loss or optimizer). If none of these parts
 launched the kernel, its name determines its part. On a CPU, the script times torch's operators instead of kernels. On a
@@ -198,7 +199,7 @@ def report(step: Step, head: dict[str, str]) -> str:
         if copies:
             share = hidden(step.intervals, COPIES) / copies
             lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
-    # Without kernels, the last column is empty: a sum over operators would count the operators that they call twice.
+    # Without kernels, the last column is empty: a sum over operators would count an operator again in its caller.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)
     for part, ms, share, kernels_ms, number in rows:

@@ -17,7 +17,7 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one run. Numbers are None if the run failed or has no such metric.
+    """The result of one run. If the run failed, no metrics and no peaks are known. A metric that is not known is None.
 
     *_max: the largest value of a rank. tokens_per_s_max is an exception: it is the value of the fastest log entry.
     Peaks are in GiB, one for each rank.

@@ -80,7 +80,7 @@ class Case:
     seq_len: int  # tokens
     variant: str
     device: Device
-    attention: str  # applies to ours only
+    attention: str  # attention of our variants
     steps: int  # number of timed steps
     slow_step: float  # seconds; if a step takes longer, only `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
@@ -90,7 +90,8 @@ class Case:
 class Row:
     """One result. Numbers are None unless the outcome is "ok".
 
-    mfu is also None if the peak FLOP/s of the device is unknown.
+    peak_gib and reserved_gib can also have values if the outcome is "oom". mfu is also None if the peak FLOP/s of the
+    device is unknown.
     """
 
     seq_len: int

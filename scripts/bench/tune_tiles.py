@@ -1,7 +1,7 @@
 """Measures tiles for the portable kernels on the GPU of this machine, and writes the best tiles to a file.
 
     python -m scripts.bench.tune_tiles                                         # every head_dim and pass of the table.
-    python -m scripts.bench.tune_tiles --near                                  # only candidates near the table's.
+    python -m scripts.bench.tune_tiles --near                                  # only tiles near the table's tiles.
     python -m scripts.bench.tune_tiles --near --install                        # fa_kernels then uses the best tiles.
     python -m scripts.bench.tune_tiles --head-dims 192 --passes dkdv dq        # two passes of one head_dim.
     python -m scripts.bench.tune_tiles --head-dims 128 --passes fwd --tiles 128,64,8,3 128,128,8,2    # two candidates.
