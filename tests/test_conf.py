@@ -28,7 +28,7 @@ NEEDED = {
 
 
 TOGETHER = ("attention", "callbacks", "data", "logger", "memory", "scheduler", "trainer")
-ALONE = ("adapter", "optimizer", "strategy")  # groups; some of their options exclude each other
+ALONE = ("adapter", "optimizer", "strategy")  # each option of these groups has its own run, because some exclude others
 
 
 def options():
@@ -64,7 +64,7 @@ def test_libyaml_reads_the_configs_as_python_does():
 
 
 def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
-    """Composes each config with Hydra's own functions, and then twice with their replacements of fast_configs."""
+    """Composes each config with Hydra's own functions, and then twice with the replacements in fast_configs.py."""
     cases = [(), ("strategy=fsdp", "strategy.context=2"), ("adapter=lora", "model.dim=64"), ("model=llama_1b", "+x=3")]
 
     def configs() -> list[str]:

@@ -1,4 +1,4 @@
-"""A key that copies another key cannot get another value. Unsupported settings of Lightning's Trainer are refused."""
+"""A key that copies another key must have the same value. Unsupported settings of Lightning's Trainer are refused."""
 
 import pytest
 from omegaconf import OmegaConf

@@ -1,5 +1,5 @@
-"""A resumed run draws the same random numbers as a run that never stopped. Changed settings take effect in its first
-step.
+"""A resumed run draws the same random numbers as a run that never stopped. Changed settings take effect in the first
+step of the resumed run.
 """
 
 import os
@@ -155,7 +155,7 @@ def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
 
 
 def rmsprop(model: torch.nn.Module, *, lr: float, **others: Any) -> torch.optim.Optimizer:
-    """An optimizer that a user has defined, whose states have other names."""
+    """Returns an optimizer that a user has defined. The names of its states differ from those of AdamW."""
     return torch.optim.RMSprop(model.parameters(), lr=lr)
 
 

@@ -69,7 +69,7 @@ def test_the_driver_and_torch_agree_on_whether_there_is_a_gpu():
 
 
 def fake_driver(error: int, version: int, gpus: int) -> SimpleNamespace:
-    """Returns a fake CUDA driver. error: the result of cuInit. version: its version. gpus: the number of GPUs."""
+    """Returns a fake CUDA driver. error: what cuInit returns. version: the driver version. gpus: the number of GPUs."""
 
     def writes(value):
         return lambda pointer: setattr(pointer._obj, "value", value) or 0

@@ -158,7 +158,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
-    """SIGKILL saves nothing, so the run continues from its newest checkpoint and repeats the steps since then."""
+    """A killed run saves nothing more, so it continues from its newest checkpoint and repeats the steps after it."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
     overrides = [*tiny(tmp_path, *settings, "run_name=killed", "max_steps=16"), *RECORDED]
     _, folder = run(tmp_path, *settings, "max_steps=16", *RECORDED)
@@ -236,9 +236,9 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 @pytest.mark.slow
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_the_number_of_processes_may_change(tmp_path):
-    """One process runs three steps, two processes run two more, and one process runs the rest.
+    """One process runs nine steps. Two processes resume it after step 3. One process resumes their run after step 5.
 
-    The rows and the losses are those of a run in one process.
+    The rows and the losses of both resumed runs are those of the first run.
 
     The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches with one process, and
     2 on each of two processes.

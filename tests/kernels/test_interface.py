@@ -92,7 +92,7 @@ def test_windows_are_tokens_or_unbounded(window, expected):
 
 
 def test_windows_past_what_int32_holds():
-    """A window that is wider than int32 allows must show every key in both passes."""
+    """If the sum of a position and the window exceeds int32, every key must be visible in both passes."""
     q = torch.randn(1, 5, 1, 8, device=DEVICE, requires_grad=True)
     k = torch.randn(1, 6, 1, 8, device=DEVICE, requires_grad=True)
     expected = with_gradients(lambda q, k: flash_attn_func(q, k, k), [q, k])

@@ -1,10 +1,10 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
-lengths is combined with every mask. Each combination has other features, head counts and layouts than the combination
-before. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other
-head_dims are tested with fewer combinations, because each one is compiled separately. If the environment variable
-MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
+lengths is combined with every mask. For each of these combinations, the test takes the next features, head count and
+layout from a fixed cycle. The head_dims of Hopper's kernels are tested with all combinations of features, head counts
+and layouts. Other head_dims are tested with fewer combinations, because each one is compiled separately. If the
+environment variable MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
 """
 
 import itertools
@@ -43,8 +43,8 @@ ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # (head_dim, v_head_di
 def n_rounds(dtype, width) -> int:
     """Returns the number of rounds for a dtype and a pair of head_dims.
 
-    A round uses each of the 55 combinations of lengths and mask once, with other features and layouts than the round
-    before. Three rounds are enough for all combinations of features, head counts and layouts.
+    A round uses each of the 55 combinations of lengths and mask once. Three rounds are enough for all combinations of
+    features, head counts and layouts.
     """
     if dtype == torch.float32 or width not in ON_HOPPER:
         return 2
@@ -83,7 +83,7 @@ def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
 def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str, tuple[float, float]]:
     """Returns our error and torch's error for each result.
 
-    Raises an error if one of our results is less accurate than allowed.
+    Raises: AssertionError if one of our results is less accurate than allowed.
     """
     lens_q, lens_k = documents(pair, layout, generator)
     (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width

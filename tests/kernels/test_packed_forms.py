@@ -27,7 +27,7 @@ from tests.support.tolerance import assert_as_accurate
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CU = torch.tensor([0, 11, 11, 18], dtype=torch.int32, device=DEVICE)
 CU_K = torch.tensor([0, 5, 14, 27], dtype=torch.int32, device=DEVICE)
-# every argument that the functions pass on, each with a value other than its default
+# arguments that the functions pass on, each with a value other than its default
 OPTIONS = {
     "softmax_scale": 0.4,
     "causal": True,

@@ -48,10 +48,10 @@ def test_queries_of_a_section_fit(total, expected):
     ],
 )
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
-    """Each head has 64 tiles.
+    """Each KV head has 64 tiles.
 
-    Each of 128 programs should have two tiles, so four heads run at the same time. One head alone would fill the L2
-    budget.
+    Each of 128 programs should have two tiles, so four KV heads run at the same time, although one KV head alone fills
+    the L2 budget.
     """
     q = meta(2**13, 4 * n_kv_heads, 128)
     assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected

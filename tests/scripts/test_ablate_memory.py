@@ -244,7 +244,8 @@ def test_a_step_is_measured(attention):
     result = measure(case(attention))
     assert result.outcome == "ok" and result.step_ms > 0 and result.peak_gib > 0 and result.timed_steps == 2
     assert result.mfu is None and result.reserved_gib is None
-    # `6 * N * T + 6 * layers * n_heads * head_dim * T**2`; the output matrix has 259 x 32 of the N elements
+    # `6 * N * T + 6 * layers * n_heads * head_dim * T**2` for T tokens and matrices of N elements in all;
+    # the output matrix has 259 x 32 of the N elements
     matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 259 * 32
     flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert result.tflops * 1e12 * result.step_ms / 1e3 == pytest.approx(flops)
@@ -383,8 +384,8 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
 def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch):
-    """A case runs one step that compiles, two warm-up steps and two timed steps. If the case is compiled, all five
-    steps have 320 tokens.
+    """A case runs a first step, two warm-up steps and two timed steps. If the case is compiled, the first step compiles
+    it, and all five steps have 320 tokens. Otherwise, the first step has `SHORT` tokens.
     """
     lengths, compiled = [], []
     block = GPT.compile_blocks

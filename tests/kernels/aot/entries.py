@@ -2,8 +2,8 @@
 
     python -m tests.kernels.aot.entries    # compiles the missing and stale cases, and writes recorded/entries_*.json.
 
-All cases take half an hour on two cores. The record says for which source each report is, so that a test finds stale
-reports without compiling.
+All cases take half an hour on two cores. The record holds the hash of the source of each report, so that a test finds
+stale reports without compiling.
 """
 
 import json
@@ -16,12 +16,12 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES
 from tests.kernels.aot.portable import table_of
 from tests.kernels.aot.reports import RECORDED, ROOT, Reports, compile_in_processes
 
-GPUS = ("sm80", "sm89", "sm100", "sm120")  # an H100 runs the kernels of sm90 (make gpu-check)
-BATCH = 8 * (os.cpu_count() or 1)  # cases that are compiled before the record is written
+GPUS = ("sm80", "sm89", "sm100", "sm120")  # not sm90: an H100 runs its kernels (make gpu-check)
+BATCH = 8 * (os.cpu_count() or 1)  # the record is written each time this number of cases is compiled
 
 
 def all_cases() -> list[str]:
-    """Returns the cases of every entry: the kernel for one document, and in 2-byte dtypes that for several."""
+    """Returns the cases of every entry: the kernel for one document, and in 2-byte dtypes also the one for several."""
     cases = []
     for gpu in GPUS:
         of_4_bytes = "sm80" if gpu == "sm100" else table_of(gpu)  # as in tiles.tile_config
@@ -39,7 +39,7 @@ def sources() -> dict[str, str]:
 
 
 def record_file() -> Path:
-    """Returns the file of the installed Triton version."""
+    """Returns the file with the record for the installed Triton version."""
     return RECORDED / f"entries_{triton.__version__}.json"
 
 
@@ -55,7 +55,7 @@ def write(file: Path, reports: Reports) -> None:
 
 
 def compile_entries(cases: list[str], hashes: dict[str, str]) -> Reports:
-    """Compiles cases. Returns what the record holds of them."""
+    """Compiles cases and returns their reports, with only the values that the record holds."""
     kept = ("registers", "spill_bytes", "warnings", "tensor_core", "tensor_memory", "shared")
     return {
         case: {"source": hashes[case]} | {name: report[name] for name in kept}

@@ -1,7 +1,7 @@
 """Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
 A case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A case compiles the kernel that a call with
-these values launches. A suffix after head_dim, as in bf16-128dkdv-1-0-0, selects another kernel. The suffix `ordered`
+these values launches. A suffix after head_dim, as in fp16-128dkdv-1-1-0, selects another kernel. The suffix `ordered`
 means the kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of the two-pass
 backward. The kernel 128dkdv is always compiled with a soft cap. With head_dim 256 there are only the two-pass kernels.
 """
@@ -140,8 +140,8 @@ def compile_case(dtype, kernel, *features):
 
 
 def report(*case):
-    """Returns the report of ptxas on a case, the kernel's bytes of shared memory, and its number of 16-byte stores to
-    shared memory.
+    """Returns the report of ptxas on a case, and the kernel's bytes of shared memory, number of 16-byte stores to
+    shared memory and idle mbarriers.
     """
     compiled = compile_case(*case)
     ptx = compiled.asm["ptx"]

@@ -170,7 +170,7 @@ def hash_of(root: Path, installed: Iterable[Path], settings: Any) -> str:
 
 
 def sources(root: Path) -> list[Path]:
-    """Returns the files of the kernels, and the modules in tests/kernels that contain no tests."""
+    """Returns the files of the kernels and those directly in tests/, and the modules without tests in tests/kernels."""
     helpers = [path for path in root.glob("tests/kernels/**/*.py") if not path.name.startswith("test_")]
     return sorted([*root.glob("kernels/**/*.py"), *root.glob("tests/*.py"), *helpers])
 

@@ -73,7 +73,10 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
-    """With an ordered sum of dQ, each step has one semaphore, and no program waits for an item that has not started."""
+    """With an ordered sum of dQ, a step has the queries of one semaphore, and programs draw no items from a queue.
+
+    With a queue, a program could wait for an item that has not started.
+    """
     config = config_of(head_dim, dtype, softcap, ordered=True)
     if config is None:
         assert config_of(head_dim, dtype, softcap) is None

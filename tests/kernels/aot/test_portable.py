@@ -194,8 +194,8 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """If the table has entries dk and dv for a head_dim, the entry dkdv for this head_dim is used only by repair
-    kernels and in fp32.
+    """If the table has entries dk and dv for a head_dim, `LIMITS` leaves out the entry dkdv for this head_dim, because
+    only the repair kernels use that entry.
     """
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart

@@ -1,4 +1,6 @@
-"""Triton's compilation hooks, such as `jit_post_compile_hook`, receive the arguments of each Hopper kernel as JSON."""
+"""Configurations can be written as JSON. They are arguments of the Hopper kernels, and Triton's compilation hooks, such
+as `jit_post_compile_hook`, receive the arguments of a kernel as JSON.
+"""
 
 import json
 

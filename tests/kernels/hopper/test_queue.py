@@ -30,7 +30,7 @@ def run(one):
 
 
 def problems(head_dim):
-    """Yields pairs of forward calls. If the backward kernel adds partial sums to dQ, also yields pairs of backward
+    """Yields a pair of forward calls. If the backward kernel adds partial sums to dQ, also yields two pairs of backward
     calls.
     """
     lengths = [2048, 2048], [700, 300, 3000]

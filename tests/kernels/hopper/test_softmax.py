@@ -15,7 +15,7 @@ from tests.kernels.test_flash_attention import cumulative
 
 pytestmark = NEEDS_SM_90
 
-# Increase of the base-2 exponents from one block of 64 keys to the next. The kernel visits later keys first.
+# Increase of the base-2 exponents from each block of 64 keys to the one before. The kernel visits later keys first.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to the nearest value
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile

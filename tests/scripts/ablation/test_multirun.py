@@ -74,7 +74,10 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Returns a function that runs a job with an invented outcome and returns whether the job ran."""
+    """Returns a function that runs a job with an invented outcome.
+
+    The function returns the job's metrics, and how often the job ran.
+    """
 
     def run(number, attention, seq_len, outcome, *overrides):
         ran = []

@@ -69,7 +69,7 @@ def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monk
 
 
 def drawn_once():
-    """Returns a replacement of _inputs that returns the same values for every part."""
+    """Returns a replacement for `_inputs` that returns the same values for every part."""
     original, drawn = context._inputs, []
 
     def inputs(*arguments):

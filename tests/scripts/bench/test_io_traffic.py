@@ -89,7 +89,7 @@ def test_portable_forward_reads_keys_once_a_tile_of_queries():
     block_m = tile_config("sm90", 128, "fwd", 2).block_m
     keys = transfers(case, "sm90")["read K, V"]
     assert keys == case.n_heads * (4096 // block_m) * 2 * 4096 * 128 * 2
-    # the paper bounds this traffic by O(N^2 d^2 / M), far less than that of naive attention
+    # arXiv:2205.14135 bounds this traffic by O(N^2 d^2 / M), far less than the traffic of naive attention
     assert 1 < keys / order_bytes(case, "sm90") < 64
     assert keys < sum(transfers(Case("naive", "forward", 4096, 128, False), "sm90").values()) / 1.9
 

@@ -76,8 +76,8 @@ def test_measured_precisions_are_those_of_launches(dtype):
 
 
 def test_candidates_of_4_bytes_have_a_score_a_thread_and_half_the_numbers():
-    """The candidates include the tile sizes that were fastest on an H200 for head_dim 128, although each warp has only
-    8 rows.
+    """The candidates include the tile size that was fastest on an H200 for head_dim 128, 32 x 32 with four warps,
+    although each warp has only 8 rows.
     """
     found = list(candidates("sm90", 128, "dkdv", SHARED_LIMIT["sm90"], "float32"))
     assert TileConfig(32, 32, 4, 1) in found and TileConfig(32, 32, 8, 1) in found
