@@ -112,8 +112,8 @@ def copy_rows(
 def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor) -> None:
     """Adds rows of `added` to rows of `totals`, by index.
 
-    For each i, the function adds the rows entries[offsets[i]], ..., entries[offsets[i + 1] - 1] to row rows[i].
-    A sum is computed in fp32, in the order of the entries, and rounded once.
+    For each i, the function adds rows entries[offsets[i]], ..., entries[offsets[i + 1] - 1] of `added` to row rows[i]
+    of `totals`. A sum is computed in fp32, in the order of the entries, and rounded once.
     totals, added: one or two tensors each, (rows, heads, head_dim). The heads of a total's row must be contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.
     Raises: ValueError if the heads of a total's row are not contiguous.

@@ -1,9 +1,9 @@
 """SwiGLU (arXiv:2002.05202): silu(gate) * value. Each row of the input (rows, 2 ffn_dim) is the gate, then the value.
 
 The forward and the backward pass are one kernel each. The backward kernel also computes the activations (the output of
-SwiGLU) again, and overwrites their gradient with them. The caller computes the gradient of the next weight from these
-activations, so the forward pass does not have to save them. The gradient of the input overwrites the input, or is
-written to a new tensor.
+SwiGLU) again, and overwrites their gradient with them. The caller needs these activations for the gradient of the next
+linear layer's weight. The forward pass therefore does not have to save them. The gradient of the input overwrites the
+input, or is written to a new tensor.
 """
 
 import torch

@@ -4,10 +4,10 @@ At head_dim 64, 96 and 128, most calls use one fused kernel with five matmuls (f
 and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, these additions have a fixed order
 (order.py). In other calls, the order varies from run to run.
 
-Calls that cannot use the fused kernel use two kernels, with seven matmuls in total. The first kernel computes dK and dV
-(keys.py or wide.py). The second kernel computes dQ (queries.py). This is the case at head_dim 256, and at head_dim 128
-in fp16 with a soft cap, because the fused kernel would need too many registers. The two kernels are always
-deterministic, because exactly one program computes each output.
+At head_dim 256, and at head_dim 128 in fp16 with a soft cap, the fused kernel would need too many registers. These
+calls use two kernels, with seven matmuls in total. The first kernel computes dK and dV (keys.py or wide.py). The second
+kernel computes dQ (queries.py). The two kernels are always deterministic, because exactly one program computes each
+output.
 
 NaN isolation: if a call may have several documents, the kernels mark the output rows that contain NaN (nan_marks.py).
 The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).

@@ -1,7 +1,8 @@
 """The kernels that run before and after the main backward kernel.
 
-`prepare` launches a kernel that computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to
-0. `finish` launches a kernel that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
+The fused backward kernel adds dQ to an fp32 tensor in global memory, the sum of dQ. `prepare` launches a kernel that
+computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to 0. `finish` launches a kernel
+that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
 
 The sum of dQ has shape (n, 1, 32). 32 * n is the number of elements of dQ after its queries are padded to a multiple of
 64. The sum consists of blocks of 64 queries and 64 columns of a head. At head_dim 96, the second block of a head has

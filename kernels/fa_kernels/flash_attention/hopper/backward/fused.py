@@ -12,8 +12,8 @@ The kernel cannot deadlock. Steps are numbered over all items of a program. dS o
 and for dQ of step `j - DS_STAGES`. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
 waits until dS of step j is written and earlier dQ tiles have left their buffers. The loads of step j wait until the
 consumers have finished step `j - STAGES`. The loads of K and V of item i wait until dK and dV of item i - 2 have left
-their buffers. If `STAGES >= 2`, Q of step j + 1 can be loaded before step j is finished. The first unfinished step can
-therefore always continue.
+the same buffers. `STAGES` is at least 2, so Q of step j + 1 can be loaded before step j is finished. The first
+unfinished step can therefore always continue.
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would

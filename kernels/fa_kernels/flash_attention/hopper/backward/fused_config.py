@@ -71,7 +71,7 @@ def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
     With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each
-    program has only one work item. If programs drew items from a queue, an item could wait for a program that has not
-    started.
+    program has only one work item. If programs drew items from a queue, an item could wait for the first item of a
+    program that has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -2,8 +2,8 @@
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
 warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` first computes S of its own step. The function
-`_step_ahead` receives S of its own step, and computes S of the next step, so that the tensor cores have work during the
-exponentials.
+`_step_ahead` receives S of its own step, and computes S of the next step. The tensor cores therefore compute dP during
+the exponentials, and S of the next step while dS is computed.
 """
 
 from triton.experimental import gluon
@@ -338,7 +338,7 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    # If `STAGES` is not a power of two, `number // STAGES` would need registers. `stage` is then incremented.
+    # If `STAGES` is not a power of two, `number // STAGES` would need registers. Each step then increments `stage`.
     COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)

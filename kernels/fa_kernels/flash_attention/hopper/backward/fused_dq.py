@@ -84,7 +84,7 @@ def _pieces_of(sums, block_m, k):
 
 @gluon.jit
 def _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads):
-    """Adds dQ of one step to the sum, and then releases the step's dS in the ring buffer."""
+    """Adds dQ of one step to the sum, and releases the step's dS in the ring buffer after the last matmul."""
     ROWS: gl.constexpr = sums[0].buffers.shape[1] // 2  # queries in a tile of dQ
     for i in gl.static_range(len(k)):
         _add_columns(
@@ -100,8 +100,8 @@ def _add_columns(
 ):  # fmt: skip
     """Adds dQ of one step for one column block, in tiles of `ROWS` queries and at most 64 columns.
 
-    BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last column block,
-    after which dS is released.
+    BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last column block.
+    dS is released after the last matmul of that block.
     """
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
     COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ

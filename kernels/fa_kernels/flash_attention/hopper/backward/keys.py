@@ -110,7 +110,7 @@ def _consume(
         m, head = next_step(m, head, item, GROUP, BLOCK_M)
     if marks_ptr is not None:
         mark_rows((dk + dv,), first, item.kv_head, ranges.total, marks_ptr, HALF)
-    # dK and dV overwrite K and V in shared memory, after all warps of this warpgroup have read their half of K and V.
+    # dK and dV overwrite this consumer's half of K and V in shared memory, after all its warps have read this half.
     meet()
     k_half.store((dk * scale.softmax).to(dtype))
     v_half.store(dv.to(dtype))

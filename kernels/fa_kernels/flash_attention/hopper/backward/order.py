@@ -124,7 +124,7 @@ def raise_semaphores(
 def _wait_for(semaphore, number):
     """Waits until a semaphore is at least `number`.
 
-    All tiles up to `number` have then added their parts to dQ in memory.
+    All tiles up to `number` have then added their parts to dQ of the semaphore's block in memory.
 
     One warp calls this.
     """

@@ -5,8 +5,8 @@ The values were chosen by measurements on an H200 (docs/hopper.md). The options 
 `dynamic`: programs are persistent. Each program processes many items, but starts and ends only once.
 `pingpong`: consumers take turns on the tensor cores for each block. All consumers must therefore visit the same blocks.
 `ranged`: each consumer visits only the blocks of keys that its own 64 queries see. This saves work on short documents.
-`consumers`: with three consumers, a program loads K and V less often than with two. This helps at head_dim 64 and 96.
-Tiles of three consumers have 192 queries, and waste more work on short documents.
+`consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. This helps at
+head_dim 64 and 96. On short documents, tiles of 192 queries waste more work than tiles of 128.
 `pv_first`: the matmul P V of the previous block finishes before softmax starts. The registers of that P are then free.
 `max_first`: softmax does not keep the scores while it computes P. This saves registers (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.

@@ -68,7 +68,7 @@ class Running:
 def _pass_over(block, rings):
     """Waits for a block of K and V that this consumer does not visit, and releases the block.
 
-    Without the wait, this consumer could release the next block of the same stage too early.
+    Without the wait, this consumer could release the next block in the same place of the ring before it is loaded.
     """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)
@@ -226,8 +226,8 @@ def _consume_item(
             block = _pass_over(block, rings)
 
     row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
-    # A row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row that sees only NaN also
-    # keeps `row_max = HIDDEN`, but has a sum of NaN.
+    # Without sinks, a row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row that sees
+    # only NaN also keeps `row_max = HIDDEN`, but has a sum of NaN.
     sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
     lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
     gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)

@@ -1,6 +1,6 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
-Online softmax (arXiv:1805.02867) subtracts the largest score that the row has seen so far. The exponentials of a block
+For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
 therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A reference
 below the largest score gives the same result if no exponential overflows, because fp32 and bf16 are as precise at 2^15
 as at 1. Each row therefore keeps the maximum of its first block as its reference in later blocks, and does not wait for
@@ -204,8 +204,8 @@ def _maxima(scores, N: gl.constexpr):
 def _raise(old, new, rises, scale):
     """Returns the new row_max of one row, and the factor that rescales sums computed under the old row_max.
 
-    row_max changes only if `rises` is true. `rises` depends only on the four threads that hold the row. The bits of a
-    row therefore never depend on other rows, which may be later tokens or other documents.
+    row_max changes only if `rises` is true. `rises` is computed from this row only, in the four threads that hold it.
+    The bits of a row therefore never depend on other rows, which may belong to later tokens or other documents.
     """
     new = gl.where(rises, gl.maximum(old, new), old)
     return new, gl.exp2((old - new) * scale)

@@ -1,8 +1,8 @@
 """Barriers between the warps of a program, and TMA's reduce-add.
 
-A kernel must use every mbarrier that it allocates. If a kernel only initialises an mbarrier, Triton reuses the
-mbarrier's memory for another buffer. PTX does not allow reuse of an mbarrier's memory without mbarrier.inval. If
-processes share a GPU in time slices, the old mbarrier can reappear in 8 bytes of the new buffer.
+A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
+can give the mbarrier's memory to another buffer. PTX does not allow this without mbarrier.inval. If processes share a
+GPU in time slices, the old mbarrier can reappear in 8 bytes of the new buffer.
 """
 
 from triton._C.libtriton import ir

@@ -69,7 +69,7 @@ def both_at(a, b, place):
 def with_rest_at(tiles, buffers, place):
     """Returns the tile of each buffer at index `place`.
 
-    The caller has already taken the tiles of the first buffers, and passes these tiles as `tiles`.
+    `tiles` holds the tiles that the caller has already taken from the first `len(tiles)` buffers.
     """
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)
