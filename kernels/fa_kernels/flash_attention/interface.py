@@ -150,13 +150,13 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (n_docs + 1,) int32, the first query of each document, then the end of the last document.
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
         max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
-        max_seqlen_k: an upper bound of the keys per document. Kernels are chosen by max_seqlen_k, so a value that is
-            too large may cost speed. In compiled code, kernels are chosen by the mean length of documents, not by
-            max_seqlen_k.
+        max_seqlen_k: an upper bound of the keys per document. If max_seqlen_k is an int of at least 4096, kernels are
+            chosen by it, so a value that is too large may cost speed. Otherwise, and in compiled code, kernels are
+            chosen by the mean length of documents.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            Entries for pages after a document's last key are ignored. The pages are copied to n_docs * max_seqlen_k
-            rows, but flash_attn_with_kvcache reads pages in place.
+            Entries for pages after a document's last key are ignored. This function copies the pages to
+            n_docs * max_seqlen_k rows. flash_attn_with_kvcache reads pages in place instead.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
@@ -366,7 +366,7 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
     """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least `LONG_DOCUMENT`, else None.
 
-    A long document causes most of the work, so the kernels are chosen for the length of this document.
+    If a document is long, it causes most of the batch's work, so the kernels are chosen for its length.
     """
     # max_seqlen may be a tensor. To read its value, the host would have to wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None

@@ -1,7 +1,7 @@
 """NaN isolation: NaN in one document must not reach the results of other documents.
 
 A kernel either isolates NaN while it computes (`isolate_nan`), or only marks rows whose results contain NaN.
-portable/repair.py then computes the tiles with marked rows again.
+In the second case, portable/repair.py computes the tiles with marked rows again.
 """
 
 import torch

@@ -204,7 +204,8 @@ class _Attention(torch.autograd.Function):
         schedule, features, _, deterministic, _ = options
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # The schedule is not saved with save_for_backward, because all layers share its tensors.
+        # The schedule is not saved with save_for_backward. All layers share its tensors, so hooks that offload saved
+        # tensors need not see them.
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
         return (o, lse) if wants_lse else o

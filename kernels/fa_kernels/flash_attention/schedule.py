@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
-WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; a multiple of every kernel's block of rows
+WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; a multiple of the block size of kernels that read them
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
 # Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each length class uses.
 SHORT_DOCUMENT = 2**9  # below this length, key_tiles is ascending, so that neighbouring tiles share queries in L2
@@ -53,7 +53,7 @@ class Schedule(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """Returns a Schedule with these seven tensors, in the order in which the method `tensors` returns them.
+        """Returns a Schedule of seven tensors, given in the order in which the method `tensors` returns them.
 
         Only the forward pass needs `length_class`.
         """
@@ -119,7 +119,7 @@ def tensors_by_torch(
 ) -> tuple[Tensor, ...]:
     """Computes the seven tensors of a Schedule with torch operators, which compilers can trace and all devices support.
 
-    schedule_kernel.schedule_tensors has the same arguments, and computes the same values on a GPU.
+    On a GPU, schedule_kernel.schedule_tensors computes the same values if its argument `gradients` is true.
     """
     left, right = window
     # Clamping keeps the ranges inside q, k and v even if cu_seqlens are wrong.

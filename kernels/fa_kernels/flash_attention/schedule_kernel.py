@@ -4,7 +4,7 @@ torch would need more than thirty operators to compute a schedule. These operato
 attention over short documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the
 other programs computes positions of tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
 finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
-before this tile. Each program finds the documents of all tiles, so programs do not communicate.
+before this tile. For this, the program itself finds the documents of all tiles, so programs do not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """
@@ -171,7 +171,7 @@ class _Layout(NamedTuple):
     """How the tensors of a schedule lie in one buffer of int32, and how many programs fill the buffer."""
 
     size: int  # the size of the buffer in elements
-    sizes: list[int]  # of the parts of the buffer. All empty tensors share the first part, which has size 0
+    sizes: list[int]  # the size of each part of the buffer. All empty tensors share the first part, which has size 0
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the tensors, in the order of Schedule's fields
     programs: int
 

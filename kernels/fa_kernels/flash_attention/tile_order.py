@@ -1,4 +1,4 @@
-"""Maps programs to tiles and heads, so that the longest tiles start first and K and V stay in L2.
+"""Maps programs to tiles and heads, so that the tiles with the most work start first and K and V stay in L2.
 
 The heads are divided into groups, called sections. All tiles of one section run before the tiles of the next section,
 so that the data in use fits in L2.

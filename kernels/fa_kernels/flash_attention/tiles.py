@@ -24,8 +24,8 @@ class TileConfig:
     num_stages: int
 
 
-# Tiles for 2-byte dtypes, by (arch, largest head_dim, pass). Only tiles of sm90 are measured. Tiles of sm80 also fit
-# GPUs with 99 KiB of shared memory. If dk and dv are listed in addition to dkdv, only repair.py uses dkdv.
+# Tiles for 1- and 2-byte dtypes, by (arch, largest head_dim, pass). Only tiles of sm90 are measured. Tiles of sm80
+# also fit GPUs with 99 KiB of shared memory. If dk and dv are listed in addition to dkdv, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),

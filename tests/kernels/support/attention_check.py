@@ -1,4 +1,4 @@
-"""Compares the forward and backward of attention with dense attention, which is computed by its definition."""
+"""Compares both passes of attention with dense attention, which is computed by its definition."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -99,8 +99,10 @@ def check(
     softcap: float = 0.0,
     slopes: Tensor | None = None,
 ) -> None:
-    """Checks the outputs and the cache after the call. The outputs must be as accurate as dense attention in the same
-    dtype. The cache must contain the new keys and values, and all its other elements must keep every bit.
+    """Calls flash_attn_with_kvcache, and checks its outputs and the cache.
+
+    The outputs must be as accurate as dense attention in the same dtype. The cache must contain the new keys and
+    values, and all its other elements must keep every bit.
 
     Before the call, the cache holds NaN before leftpad and after length. Unused entries of the block table are out of
     range. The reference is computed on the CPU, so that many test processes can share a GPU.
@@ -154,7 +156,7 @@ class Stored:
 def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, batch_idx: list[int] | None) -> Stored:
     """Stores the contents in rows, or in pages in a random order. Rows that belong to no sequence hold NaN.
 
-    used: the number of tokens of each sequence. Later entries of the block table are out of range.
+    used: the number of tokens of each sequence. Entries of the block table for pages after them are out of range.
     """
     pairs = list(zip(*contents, strict=True))
     if page_size is None:

@@ -1,4 +1,4 @@
-"""Helpers for the tests of the Hopper kernels: the required GPU, the tile sizes of a call, and calls with many
+"""Helpers for the tests of the Hopper kernels: the required GPU, the forward tile sizes, and calls with many work
 items.
 """
 
@@ -22,7 +22,7 @@ NEEDS_SM_90 = [
 
 
 def tiles_of(head_dim: int) -> set[ForwardConfig]:
-    """Returns the forward tile sizes for documents of any length and any output dtype."""
+    """Returns all forward tile sizes of this head_dim, over all length classes and output dtypes."""
     return {
         forward_config(head_dim, length_class, wide_o)
         for length_class in get_args(LengthClass)
@@ -40,7 +40,7 @@ def problem(lengths, head_dim):
 
 
 def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softcap=0.0, deterministic=False):
-    """Returns the arguments of `gradients` for 16 query heads and 8 KV heads, so that each program has several
+    """Returns the arguments of `gradients` for 16 query heads and 8 KV heads, so that each program has several work
     items.
     """
     q, do, k, v = (

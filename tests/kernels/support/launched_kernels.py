@@ -52,7 +52,7 @@ def _leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **options: Any) -> None:
-    """Runs the forward and backward of packed documents with 4 query heads and 2 KV heads."""
+    """Runs both passes of attention over packed documents, with 4 query heads and 2 KV heads."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     total = sum(lengths)
     schedule = build_schedule(ends, ends, total, total, causal=True, padded=False)
@@ -63,7 +63,7 @@ def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **option
 
 
 def _cached_attention(**options: Any) -> None:
-    """Appends two tokens to a paged cache of 4 sequences, and attends with two queries per sequence."""
+    """Appends two tokens to each of 4 sequences in a paged cache, and attends with two queries per sequence."""
     q, k, v = (torch.zeros(4, 2, n_heads, 128, dtype=BF16) for n_heads in (8, 2, 2))
     k_cache, v_cache = torch.zeros(2, 64, 64, 2, 128, dtype=BF16)
     table = torch.arange(64, dtype=torch.int32).view(4, 16)

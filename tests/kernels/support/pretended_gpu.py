@@ -12,7 +12,7 @@ from fa_kernels.flash_attention import tiles
 
 @contextmanager
 def pretended_gpu() -> Iterator[Callable[[tuple[int, int], int], torch.device]]:
-    """Yields a function that takes the compute capability and the bytes of shared memory.
+    """Yields a function that sets the compute capability and the bytes of shared memory, and returns the device.
 
     The pretended GPU has the name "Made Up".
     """

@@ -1,6 +1,6 @@
 """Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
 
-A simulated driver replaces the part of Triton that is below its launcher. The simulated driver compiles and runs no
+A simulated driver replaces the part of Triton below Triton's launcher. The simulated driver compiles and runs no
 kernel; it only records the arguments of each launch. The function `differences` returns an error message for each case
 in which the launches differ.
 """
@@ -241,7 +241,7 @@ CASES = [
     *(Case(head_dim, several) for head_dim in (64, 96, 128, 256) for several in (False, True)),
     *(Case(head_dim, True, deterministic=True) for head_dim in (64, 96)),
     Case(128, n_kv_heads=2, softcap=20.0, sinks=True),
-    Case(64, causal=False),  # without causality, several fields of the schedule are the same tensor
+    Case(64, causal=False),
     Case(96, True, packed=True),
     Case(128, packed=True, n_kv_heads=1),
     *(Case(96, packed=packed, n_kv_heads=2, batch=batch) for batch in (1, 2) for packed in (False, True)),

@@ -358,7 +358,7 @@ def attention_backward(
 
 
 def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:
-    """Returns the arguments (ALiBi, strides, sizes, scales) that all backward and repair kernels share."""
+    """Returns the arguments (ALiBi, strides, sizes, scales) that the kernels of this file and repair_backward share."""
     return (
         *features.pointers()[1:],
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2], features.stride_slopes(),
@@ -367,7 +367,7 @@ def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, 
 
 
 def backward_constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
-    """Returns the constexpr arguments that all backward and repair kernels share, except tile sizes."""
+    """Returns the constexpr arguments, except tile sizes, that the kernels of this file and repair_backward share."""
     return dict(
         HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_COLUMNS=columns_of(q.shape[2]), DV=v.shape[2], DV_COLUMNS=columns_of(v.shape[2]),

@@ -428,7 +428,7 @@ def padded_width(width: int) -> int:
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows rows of a KV head. Few rows use shorter tiles than the forward pass, many the same.
+    """Returns the tiles for n_rows rows of a KV head: those of the forward pass, or shorter tiles if n_rows is small.
 
     limit: the bytes of shared memory that a program can use.
     """

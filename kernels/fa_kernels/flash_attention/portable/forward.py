@@ -189,7 +189,7 @@ def attention_forward(
 def forward_arguments(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, schedule: Schedule, features: Features
 ) -> tuple[Any, ...]:
-    """Returns the arguments that the forward kernel and the repair kernel (repair.py) share."""
+    """Returns the arguments that the forward kernel and its repair kernel (repair.py) share."""
     return (
         q, k, v, o, lse, schedule.key_start, schedule.key_end, *features.pointers(), features.descale,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], features.stride_slopes(),
@@ -198,7 +198,7 @@ def forward_arguments(
 
 
 def forward_constants(q: Tensor, v: Tensor, features: Features, tiles: TileConfig) -> dict[str, Any]:
-    """Returns the constexpr arguments that the forward kernel and the repair kernel share."""
+    """Returns the constexpr arguments that the forward kernel and its repair kernel share."""
     return dict(
         **features.switches(), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_COLUMNS=columns_of(q.shape[2], q.element_size()),

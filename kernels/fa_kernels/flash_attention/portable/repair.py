@@ -1,4 +1,4 @@
-"""Recomputes the tiles that other kernels have marked because they contain NaN.
+"""Recomputes the tiles that other kernels have marked because results in these tiles are NaN.
 
 The NaN may have come from another document.
 """
