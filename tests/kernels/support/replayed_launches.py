@@ -297,10 +297,10 @@ def unclear() -> list[str]:
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-        "an operator on what was launched": lambda o, do: (delta(o, do)[0].neg_(),),
+        "an operator on the output of the launch": lambda o, do: (delta(o, do)[0].neg_(),),
         "an operator before the launch": lambda o, do: delta(o.add_(1), do),
-        "a copy that is launched with": lambda o, do: delta(o, do.clone()),
-        "a tensor from elsewhere": lambda o, _: delta(o, other),
+        "a launch that reads a copy": lambda o, do: delta(o, do.clone()),
+        "a launch that reads a tensor from elsewhere": lambda o, _: delta(o, other),
         "an output from elsewhere": lambda o, do: (*delta(o, do), other),
     }
     assert replays(delta, (o, do), (do, o))
@@ -311,10 +311,11 @@ def misplaced() -> list[str]:
     """Returns an error message for each replayed recording that is not valid for the addresses of the inputs."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
+    # Triton compiles different code for addresses that are not multiples of 16.
     third = {
-        "4 bytes past a multiple of 16": ((o, do), (o, shifted)),
-        "what was 4 bytes past one": ((o, shifted), (o, do)),  # Triton compiles different code for unaligned addresses
-        "two tensors that were one": ((o, o), (o, do)),
+        "an unaligned address in place of an aligned one": ((o, do), (o, shifted)),
+        "an aligned address in place of an unaligned one": ((o, shifted), (o, do)),
+        "two tensors in place of one": ((o, o), (o, do)),
     }
     return [f"replayed with {name}" for name, inputs in third.items() if replays(delta, *inputs)]
 
