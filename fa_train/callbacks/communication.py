@@ -1,8 +1,7 @@
 """Measures how long a device waits for communication between ranks, and compares the ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,6 +10,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.parallel.communication import TIMEOUT
+from fa_train.parallel.context.operators import surround_waits
 from fa_train.private_names import private, private_module, replace_private
 
 Span = tuple[Timestamp, Timestamp]
@@ -23,29 +23,32 @@ class CommunicationTimer:
     """Collects the spans of a step in which the device computes nothing, because it waits for communication.
 
     With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
-    of a function in `FSDP_STEPS` is a span. Communication that overlaps with computation does not count. The host never
-    waits.
+    of a function in `FSDP_STEPS` is a span. If ranks share streams (strategy.context), each wait for keys, values or
+    their gradients is a span, in forward and backward passes and in recomputation. A span includes the time in which
+    another rank is not ready. Communication that overlaps with computation does not count. The host never waits for a
+    GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[Span] = []
-        self._undo: list[Callable[[], object]] = []
+        self._installed = ExitStack()  # its `close` removes all hooks
         self._gradients_done: Timestamp | None = None
         self.start: Timestamp | None = None  # of the measured step; None between measurements
 
     def begin(self, module: nn.Module, *, sharded: bool) -> None:
         """Starts to measure a step. sharded: whether FSDP has sharded the module."""
         self.start, self._spans = Timestamp(self._device), []
+        self._installed.enter_context(surround_waits(self._span))
         if sharded:
             group = private("torch", private_module("torch", FSDP_MODULE), "FSDPParamGroup")
             for name in FSDP_STEPS:
                 original = private("torch", group, name)
-                replace_private("torch", group, name, self._timed(original))
-                self._undo.append(partial(setattr, group, name, original))
+                self._installed.callback(setattr, group, name, original)
+                replace_private("torch", group, name, self._span()(original))  # _span() is also a decorator
         else:
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            self._undo.append(register_multi_grad_hook(parameters, self._all_gradients).remove)
+            self._installed.callback(register_multi_grad_hook(parameters, self._all_gradients).remove)
 
     def end_of_backward(self) -> None:
         """Ends the span that measures DDP's all-reduces. Call this method after each backward pass."""
@@ -55,23 +58,19 @@ class CommunicationTimer:
 
     def end(self) -> list[Span]:
         """Ends the measurement. The spans can be read after the device has finished the step."""
-        for undo in self._undo:
-            undo()
-        self._undo, self.start = [], None
+        self._installed.close()
+        self.start = None
         return self._spans
 
     def _all_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         self._gradients_done = Timestamp(self._device)
 
-    def _timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(step)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = Timestamp(self._device)
-            result = step(*args, **kwargs)
-            self._spans.append((start, Timestamp(self._device)))
-            return result
-
-        return timed
+    @contextmanager
+    def _span(self) -> Iterator[None]:
+        """Adds the device's time within this context to the spans."""
+        start = Timestamp(self._device)
+        yield
+        self._spans.append((start, Timestamp(self._device)))
 
 
 class RankComparison:

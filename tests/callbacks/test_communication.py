@@ -2,18 +2,29 @@
 
 import mmap
 import time
+from functools import partial
+from threading import Thread
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch._dynamo as dynamo
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.checkpoint import checkpoint
 
 from fa_train.callbacks import communication
 from fa_train.callbacks.communication import FSDP_STEPS, CommunicationTimer, compare
 from fa_train.callbacks.monitor import resident_bytes
 from fa_train.callbacks.progress import waiting
 from fa_train.data.batches import TimedLoader
+from fa_train.models.attention import flash_attention, naive_attention
+from fa_train.parallel.context.attention import ContextAttention, shared_schedule
+from fa_train.parallel.context.deal import deal
+from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.traffic import traffic
 
 CPU = torch.device("cpu")
 
@@ -71,6 +82,63 @@ def test_each_step_of_fsdp_is_a_span(monkeypatch):
     assert calls == [(name, 1) for name in FSDP_STEPS]
     assert timer.end() == [(1, 2), (3, 4), (5, 6), (7, 8)]
     assert dict(vars(FSDPParamGroup)) == before
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    register_group("alone", dist.new_group([0]))
+    yield "alone"
+    dist.destroy_process_group()
+
+
+# forward and recomputation gather keys, and backward returns their gradients; flash also gathers again in backward
+@pytest.mark.parametrize(
+    ("attention", "compiled", "n_exchanges"),
+    [
+        pytest.param(naive_attention, False, 3, id="naive"),
+        pytest.param(naive_attention, True, 3, id="naive-compiled", marks=pytest.mark.slow),
+        pytest.param(flash_attention, False, 4, id="flash", marks=pytest.mark.slow),
+    ],
+)
+def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_exchanges, group, monkeypatch):
+    now, exchange_rows = [0], dist.all_to_all_single
+
+    def begin_exchange(*args, **kwargs):
+        exchange = exchange_rows(*args, **kwargs)
+
+        def wait():
+            exchange.wait()
+            now[0] += 5
+
+        now[0] += 1  # the time of the copies before and during the exchange is no part of the span
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)
+    monkeypatch.setattr(communication, "Timestamp", lambda device: now[0])
+    boundaries = np.array([0, 5, 8])
+    schedule = shared_schedule(traffic(deal(boundaries, 8, 1), boundaries, 0, None), "short")
+    q, k, v = (torch.randn(8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    attend = partial(ContextAttention(attention, group), schedule=schedule)
+    if compiled:
+        dynamo.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+
+    def step():
+        checkpoint(attend, q, k, v, use_reentrant=False).sum().backward()
+
+    dynamo.utils.counters.clear()
+    step()
+    timer, now[0] = CommunicationTimer(CPU), 0
+    timer.begin(nn.Linear(1, 1), sharded=False)
+    thread = Thread(target=step)  # autograd runs backward passes on a GPU in other threads
+    thread.start()
+    thread.join()
+    expected = [(6 * n + 1, 6 * n + 6) for n in range(n_exchanges)]
+    assert timer.end() == expected
+    step()
+    assert timer.end() == expected, "nothing is measured after the end"
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == compiled, "the measurement compiles nothing again"
 
 
 def test_the_slowest_rank_computes_or_waits_for_data_the_longest():

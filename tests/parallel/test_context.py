@@ -1,8 +1,12 @@
 """If four processes on the CPU share streams of tokens, their results and losses equal those of one process."""
 
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,7 +38,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
 ]
-RANKS = 4
+RANKS, EXCHANGE_MS = 4, 50
 TOTAL, BOUNDARIES = 60, [0, 13, 14, 30, 39, 55, 55]  # five tokens after the last document
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}}
 FEATURES = {
@@ -128,7 +132,8 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     shared = Path(folder)
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
-        train_in(shared / name, shared, *SETTINGS, *overrides, *start)
+        with slow_exchanges() if name == "longer" else nullcontext():
+            train_in(shared / name, shared, *SETTINGS, *overrides, *start)
     pairs = [dist.new_group([first, first + 1]) for first in range(0, RANKS, 2)]
     groups = {2: pairs[rank // 2], RANKS: dist.new_group(range(RANKS))}
     for size, group in groups.items():
@@ -140,6 +145,20 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     if rank == 0:
         torch.save(results, shared / "results.pt")
     dist.destroy_process_group()
+
+
+@contextmanager
+def slow_exchanges() -> Iterator[None]:
+    """Makes this rank wait EXCHANGE_MS longer for each exchange of keys, values or their gradients."""
+    begin_exchange = dist.all_to_all_single
+
+    def begin(*args, **kwargs):
+        exchange = begin_exchange(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: (exchange.wait(), time.sleep(EXCHANGE_MS / 1e3)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", begin)
+        yield
 
 
 def compile_without_inductor():
@@ -285,6 +304,12 @@ def test_runs_have_the_values_of_one_process(run, value, four_ranks):
     expected, got = (column(four_ranks / folder, value) for folder in (alone, run))
     assert got
     assert got == pytest.approx({step: expected[step] for step in got}, rel=2e-5)
+
+
+def test_communication_includes_the_waits_of_exchanges(four_ranks):
+    """In a step of 4 micro-batches, each of 2 layers waits for an exchange at least twice, in forward and backward."""
+    waits = column(four_ranks / "longer", "perf/communication_ms")
+    assert sorted(waits) == [3, 4] and min(waits.values()) >= 4 * 2 * 2 * EXCHANGE_MS
 
 
 def test_one_process_goes_on_from_shared_streams(four_ranks, tmp_path):

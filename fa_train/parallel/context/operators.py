@@ -4,7 +4,8 @@ The operators are registered with torch.library. torch.compile therefore does no
 checkpoint policies can name operators. An operator's arguments cannot be process groups, so a group is passed by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,27 @@ from fa_kernels.flash_attention.schedule import WORK_TILE
 from fa_kernels.rows import add_rows, copy_rows
 
 _GROUPS: dict[str, ProcessGroup] = {}
+_span_of_wait: Callable[[], AbstractContextManager[object]] = nullcontext  # set by surround_waits
 
 
 def register_group(name: str, group: ProcessGroup) -> None:
     """Makes a process group known to the operators under a name. Replaces an earlier group of the same name."""
     _GROUPS[name] = group
+
+
+@contextmanager
+def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Within this context, each wait for an exchange runs inside a new context `span()`.
+
+    On a GPU, the current stream waits and the host does not. On a CPU, the host waits. `span` is called by all threads
+    of the process, because autograd runs backward passes on a GPU in its own threads.
+    """
+    global _span_of_wait
+    outer, _span_of_wait = _span_of_wait, span
+    try:
+        yield
+    finally:
+        _span_of_wait = outer
 
 
 class Moves(NamedTuple):
@@ -99,7 +116,8 @@ def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> lis
     copy_rows(xs, buffers, to_rows=moves.own)
     for buffer in buffers:
         buffer[moves.counts[2].item() :].zero_()  # also clears the last row, which received padding tokens
-    exchange.wait()
+    with _span_of_wait():
+        exchange.wait()
     del leaving
     copy_rows(parts, buffers, to_rows=moves.taken[: sum(receives)])
     return buffers
@@ -117,7 +135,8 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
     exchange = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
     results = [d.new_empty(moves.own.shape[0], *d.shape[1:]) for d in ds]
     copy_rows(ds, results, from_rows=moves.own)  # while other rows are sent
-    exchange.wait()
+    with _span_of_wait():
+        exchange.wait()
     del leaving
     n_shared = moves.counts[1].item()
     add_rows(results, parts, moves.shared[:n_shared], moves.entries, moves.offsets[: n_shared + 1])
