@@ -1,4 +1,7 @@
-"""Tests how a run measures the time that its ranks wait for data and for each other. tests/parallel runs two ranks."""
+"""Tests how a run measures the time that its ranks wait for data and for each other.
+
+tests/parallel/test_launch.py does so with two ranks.
+"""
 
 import mmap
 import time

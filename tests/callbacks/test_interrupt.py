@@ -10,9 +10,9 @@ from fa_train.callbacks.interrupt import GracefulInterrupt
 
 
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
-    """A second signal within one second is ignored, because torchrun repeats each signal once.
+    """A signal within one second of the first one is ignored, because torchrun repeats each signal once.
 
-    Data workers ignore signals.
+    A later signal ends the process at once. Data workers ignore all signals.
     """
     now, exits = [100.0], []
     monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -1,5 +1,5 @@
-"""Monitor logs each value under its own step. It reads the values of a step after the next micro-batch has been
-launched.
+"""Monitor logs each value under the step that it belongs to. It reads the values of a step after the next micro-batch
+has been launched.
 """
 
 from types import SimpleNamespace

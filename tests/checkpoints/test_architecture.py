@@ -1,4 +1,4 @@
-"""A run that resumes is told which settings of its model differ from those of the checkpoint."""
+"""Tests how the model settings of a checkpoint are compared with those of a run that resumes from it."""
 
 from dataclasses import replace
 

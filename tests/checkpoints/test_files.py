@@ -206,7 +206,7 @@ def test_a_folder_is_read_as_a_file_is(folder):
 
 @pytest.fixture
 def full_disk():
-    """Limits the size of each file that this process writes to 64 kB."""
+    """Lets this process write at most 64 kB to each file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
     yield

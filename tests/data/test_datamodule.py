@@ -31,7 +31,7 @@ def _short_epochs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """conftest.py freezes all objects, so that garbage collections take less time. A test with data workers can call
+    """conftest.py calls gc.freeze, so that garbage collections take less time. The end of a run with data workers calls
     gc.unfreeze, and the fixture then calls gc.freeze again.
     """
     yield

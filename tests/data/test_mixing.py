@@ -1,5 +1,5 @@
-"""Any range of consecutive rows of a mixture has the requested shares. The rows depend only on the seed and the
-position.
+"""In any range of consecutive rows of a mixture, each source has its requested share. The rows depend only on the seed
+and the position.
 """
 
 import numpy as np

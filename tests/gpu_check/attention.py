@@ -53,7 +53,7 @@ def check_hopper(
 ) -> None:
     """Checks Hopper's kernels for one length class of documents.
 
-    If there are several documents, NaN must stay in its own document.
+    If there are several documents, NaN in one document must not spread to the others.
     """
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (

@@ -80,7 +80,10 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 
 
 def check_rows(dtype: torch.dtype, n_heads: int, head_dim: int) -> None:
-    """Checks copy_rows with all combinations of indices, and add_rows. Two tensors have different numbers of heads."""
+    """Checks copy_rows with all combinations of indices, and add_rows.
+
+    Each call gets two tensors with different numbers of heads.
+    """
     sources = [_draw(ROWS, n, head_dim, dtype=dtype).detach() for n in (n_heads, 2)]
     order, half = torch.randperm(ROWS, device=DEVICE), ROWS // 2
     for from_rows, to_rows in ((None, None), (order[:half], None), (None, order), (order[:half], order[-half:])):
@@ -102,9 +105,9 @@ def check_rows(dtype: torch.dtype, n_heads: int, head_dim: int) -> None:
 
 
 def _compare(names, ours, exact, inputs, gradients, dtype) -> None:
-    """Compares the outputs `ours` and their gradients with those of `exact` in fp64.
+    """Compares the outputs `ours` and their gradients with those of the function `exact` in fp64.
 
-    `ours` and `exact` were computed from the same `inputs`.
+    `ours` was computed from `inputs`, and `exact` is called with fp64 copies of `inputs`.
     """
     wide = [x.detach().double().requires_grad_() for x in inputs]
     truths = exact(*wide)

@@ -111,7 +111,7 @@ def test_attention_without_an_operator_is_recomputed(checkpointing, device):
     [
         pytest.param("full", False, ["x"], id="full-eager"),
         pytest.param("full", True, ["x"], id="full-compiled", marks=pytest.mark.slow),
-        # the policy stores o and lse where no saved-tensor hook sees them
+        # selective checkpointing stores o and lse where no saved-tensor hook sees them
         pytest.param("selective", False, ["x"], id="selective-eager"),
         pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled", marks=pytest.mark.slow),
     ],

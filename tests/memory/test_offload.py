@@ -1,6 +1,7 @@
-"""Offload gives bitwise equal results, copies states back in time, and reuses host memory within a budget.
+"""Offload gives bitwise equal results, and copies states back before they are needed. It reuses host memory within a
+budget.
 
-In offload, a state is the storage of a tensor that a block saves for its backward.
+In these tests, a state is the storage of a tensor that a block saves for its backward.
 """
 
 import gc
@@ -78,7 +79,8 @@ class Watched(nn.Module):
 def test_states_leave_the_device(checkpointing, compiled, device):
     """With offload, only the state of the last block stays on the device, because the backward needs it first.
 
-    Without offload, all states stay on the device.
+    Without offload, all states stay on the device. The exception is a compiled block without checkpointing: it keeps a
+    sum of its inputs instead of its first input, which is the tensor that the test watches.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)

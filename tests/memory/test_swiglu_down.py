@@ -1,5 +1,5 @@
-"""Compiled SwiGLU and the down projection form one operator. The operator's gradients equal autograd's, and the tensors
-that the operator saves take no more memory than autograd's.
+"""In a compiled FFN, SwiGLU and the down projection form one operator. The operator's gradients equal autograd's, and
+the tensors that the operator saves take no more memory than autograd's.
 """
 
 from collections.abc import Callable, Iterator

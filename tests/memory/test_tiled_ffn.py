@@ -61,9 +61,9 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
 
 @KINDS
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
-    """The FFN has no bias here, because the gradient of a bias is summed in another order.
+    """Gradients of biases are not compared, because they are summed in another order.
 
-    On a GPU, the sigmoid in SwiGLU differs in its last bits.
+    On a GPU, SwiGLU has a tolerance, because its sigmoid differs in the last bits.
     """
     arguments, dy = draw(activation, bias, device)
     ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)

@@ -169,7 +169,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """The cases that are left out compile no other graphs: offload happens outside the graphs, and `all` includes full
+    """No case has only offload or only full checkpointing: offload happens outside the graphs, and `all` includes full
     checkpointing.
     """
     assert_like_none(compile_blocks(small(memory)), "swiglu")

@@ -201,8 +201,8 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 
 
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
-    """Resumes the run of four ranks. The rank `killed` is then killed during a save. If `number` is 4, first trains
-    this run.
+    """Resumes the run of four ranks. The rank `killed` is then killed during a save. If `number` is 4, the ranks first
+    train the run that they resume.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])

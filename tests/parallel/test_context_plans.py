@@ -112,8 +112,8 @@ def test_documents_limit_what_is_received(ranks):
 
 
 def test_whole_documents_change_their_rank():
-    """Documents of four chunks in the second half have almost all of the work. The plan balances the work of the ranks
-    by swaps of whole documents.
+    """The second half of the stream has four documents of four chunks each, which need almost all of the work. The plan
+    balances the work of the ranks by swaps of whole documents.
     """
     size = CHUNK_SIZES[0]
     short, long = [size // 4] * 4 * 16, [4 * size] * 4

@@ -57,7 +57,7 @@ def built_on(device: torch.device, config: dict[str, Any], adapter: LoRA | None)
 
 
 def sharded(model: GPT, precision: str = "32-true") -> GPT:
-    """Gives each rank its rows of a model on the meta device."""
+    """Shards a model that is on the meta device. Each rank then holds its rows of the weights."""
     assert all(parameter.is_meta for parameter in model.parameters())
     if precision == "bf16-true":
         model.bfloat16()

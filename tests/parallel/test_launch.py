@@ -97,7 +97,8 @@ def assert_ranks_are_compared(folder, printed) -> None:
         )
     }  # fmt: skip
     assert all(len(values) == 4 for values in measured.values())
-    # other programs can delay rank 0 in some steps; the loader is at most one micro-batch ahead
+    # Other programs can delay rank 0 in some steps. One micro-batch may be fetched a step early, so each step waits for
+    # at least one of its two micro-batches.
     assert min(measured["compute_ms_max"]) >= 500 and max(measured["communication_ms_max"]) >= 200
     assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 400
     assert 1 in measured["slowest_rank"] and min(measured["slowest_over_mean"]) > 1
@@ -116,7 +117,7 @@ FAILURES = {  # {name: (rank, how, reason)}
 
 @pytest.fixture(scope="module")
 def failed_runs(tmp_path_factory):
-    """Maps the name of each failure to the finished run, its folder, and the seconds from the failure to its end.
+    """Maps the name of each failure to the finished run, its folder, and the seconds from the failure to the run's end.
 
     The runs take place at the same time, because their processes mostly wait.
     """

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter three times as fast.
 
 The original interpreter patches Triton's language at every call of a device function. Here, the language is patched
-once per launch. To check one integer operation for overflow, the original interpreter runs nine operators, and ignores
-the result. Here, NumPy makes the check.
+once per launch. To check one integer operation for overflow, the original interpreter runs nine operators, and uses
+the result only in debug mode. Here, NumPy makes the check.
 """
 
 from collections.abc import Callable, Iterator

@@ -28,7 +28,7 @@ class Peak:
 def peak_growth() -> Iterator[Peak]:
     """Samples private memory every half millisecond, also while torch's operators work on large tensors.
 
-    Freed memory goes back to the system first, because the allocator would otherwise use it again without any growth.
+    Before the first sample, freed memory goes back to the system. Otherwise, allocations could reuse it without growth.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}),
 }
-EXPERTS = {"GptOss": {"experts_implementation": "eager"}}  # grouped_mm has no fp64
+EXPERTS = {"GptOss": {"experts_implementation": "eager"}}  # grouped_mm does not support fp64
 CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 

@@ -1,4 +1,4 @@
-"""Compares the planner's moments of a sharded step with FSDP2 on fake tensors.
+"""Compares the planner's peak memory of a sharded step with that of FSDP2 on fake tensors.
 
 FSDP2 itself runs, with a process group that sends nothing. FSDP2 frees a gathered weight by resizing its storage to 0
 bytes, so `LiveShards` follows the sizes of storages.
@@ -77,8 +77,8 @@ def simulated_peak(plan: Plan) -> int:
     """Returns the peak bytes of a micro-batch of one document. Gathered weights are counted.
 
     The rank's shards of the weights are not counted, and the simulation has no optimizer states. The micro-batch is the
-    second one, because FSDP2 allocates differently in its first one. If the plan accumulates, the two micro-batches are
-    a step.
+    second one, because FSDP2 allocates differently in its first one. If the plan accumulates, the two micro-batches
+    form one step.
     """
     run = plan.run
     autocast = torch.autocast("cpu", torch.bfloat16) if run.precision == "bf16-mixed" else nullcontext()

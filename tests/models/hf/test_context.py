@@ -65,8 +65,8 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Each checkpoint in the test below must support 64 tokens: llama without RoPE scaling, and llama-3.1 with RoPE scaling
-# from the 32 tokens on which it was trained, according to its config.
+# Both checkpoints in the test below support 64 tokens. llama has no RoPE scaling. According to its config, llama-3.1
+# was trained on 32 tokens, and supports 64 tokens through RoPE scaling.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

@@ -110,7 +110,11 @@ class SinkGPT(GPT):
 
 
 class GradientRecorder(Recorder):
-    """Records the gradients that the optimizer gets. LitGPT rescales them, because padding counts as tokens before."""
+    """Records the gradients that the optimizer gets.
+
+    LitGPT rescales them before the optimizer's step, because the loss of a micro-batch is divided by the number of its
+    tokens, including padding.
+    """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         record = super().on_before_optimizer_step

@@ -31,7 +31,7 @@ from tests.support.training import composed
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
 RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")  # the attributes of a Recorder
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
-COPIES = {2: "ddp", 4: "hsdp"}  # a strategy with several copies of the model for each number of ranks
+COPIES = {2: "ddp", 4: "hsdp"}  # for each number of ranks, a strategy that trains several copies of the model
 MEMORIES: dict[str, Memory] = {
     "none": levers(),
     "selective": levers("selective", mlp_chunk=8),
@@ -72,7 +72,7 @@ class Case:
 
 
 class Recorder(L.Callback):
-    """Records losses, norms, gradients and weights of a run, and which parameters are gathered during the loss."""
+    """Records losses, norms, gradients and weights, and which parameters are gathered while the loss is computed."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
