@@ -61,7 +61,7 @@ def config_of(
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # at block_m 128, tiles would wait in one long chain (order.py)
+    if ordered and config.block_m > SUM_BLOCK:  # order.py needs steps of `SUM_BLOCK` queries
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 

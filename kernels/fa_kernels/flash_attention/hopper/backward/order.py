@@ -12,12 +12,13 @@ for nothing.
 
 A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
 In this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
+In the opposite order, a tile's first block could be the last block of the tile before it. The tiles of short documents
+would then wait for one another in one chain through the whole batch.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
 
-A step has 64 queries. With 128 queries per step, the tiles of short documents would wait for one another in one chain
-through the whole batch.
+A step has 64 queries of one head, so each step needs only one semaphore.
 
 Source: the deterministic backward passes of FlashAttention-2, -3 and -4.
 """
