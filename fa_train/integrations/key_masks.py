@@ -1,4 +1,4 @@
-"""Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers.
+"""Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers of a kind.
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). The `generate` method of transformers computes masks itself
 and passes them to the model. transformers leaves a mask of four dimensions unchanged. If the mask had fewer dimensions,

@@ -1,12 +1,12 @@
 """Builds schedules for rows in which transformers has packed several documents.
 
-All layers of a forward pass share a schedule.
+All layers of a forward pass that have the same window share a schedule.
 
-The first layer builds the schedule from position_ids or cu_seqlens. The schedule is kept while this source tensor is
-alive and the tensor's version counter does not change. A new batch has a new source tensor, and an in-place operation
-increases the version counter. The replay of a CUDA graph can change the source tensor without increasing its version
-counter. The kept schedule is then outdated. Compiled code does not keep a schedule: the compiler finds that all layers
-build the same schedule, and builds it once.
+The first of these layers builds the schedule from a source tensor, position_ids or cu_seqlens. The schedule is kept
+while the source tensor is alive and its version counter does not change. A new batch has a new source tensor, and an
+in-place operation increases the version counter. The replay of a CUDA graph can change the source tensor without
+increasing its version counter. The kept schedule is then outdated. Compiled code does not keep a schedule: the compiler
+finds that several layers build the same schedule, and builds it once.
 """
 
 from collections.abc import Callable, Hashable

@@ -1,14 +1,15 @@
 """Offloads activations: moves them to host memory, and copies them back to the GPU for the backward pass.
 
-memory.offload=true offloads the input of each block. With full activation checkpointing, a block saves only its input.
-Offloading the inputs then frees most of the memory of very long sequences. memory.offload=all offloads all large
-tensors that blocks save. It requires checkpointing=none, so nothing is recomputed. Copies run on a side stream while
-other blocks compute.
+memory.offload=true offloads the input of each block except the last. With full activation checkpointing, a block saves
+only its input. Offloading the inputs then frees most of the memory of very long sequences. memory.offload=all offloads
+all large tensors that blocks save, except those of the last block. It requires checkpointing=none, so nothing is
+recomputed. Copies run on a side stream while other blocks compute.
 
-Saved-tensor hooks around each block replace saved tensors with a `_State`. With offload=true, the hooks replace the
-block's input. With offload=all, the hooks replace every large tensor that has one row per token. A `_State` holds a
-whole storage, because q, k and v are views of one storage. autograd owns the `_State` objects, and frees them together
-with its graph. This works with every wrapper around a block, including torch.compile.
+Saved-tensor hooks around each block replace saved tensors with a `_View`, which refers to a `_State`. With
+offload=true, the hooks replace the block's input. With offload=all, the hooks replace every large tensor that has one
+row per token. A `_State` holds a whole storage, because q, k and v are views of one storage. autograd owns these
+objects, and frees them together with its graph. The hooks work with every wrapper around a block, including
+torch.compile.
 
 A copy to the host starts after the compute stream has written the storage. If block `i` starts the copy, the compute
 stream waits for the copy at the start of block `i + 2`, or with offload=all, at the start of block `i + IN_FLIGHT + 1`.
