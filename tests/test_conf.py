@@ -42,7 +42,7 @@ def options():
         yield pytest.param(chosen, id=",".join(chosen), marks=slow_if(len(chosen) < 3))
 
 
-@pytest.mark.parametrize("chosen", list(options()))  # tests/models builds the models
+@pytest.mark.parametrize("chosen", list(options()))  # not the group model: tests/models builds the models
 def test_every_option_builds_a_run(chosen, tmp_path, device):
     needed = [override for option in chosen for override in NEEDED.get(option.partition("=")[2], [])]
     if "data=sft" in chosen:

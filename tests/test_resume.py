@@ -88,7 +88,10 @@ CHANGED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Maps the name of each optimizer to a run, which is trained when it is first needed."""
+    """Maps the name of each optimizer to its run, which `run_of` trains when it is first needed.
+
+    The key "" maps to the folder of these runs.
+    """
     return {"": tmp_path_factory.mktemp("runs")}
 
 
@@ -114,7 +117,7 @@ def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", ON_GPU])
 def test_a_learning_rate_of_zero_leaves_the_weights(name, runs, tmp_path):
-    """The update uses the learning rate in `param_groups`."""
+    """The update uses the learning rate in `param_groups`, which the resumed run sets to 0."""
     whole = run_of(name, runs)
     folder = run(tmp_path / "still", *OPTIMIZERS[name], "optimizer.lr=0", from_step_three(whole))
     before, after = (

@@ -441,7 +441,7 @@ def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch
 
 @pytest.mark.parametrize("stride", [0, 2])
 def test_sinks_may_have_any_stride(stride):
-    """Kernels do not know the stride of sinks. Stride 0 means one sink for all heads."""
+    """Sinks with a stride are copied, because kernels assume stride 1. Stride 0 means one sink for all heads."""
     q, k, v = dense_inputs()
     schedule = causal_schedule(None, 9, torch.device(DEVICE))
     given = torch.tensor([1.0, -3.0, 2.0, -4.0, 0.5, -5.0, 3.0], device=DEVICE)

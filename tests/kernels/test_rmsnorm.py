@@ -33,7 +33,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions would use torch, so the fixture replaces torch's implementation by the kernels.
+    On the CPU, the functions use torch's implementation. For the second run, the fixture replaces it by the kernels.
     """
     # one multiprocessor, so that each program has several rows
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)

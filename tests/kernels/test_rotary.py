@@ -40,7 +40,7 @@ def rotated(x, cos, sin, n_rotated):
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernel.
 
-    On the CPU, the operator would use torch, so the fixture replaces torch's implementation by the kernel.
+    On the CPU, the operator uses torch's implementation. For the second run, the fixture replaces it by the kernel.
     """
     if request.param == "kernel" and device.type == "cpu":
 
@@ -162,7 +162,7 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
-    """The gradients of operations before the rotation are also equal. Outputs that are not used get no gradient."""
+    """The gradients of qkv are also equal. Outputs that are not used get no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
 
     def run(rotated):

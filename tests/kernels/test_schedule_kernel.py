@@ -1,6 +1,6 @@
 """The kernel that builds attention schedules computes what torch operators compute.
 
-test_schedule.py compares the tensors that torch operators compute with dense masks.
+test_schedule.py compares the results of the torch operators with dense masks.
 """
 
 from contextlib import contextmanager

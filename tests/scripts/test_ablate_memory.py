@@ -365,7 +365,7 @@ def test_compiled_naive_attention_keeps_at_least_one_tensor_of_scores(dtype):
     n, n_heads, kept = 64, 2, []
     schedule = causal_schedule(None, n, torch.device("cpu"))
     q, k, v = (torch.randn(n, n_heads, 8, dtype=dtype, requires_grad=True) for _ in range(3))
-    compiled = torch.compile(naive_attention, backend="aot_eager_decomp_partition")  # like inductor, without C++
+    compiled = torch.compile(naive_attention, backend="aot_eager_decomp_partition")  # like inductor, without C++ code
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         compiled(q, k, v, schedule)
     scores = [x for x in kept if x.numel() >= n**2]

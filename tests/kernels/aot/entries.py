@@ -2,8 +2,8 @@
 
     python -m tests.kernels.aot.entries    # compiles the missing and stale cases, and writes recorded/entries_*.json.
 
-All cases take half an hour on two cores. The record holds the hash of the source of each report, so that a test finds
-stale reports without compiling.
+All cases take half an hour on two cores. For each report, the record holds a hash of the kernel's source. A test
+can therefore find stale reports without compiling.
 """
 
 import json

@@ -58,8 +58,8 @@ def test_compiles_within_limits(core):
 
 
 def stores_of_sums(dtype, kernel, group, softcap, marks):
-    """Returns the number of 16-byte shared-memory stores that add to dQ in each step, or 0 if the kernel computes no
-    dQ.
+    """Returns the number of 16-byte stores to shared memory in each step for the sums that are added to dQ, or 0 if the
+    kernel computes no dQ.
     """
     head_dim = kernel.removesuffix("ordered")
     if not head_dim.isdigit():
@@ -100,7 +100,7 @@ def test_registers_of_three_groups():
 @pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
 def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype):
-    """Padding rows add nothing to the gradients. delta is rowsum(do * o) for every dtype.
+    """Padding rows add nothing to the gradients. For every dtype, delta is rowsum(do * o), minus dlse if given.
 
     The buffers for sums and semaphores are initialised.
     """

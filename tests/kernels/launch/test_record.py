@@ -148,7 +148,8 @@ def test_the_environment_variable_must_be_0_or_1(asks_again, monkeypatch):
 def test_another_device_is_another_key(on_gpu_0):
     """Replayed launches do not check the device of a tensor.
 
-    A call with a tensor on the wrong device must have another key, so that Triton launches it and raises its error.
+    A call with a tensor on the wrong device must have another key, so that the call is not replayed and Triton raises
+    its error.
     """
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     features = Features(1.0, 0.0, None, [])
