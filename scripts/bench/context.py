@@ -5,30 +5,21 @@
     python -m scripts.bench.context --lengths lengths.txt --streams file    # documents of these lengths.
 
 A stream is one document (`one`), documents of log-normal lengths (`log-normal`), documents of 64 to 512 tokens
-(`short`), one document with an attention window of 4096 tokens (`window`), or documents whose lengths are drawn from
-the numbers in the file --lengths (`file`). As in the benchmarks of MagiAttention, a document of `file` has at most a
-quarter of the tokens of the stream, and a longer one is cut.
+(`short`), one document with an attention window of 4096 tokens (`window`), or documents with lengths drawn from a file
+(`file`). As in MagiAttention's benchmarks, a document of `file` has at most a quarter of the stream's tokens.
 
 A time covers a forward and a backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and
-times the five parts below in random order. A part runs --layers times with the same documents, as the layers of a model
-do. The time of a part is the mean of these runs. The first run needs more host time than the others, and is included
-in the mean.
+times the parts in random order. A part runs --layers times with the same documents, as the layers of a model do. Its
+time is the mean of these runs, including the first, which needs more host time.
 
-In the part `one`, rank 0 computes the attention of the whole stream, while the other ranks wait. In the part `shared`,
-all ranks compute this attention together (fa_train.parallel.context). The part `forward` is the forward pass of
-`shared`. In the part `alone`, each rank computes its share of the attention, with keys and values that were gathered
-beforehand. In the part `moved`, the ranks only exchange keys, values and their gradients.
+- `one`: rank 0 computes the attention of the whole stream. If the stream has more than 512k tokens, which do not fit on
+  one GPU, each rank computes an equal part of the heads. The ideal time is this time divided by the number of ranks.
+- `shared`: all ranks compute the attention together (fa_train.parallel.context). `forward`: its forward pass alone.
+- `alone`: each rank computes its share of the attention, with keys and values that were gathered beforehand.
+- `moved`: the ranks only exchange keys, values and their gradients.
 
-The ideal time is the time of `one`, divided by the number of ranks. `alone` shows the time that the ranks would need if
-communication took no time. Streams of more than 512k tokens do not fit on one GPU. For such a stream, each rank
-computes an equal part of the heads in `one`, and the ideal time is the time of the slowest rank. FLOPs are counted
-without masked pairs of queries and keys: 4 * head_dim per query head and pair in a forward pass, and 2.5 times as many
-in a backward pass. The time of the backward pass is that of `shared` minus that of `forward`.
-
-The script writes OUT.md with the times, and OUT.png with the shares of the ideal speed.
-
-With --peer, a repetition of the stream `one` times two more parts: torch's attention on one rank, and torch's own
-context parallelism (scripts/bench/context_peer.py).
+The script writes OUT.md with the times, and OUT.png with the shares of the ideal speed. With --peer, a repetition of
+the stream `one` also times torch's attention, and torch's context parallelism (scripts/bench/context_peer.py).
 """
 
 import argparse

@@ -32,7 +32,12 @@ class Result:
 
 
 def table(results: Sequence[Result], ranks: int) -> list[str]:
-    """Returns the lines of the table of results. TFLOP/s are those of one GPU, in the forward and backward pass."""
+    """Returns the lines of the table of results.
+
+    TFLOP/s are those of one GPU. Masked pairs of queries and keys do not count. A forward pass has 4 * head_dim FLOPs
+    per query head and pair, and a backward pass has `BACKWARD` times as many. The time of the backward pass is the time
+    of `shared` minus that of `forward`.
+    """
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
         "| keys received | forward, TFLOP/s | backward, TFLOP/s | attention alone of each rank, ms |",
