@@ -99,7 +99,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         help="dtypes of attention alone",
     )
     parser.add_argument("--steps", type=int, default=10 if cuda else 3, help="maximum number of timed steps of a case")
-    parser.add_argument("--seconds", type=float, default=5.0, help="seconds after which a case starts no further step")
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="time limit of a case; no step starts that would probably exceed it"
+    )
     parser.add_argument(
         "--max-step-seconds", type=float, default=30.0, help="cases with longer predicted steps are not run"
     )

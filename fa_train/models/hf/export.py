@@ -157,7 +157,7 @@ def model_card(
         "Data": _data(config),
         "Optimizer steps": f"{step:,}",
         "Sequence length": f"{config['seq_len']:,} tokens",
-        "Sequences a step": f"{config['batch_size']:,}",
+        "Sequences per step": f"{config['batch_size']:,}",
         "Seed": str(config["seed"]),
     }
     measured = {
