@@ -1,11 +1,11 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps some rows of every parameter, called its shard. Weights are gathered in groups: each block, the
-embeddings and the head. Each group is gathered before its forward pass. A block is freed after its forward pass and
-gathered again before its backward pass, unless reshard_after_forward is false. As soon as the backward pass of a group
-has computed the group's gradients, they are averaged and sharded. An untied head stays gathered between the two passes,
-because the backward pass begins with the head. The last norm, and the token embedding if it is tied to the head, stay
-gathered for the whole micro-batch.
+Each rank keeps some rows of every parameter, called its shard. Weights are gathered in groups: each block is a group,
+and so are the embeddings and the head. Each group is gathered before its forward pass. A block is freed after its
+forward pass and gathered again before its backward pass, unless reshard_after_forward is false. As soon as the backward
+pass of a group has computed the group's gradients, they are averaged and sharded. An untied head stays gathered between
+the two passes, because the backward pass begins with the head. The last norm, and the token embedding if it is tied to
+the head, stay gathered for the whole micro-batch.
 
 With replicas (HSDP), ranks form groups of equal size. Each group of ranks holds the whole model, sharded over the
 group. Gradients are also averaged between these groups, once per step.

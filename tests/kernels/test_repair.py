@@ -94,7 +94,10 @@ def test_backward_of_marked_tiles(problem, device, units):
 
 
 def in_order_of_threads(sums):
-    """Reorders (tokens, heads, columns) by blocks of 64 tokens, then by blocks of 64 columns, then by threads."""
+    """Returns the elements of `sums`, (tokens, heads, columns), in the order in which the kernel stores them.
+
+    The order is by block of 64 tokens, then by head, then by block of 64 columns, then by thread.
+    """
     blocks = sums.unflatten(0, (-1, 64)).transpose(1, 2).split(64, dim=-1)  # dimensions [block, head, token, column]
     parts = [part.reshape(*part.shape[:2], 4, 2, 8, -1, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7) for part in blocks]
     return torch.cat([part.flatten(2) for part in parts], dim=-1).reshape(-1, 1, 32)

@@ -228,7 +228,9 @@ def test_schedules_made_in_inference_serve_training():
 
 
 def test_gpus_share_no_schedule(monkeypatch):
-    """After set_device, the device `cuda` is another GPU, although its default stream has the same handle."""
+    """After set_device, `cuda` means another GPU. The default streams of both GPUs have the same handle, so the handle
+    does not tell the GPUs apart.
+    """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch_private, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(schedule_cache, "_KEPT", {})

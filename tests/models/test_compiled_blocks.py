@@ -1,4 +1,4 @@
-"""All blocks share one compiled graph, in which each residual addition is fused into the next block's norm."""
+"""All blocks share one compiled graph. A block's last residual addition is fused into the next block's first norm."""
 
 from collections.abc import Iterator
 from typing import Any

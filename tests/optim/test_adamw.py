@@ -69,7 +69,7 @@ def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.M
 
 
 def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
-    """Runs steps `first` to `last`. As in LitGPT, the gradients are scaled after each backward."""
+    """Runs steps `first` to `last`. As in LitGPT, the gradients of a step are scaled after its backward."""
     scheduler = warmup_cosine(optimizer, warmup_steps=2, max_steps=10, min_lr_ratio=0.1)
     for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         group["lr"] = group["initial_lr"] * factor(first)

@@ -131,7 +131,7 @@ def test_ranks_compute_what_one_process_does(case, results):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.strategy != "ddp"], ids=str)
 def test_only_what_is_needed_is_gathered(case, results):
-    """While the loss is computed, the last norm and the head are gathered. Blocks are gathered only if
+    """While the loss is computed, the last norm and the head are gathered. At this moment, blocks are gathered only if
     reshard_after_forward=false.
     """
     gathered = of_rank(results, case, 0)["gathered"]

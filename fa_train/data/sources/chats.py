@@ -42,8 +42,8 @@ class ChatCorpus:
     dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the Hugging Face hub, or a folder.
     A row has one of three forms: {"messages": [{"role", "content", ...}, ...]},
     {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is a text or a list
-    of messages. Of a prompt and completion, the model is trained only on the completion. A row can also have "tools",
-    which is a list of JSON schemas or the JSON text of such a list.
+    of messages. If a row has a prompt and a completion, the model is trained only on the completion. A row can also
+    have "tools", which is a list of JSON schemas or the JSON text of such a list.
     Raises: ValueError if `path` has nothing to read, or a row has none of these forms.
     """
 

@@ -1,7 +1,7 @@
 """Predicts the peak memory of a training step without allocating anything.
 
-The formulas count every tensor that the model's code saves or allocates. The peak is at one of a few moments: the
-forward of the last block, the loss, the backward of a block, the end of the backward pass, or the optimizer's update.
+The formulas count every tensor that the model's code saves or allocates. The peak is at one of the moments that
+moments.py lists, for example at the loss, in the backward of a block, or in the optimizer's update.
 tests/memory/planner/test_planner.py compares the prediction with the memory of the model on fake tensors, and with
 peaks that were measured on GPUs.
 

@@ -18,7 +18,7 @@ MAX_PADDING = 1 / 512  # if chunks pad a stream by more than this fraction, smal
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # the numbers of chunks that an exchange can swap
 TRIED = 32  # the traffic of at most this many exchanges is compared for each run length
-FIXED_COST = 4  # chunks of keys, added to the cost of each exchange; favours one large exchange over several small ones
+FIXED_COST = 4  # the cost of any exchange, in chunks of keys; favours one large exchange over several small ones
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,10 @@ NEVER_SET = 7
 
 @pytest.fixture
 def marks(monkeypatch):
-    """Returns a list to which each call appends the marks that it makes. The repair kernels are disabled."""
+    """Returns a list to which each call of attention appends the marks that it makes.
+
+    The repair kernels are disabled.
+    """
     made = []
 
     def unset(*sizes):
