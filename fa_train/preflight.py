@@ -97,7 +97,8 @@ def require_head_groups(plan: Plan, attention: str) -> None:
     """Checks strategy.head_groups.
 
     attention: the name of the chosen option of conf/attention.
-    Raises: ValueError if the KV heads cannot be divided into equal groups, or if the run gathers no keys in groups.
+    Raises: ValueError if the KV heads cannot be divided into equal groups, or if there are several groups and the run
+    has no strategy.context or another attention than flash.
     """
     groups, heads = plan.run.head_groups, plan.model.heads.kv
     if heads % groups:

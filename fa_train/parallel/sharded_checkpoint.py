@@ -10,6 +10,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,9 +109,18 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles `.metadata`, but allows only the classes and functions that torch's distributed checkpoints need."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of an Enum with getattr
+            return _member
         if (module, name) not in METADATA_GLOBALS:
             raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Returns a member of an Enum. Raises: pickle.UnpicklingError if `kind` is no Enum."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum)):
+        raise pickle.UnpicklingError(f"its .metadata calls getattr on {kind}, which no checkpoint needs")
+    return kind[name]
 
 
 class FolderReader(dcp.FileSystemReader):

@@ -13,7 +13,8 @@ times the parts in random order. A part runs --layers times with the same docume
 time is the mean of these runs, including the first, which needs more host time.
 
 - `one`: rank 0 computes the attention of the whole stream. If the stream has more than 512k tokens, which do not fit on
-  one GPU, each rank computes an equal part of the heads. The ideal time is this time divided by the number of ranks.
+  one GPU, each rank computes an equal part of the heads, and the time is multiplied by the number of ranks. The ideal
+  time is the time of `one`, divided by the number of ranks.
 - `shared`: all ranks compute the attention together (fa_train.parallel.context). `forward`: its forward pass alone.
 - `alone`: each rank computes its share of the attention, with keys and values that were gathered beforehand.
 - `moved`: the ranks only exchange keys, values and their gradients.

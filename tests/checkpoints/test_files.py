@@ -7,6 +7,7 @@ import resource
 import shutil
 import tempfile
 import zipfile
+from enum import Enum
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -149,6 +150,28 @@ def test_a_value_that_is_no_tensor_runs_no_code(folder, tmp_path):
     with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint"):
         load_sharded(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickle them in this way."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    require_whole(folder)
+
+
+class Attribute:
+    """Is unpickled as an attribute of torch.Size."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+def test_metadata_gets_no_other_attributes(folder):
+    (folder / ".metadata").write_bytes(pickle.dumps(Attribute()))
+    with pytest.raises(CheckpointError, match=r"calls getattr on <class 'torch.Size'>, which no checkpoint needs"):
+        require_whole(folder)
 
 
 def test_metadata_names_files_of_its_folder_only(folder, tmp_path):

@@ -145,11 +145,10 @@ class Block:
         return self.attention_kept() + self._argument() + max(self.x_rounded, in_kernel, gathering)
 
     def _gathered(self) -> int:
-        """Returns the bytes of the keys and values of all ranks that share the stream, or 0 without other ranks.
+        """Returns the bytes of the gathered keys and values of one group of heads, or 0 if ranks share no stream.
 
-        Only the keys and values of one group of heads are gathered at a time. If the stream is one document, the rank
-        with the document's last token gathers the keys of the whole stream. If the stream has several documents, a rank
-        may gather fewer, so the result is an upper bound.
+        If the stream is one document, the rank with the document's last token gathers the keys of the whole stream. If
+        the stream has several documents, a rank may gather fewer, so the result is an upper bound.
         """
         return 2 * self.kv * self.run.context // self.run.head_groups if self.run.context > 1 else 0
 

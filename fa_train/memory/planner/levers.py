@@ -129,17 +129,13 @@ def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
-    The function first tries to free gathered blocks, then to gather the keys of one KV head at a time, then fewer rows
-    per micro-batch, then other levers, then smaller optimizer states and a lower precision. If all these changes are
-    not enough, the overrides also set seq_len to the longest sequence that fits.
+    The function first tries to free gathered blocks, then fewer rows per micro-batch, then other levers, then to gather
+    the keys of one KV head at a time, then smaller optimizer states and a lower precision. If all these changes are not
+    enough, the overrides also set seq_len to the longest sequence that fits.
     """
     if plan.run.ranks > 1 and not plan.run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
         others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes)
         return f"strategy.reshard_after_forward=auto {others}".strip()
-    heads = plan.model.heads.kv
-    if plan.run.context > 1 and plan.run.head_groups < heads and not fits(predict(plan), gpu_bytes, host_bytes):
-        others = next_lever(resized(plan, head_groups=heads), gpu_bytes, host_bytes)
-        return f"strategy.head_groups={heads} {others}".strip()
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
         if fits(predict(resized(plan, rows=fewer)), gpu_bytes, host_bytes):
@@ -164,7 +160,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
-    """Returns changes of optimizer and precision that save memory, the cheapest first.
+    """Returns changes of head_groups, optimizer and precision that save memory, the cheapest first.
 
     Each change is a list of overrides of train.py and a dict of RunSize's fields. In the first change, both are empty.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
@@ -178,7 +174,14 @@ def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
             overrides = [] if optimizer == run.optimizer else [f"optimizer={optimizer}"]
             half: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16-true"}
             changes += [([*overrides, "trainer.precision=bf16-true"], half)]
-        return changes
+        heads = plan.model.heads.kv
+        if run.context == 1 or run.head_groups == heads:
+            return changes
+        in_groups = [
+            ([f"strategy.head_groups={heads}", *overrides], change | {"head_groups": heads})
+            for overrides, change in changes
+        ]
+        return [change for pair in zip(changes, in_groups, strict=True) for change in pair]
     if run.optimizer == "adamw":
         changes += [(["optimizer=adamw_8bit"], {"optimizer": "adamw_8bit"})]
         changes += [(["optimizer=adamw_offload"], {"optimizer": "adamw_offload"})]
