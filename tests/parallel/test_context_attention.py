@@ -88,17 +88,16 @@ def test_sinks_and_slopes_may_have_any_stride(group):
 @pytest.mark.parametrize("features", [False, True], ids=["plain", "sinks and slopes"])
 def test_groups_of_heads_give_the_same_results(features, group):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (8, 4, 4))
+    q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
     schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
-    sinks, slopes = torch.linspace(-1, 1, 8).requires_grad_(), torch.linspace(0.1, 0.5, 8)
+    sinks, slopes = torch.linspace(-1, 1, 4).requires_grad_(), torch.linspace(0.1, 0.5, 4)
     given = {"sinks": sinks, "alibi_slopes": slopes} if features else {}
     inputs = (q, k, v, sinks) if features else (q, k, v)
     results = []
-    for head_groups in (1, 2, 4):
+    for head_groups in (1, 2):
         o = ContextAttention(flash_attention, group, head_groups)(q, k, v, schedule, **given)
         results.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.slow
