@@ -30,11 +30,12 @@ from fa_train.callbacks.monitor import Monitor
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
+from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import predict
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.parallel.agreement import Agreement
-from fa_train.parallel.fsdp import local, shard, whole
+from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
 from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import trained_model
 from tests.checkpoints.test_files import Evil
@@ -315,6 +316,15 @@ def test_last_is_the_newest_folder(sharded_run):
             ["strategy.context=2", "+callbacks.sample._target_=lightning.pytorch.callbacks.LambdaCallback"],
             "callbacks.sample=null", id="sample-of-a-context",
         ),
+        pytest.param(["strategy.head_groups=1000"], "divide the . KV heads of the model; got 1000", id="head-groups"),
+        pytest.param(
+            ["strategy.head_groups=2", "attention=flash"], "needs attention=flash and strategy.context",
+            id="head-groups-without-context",
+        ),
+        pytest.param(
+            ["strategy.head_groups=2", "attention=sdpa", "strategy.context=2"], "got attention=sdpa",
+            id="head-groups-without-flash",
+        ),
         pytest.param(["strategy.replicas=2"], "divide the 2 devices into groups of at least 2; got 2", id="copies"),
     ],
 )  # fmt: skip
@@ -325,6 +335,19 @@ def test_what_cannot_be_sharded_is_named_before_anything_is_computed(overrides, 
         pytest.raises(ValueError, match=message),
     ):
         training.build(cfg)
+
+
+def test_groups_of_heads_reach_the_plan_and_the_attention(tmp_path, monkeypatch):
+    planned: list[Plan] = []
+    monkeypatch.setattr(training, "plan_memory", lambda plan, *args, **options: planned.append(plan) or plan)
+    monkeypatch.setattr(FullyShardedStrategy, "shard", lambda *arguments: None)
+    settings = (*RANKS, "attention=flash", "strategy.context=2", "strategy.head_groups=2")
+    with composed(tmp_path, *tiny(tmp_path, *settings)) as cfg:
+        trainer, lit_gpt, _ = training.build(cfg)
+    lit_gpt.trainer = trainer
+    lit_gpt.configure_model()
+    assert [plan.run.head_groups for plan in planned] == [2]
+    assert {block.attention.attention.head_groups for block in lit_gpt.model.blocks} == {2}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
-warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` first computes S of its own step. The function
-`_step_ahead` receives S of its own step, and computes S of the next step. The tensor cores therefore compute dP during
-the exponentials, and S of the next step while dS is computed.
+warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S first. The function `_step_ahead`
+receives the S that the previous step has computed, and computes S of the next step. The tensor cores therefore compute
+dP during the exponentials, and S of the next step while dS is computed.
 """
 
 from triton.experimental import gluon
