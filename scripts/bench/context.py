@@ -10,11 +10,11 @@ A stream is one document (`one`), documents of log-normal lengths (`log-normal`)
 
 A time covers a forward and a backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and
 times the parts in random order. A part runs --layers times with the same documents, as the layers of a model do. Its
-time is the mean of these runs, including the first, which needs more host time.
+time is the mean of these runs, including the first, which needs more host time. The parts are:
 
 - `one`: rank 0 computes the attention of the whole stream. If the stream has more than 512k tokens, which do not fit on
   one GPU, each rank computes an equal part of the heads, and the time is multiplied by the number of ranks. The ideal
-  time is the time of `one`, divided by the number of ranks.
+  time is the time of this part, divided by the number of ranks.
 - `shared`: all ranks compute the attention together (fa_train.parallel.context). `forward`: its forward pass alone.
 - `alone`: each rank computes its share of the attention, with keys and values that were gathered beforehand.
 - `moved`: the ranks only exchange keys, values and their gradients.
