@@ -35,7 +35,7 @@ GRACE = 30.0  # seconds that a failing run waits for a checkpoint that is still 
 
 @dataclass
 class Save:
-    """A checkpoint that is being written. stall: the seconds for which training stood still during the save."""
+    """A checkpoint that is being written. stall: the seconds for which the save paused training."""
 
     path: Path
     step: int
@@ -49,16 +49,15 @@ class Checkpoint(CheckpointCallback):
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether each validation with a new lowest val/loss also saves a checkpoint. The checkpoint with the
     lowest val/loss is kept in addition to the newest ones.
-    save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. In a run
-    of one process, this setting also saves a checkpoint if an error ends the run, except an error in an update of the
-    weights.
+    save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. A run of
+    one process then also saves a checkpoint after an error, unless the error occurred while the weights were updated.
     asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this setting. The
     ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is
     written. If a rank cannot write its part, the run ends.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
-    Logs perf/save_stall_s, the seconds that training stood still for a save. Logs perf/save_s, the seconds of the whole
-    save.
+    Logs perf/save_s, the duration of a save in seconds. Logs perf/save_stall_s, the seconds for which the save paused
+    training.
     """
 
     current_score = None  # Lightning's loggers ignore last_model_path if this attribute is missing
@@ -131,12 +130,12 @@ class Checkpoint(CheckpointCallback):
         self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Several ranks can save only if all are at the same step, as GracefulInterrupt ensures after a signal.
+        # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt ensures this.
         # Diverged weights must not replace an older checkpoint.
         self._logs_times = False  # Record has closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
-        # An update increases global_step at its end. If global_step is still that of the start of an update, the update
-        # has failed, and some weights may be new and others old.
+        # An update of the weights increases global_step at its end. If global_step has not increased since the newest
+        # update started, this update failed. Some weights may then be new and others old.
         half_updated = self._update_after == trainer.global_step
         alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)
@@ -271,7 +270,7 @@ def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:
 
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own checkpoint callback is not enough
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own checkpoint callback does not count
         raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
 
 
@@ -292,7 +291,7 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
 
 
 def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any]) -> None:
-    """Exports a checkpoint of an earlier run that has done all steps.
+    """Exports a checkpoint of an earlier run. The checkpoint has already reached the last step.
 
     Writes the export into the folder of the current run.
 

@@ -15,24 +15,23 @@ from fa_train.private_names import private, private_module, replace_private
 
 Span = tuple[Timestamp, Timestamp]
 FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
-# FSDP's functions in which the compute stream can wait: they gather weights, wait for weights or reduce gradients
+# FSDP's functions during which the compute stream can wait for communication
 FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
 class CommunicationTimer:
-    """Collects the spans of a step in which the device computes nothing, because it waits for communication.
+    """Collects the time spans of one step in which the device waits for communication and computes nothing.
 
     With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
-    of a function in `FSDP_STEPS` is a span. If ranks share streams (strategy.context), each wait for keys, values or
-    their gradients is a span, in forward and backward passes and in recomputation. A span includes the time in which
-    another rank is not ready. Communication that overlaps with computation does not count. The host never waits for a
-    GPU.
+    of a function in `FSDP_STEPS` is a span. If ranks share streams (strategy.context), each wait for keys, for values
+    or for their gradients is a span. Waits during recomputation count as well. A span includes the time until the other
+    ranks are ready. Communication that overlaps with computation does not count. The host never waits for a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[Span] = []
-        self._installed = ExitStack()  # its `close` removes all hooks
+        self._installed = ExitStack()  # _installed.close() removes all hooks
         self._gradients_done: Timestamp | None = None
         self.start: Timestamp | None = None  # of the measured step; None between measurements
 
@@ -45,7 +44,7 @@ class CommunicationTimer:
             for name in FSDP_STEPS:
                 original = private("torch", group, name)
                 self._installed.callback(setattr, group, name, original)
-                replace_private("torch", group, name, self._span()(original))  # _span() is also a decorator
+                replace_private("torch", group, name, self._span()(original))  # _span() can also decorate a function
         else:
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._installed.callback(register_multi_grad_hook(parameters, self._all_gradients).remove)

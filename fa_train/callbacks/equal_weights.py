@@ -101,7 +101,7 @@ def copies(trainer: L.Trainer) -> int:
 def differences(hashes: list[int], copies: int) -> list[tuple[int, int]]:
     """Returns the pairs (rank, reference) whose hashes differ.
 
-    A rank's reference holds the same shard in the first copy of the model.
+    A rank's reference is the rank that holds the same shard in the first copy of the model.
     hashes: one per rank. Each copy of the model is sharded over consecutive ranks.
     """
     ranks_per_copy = len(hashes) // copies
@@ -112,8 +112,9 @@ def differences(hashes: list[int], copies: int) -> list[tuple[int, int]]:
 def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns a hash of the bits and the order of all elements, as an int64 scalar on the device.
 
-    The hash is a sum of the elements' bits times odd numbers, modulo 2**64. A change of one element always changes the
-    hash. No temporary tensor has more than `PIECE` elements.
+    The bits of each element, read as an integer, are multiplied by an odd number. The hash is the sum of these
+    products, modulo 2**64. A change of one element always changes the hash. No temporary tensor has more than `PIECE`
+    elements.
     """
     factors = odd_numbers(0, PIECE, device)
     integers = (tensor.view(INTEGERS[tensor.element_size()]).reshape(-1) for tensor in tensors)

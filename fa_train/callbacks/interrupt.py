@@ -24,7 +24,7 @@ class GracefulInterrupt(Callback):
     signal. A second signal ends the run immediately.
     """
 
-    status = TERMINATED  # equal on all ranks once the run ends
+    status = TERMINATED  # when the run ends, all ranks have the same status
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()
@@ -59,7 +59,7 @@ class GracefulInterrupt(Callback):
         self._agree()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Ends this rank if another rank has ended. Lightning would wait forever: the GPU waits for the ended rank."""
+        """Ends this rank if another rank has ended. Otherwise the GPU would wait forever for the ended rank."""
         if trainer.world_size > 1 and kind_of(exception) == "lost connection":
             for logger in trainer.loggers:
                 logger.finalize("failed")

@@ -25,7 +25,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.fsdp import is_sharded
 
 GIB = 2**30
-RECENT_LOGS = 1000  # `summary` returns the median speed of this number of recent logs
+RECENT_LOGS = 1000  # `summary` returns the median speed of this many recent logs
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Reading:
     end: Timestamp
     validations: list[Span]  # between start and end
     waited: float  # seconds that the host waited for data, between start and end
-    step_start: Timestamp | None  # the start of the logged step alone; None in a run of one rank
+    step_start: Timestamp | None  # the start of the logged step, or None in a run of one rank
     communication: list[Span]  # periods in which the device waited for other ranks, between step_start and end
 
 
@@ -101,7 +101,7 @@ class Monitor(Callback):
             self._timer.end_of_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler changes lr before the log
+        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler changes lr before the step is logged
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -126,7 +126,7 @@ class Monitor(Callback):
         self._validations.clear()
 
     def log_reading(self, trainer: L.Trainer, *, together: bool = True) -> None:
-        """If a log is pending, waits until the device has finished the logged step, and logs the values of this step.
+        """Logs the values of a pending log, if there is one. First waits until the device has finished the logged step.
 
         together: whether all ranks call log_reading at the same point of the run. If `together` is false, ranks are not
         compared.
@@ -166,7 +166,7 @@ class Monitor(Callback):
             )
 
     def _of_ranks(self, reading: Reading, seconds: float, together: bool) -> dict[str, float]:
-        """Returns the metrics that differ between ranks. The values are this rank's own, or a comparison of all ranks.
+        """Returns the metrics that differ between ranks. If `together` is true, compares all ranks.
 
         seconds: the time of a step.
         """
@@ -223,7 +223,7 @@ class Monitor(Callback):
 
 
 def monitor_of(trainer: L.Trainer) -> Monitor:
-    """Returns the run's Monitor. Raises: ValueError if the trainer has none."""
+    """Returns the run's Monitor. Raises: ValueError if the trainer has no Monitor."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, Monitor):
             return callback

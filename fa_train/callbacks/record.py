@@ -45,7 +45,7 @@ class Record(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
         if not explained and trainer.global_step > self._first_step:
-            # a ValueError after the first step is not a user's mistake, so this error needs a traceback
+            # print a traceback, because a ValueError after the first step is not a user's mistake
             traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):
@@ -54,8 +54,8 @@ class Record(Callback):
     def _write(self, trainer: L.Trainer) -> None:
         """Writes result.json, or prints an error if the file cannot be written.
 
-        An exception would change the status of a finished run. In a run that has failed, an exception would keep the
-        checkpoint callback from saving.
+        The error is only printed, because an exception would change the status of a finished run. In a failed run, an
+        exception would prevent the checkpoint callback from saving.
         """
         if trainer.is_global_zero:
             try:
