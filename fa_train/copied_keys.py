@@ -5,7 +5,8 @@ from typing import Any
 
 from fa_train.settings import shown
 
-# {key: the key that it copies}. If a key and its copy differed, data, schedule and metrics would not fit each other.
+# {key: another key, which must have the same value}. With different values, the data, the schedule and the metrics
+# would contradict each other.
 COPIES = {
     "data.seq_len": "seq_len",
     "data.batch_size": "batch_size",
@@ -20,7 +21,7 @@ COPIES = {
     "callbacks.out_of_memory.seq_len": "seq_len",
     "callbacks.out_of_memory.micro_batch_size": "data.micro_batch_size",
 }
-# {key of Lightning's Trainer: (the values that a run supports, what to do instead)}
+# {argument of Lightning's Trainer: (the supported values, advice for users of other values)}
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.accumulate_grad_batches": (
         (1,), "Set batch_size and data.micro_batch_size, which determine the accumulation",
@@ -34,7 +35,7 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
     """Checks that no node contradicts the settings of the run.
 
     config: a config that fa_train.settings.check has checked. folder: the run's folder.
-    Raises: ValueError, which names the key to set instead.
+    Raises: ValueError if a node contradicts them. The message says what to set instead.
     """
     for key, original in COPIES.items():
         value, wanted = value_of(config, key), value_of(config, original)

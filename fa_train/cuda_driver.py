@@ -9,7 +9,7 @@ from pathlib import Path
 def has_gpu() -> bool:
     """Returns whether a CUDA build of torch could use a GPU. In a CPU build of torch, returns False.
 
-    The result is that of torch.cuda.is_available(), so GPUs that CUDA_VISIBLE_DEVICES hides do not count. Like
+    The result equals torch.cuda.is_available(). GPUs that CUDA_VISIBLE_DEVICES hides do not count. Like
     torch.cuda.is_available(), has_gpu() initialises CUDA in this process.
     """
     runtime = torch_cuda_version()

@@ -13,7 +13,7 @@ SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 class DivergedError(RuntimeError):
     """Raised on all ranks after the same step, if the run must not go on.
 
-    Either too many consecutive optimizer steps had gradients with NaN or infinity, or the weights of ranks differ.
+    The cause is NaN or infinity in the gradients of too many consecutive steps, or weights that differ between ranks.
     """
 
 

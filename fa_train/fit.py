@@ -1,4 +1,4 @@
-"""Runs Lightning's fit. Handles signals, divergence and running out of memory."""
+"""Trains with Lightning's fit. Handles signals, divergence and lack of memory."""
 
 import sys
 
@@ -16,12 +16,12 @@ def fit(
     data: L.LightningDataModule,
     ckpt_path: str | None,
 ) -> bool:
-    """Trains the model. Returns True if all steps were done, and False if the only rank ran out of memory.
+    """Trains the model. Returns False if memory ran out in a run of one rank, and otherwise True.
 
-    SIGUSR1 ends the process with exit status 138. Ctrl-C and SIGTERM end it with 143. If training diverges, all ranks
-    raise DivergedError.
-    Raises: OutOfMemoryError if there are several ranks and this rank ran out of memory. Without the error, the other
-    ranks would wait for this rank.
+    SIGUSR1 ends the process with exit status 138. Ctrl-C and SIGTERM end the process with exit status 143. If training
+    diverges, all ranks raise DivergedError.
+    Raises: OutOfMemoryError if this rank ran out of memory in a run of several ranks. The error ends the other ranks,
+    which would otherwise wait for this rank.
     """
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)

@@ -1,4 +1,4 @@
-"""The FLOPs of a training step and the peak FLOP/s of GPUs. Both determine the MFU (model FLOPs utilisation)."""
+"""The FLOPs of a training step and the peak FLOP/s of GPUs. The MFU (model FLOPs utilisation) is computed from them."""
 
 from typing import TypeVar
 
@@ -36,11 +36,10 @@ def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -
     squared document lengths. N counts the weights of all matrices, including the head. Embeddings, norms and biases are
     not in N.
     The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention.
-    For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head. With causal
-    attention, there are `S / 2` pairs of a query and a visible key. For both terms, the backward needs twice as many
-    FLOPs as the forward. Frozen weights are counted as well, although LoRA computes no gradients for them. The MFU of
-    LoRA is therefore overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait
-    for the GPU.
+    For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head. Causal
+    attention has about `S / 2` such pairs. For both terms, the backward needs twice as many FLOPs as the forward.
+    Frozen weights are counted as well, although LoRA computes no gradients for them. The MFU of LoRA is therefore
+    overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
     attention = 6 * model.n_layers * model.query_dim

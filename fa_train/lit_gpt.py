@@ -54,8 +54,8 @@ class LitGPT(L.LightningModule):
         self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
         self.micro_batch_tokens = 0
         self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
-        self._sums: Tensor  # sums over the step: loss, labels, squared document lengths; counts are exact in fp64
-        self._val_sums: Tensor  # sums over the validation: loss, labels
+        self._sums: Tensor  # the step's loss, number of labels and squared document lengths, summed in fp64
+        self._val_sums: Tensor  # the loss and the number of labels, summed over the validation
         if float8 is not None:
             use_float8(model, float8)
         if compile_model:
@@ -72,7 +72,7 @@ class LitGPT(L.LightningModule):
         if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
             if strategy.context > 1:
                 self.model.share_context(CONTEXT_GROUP, strategy.head_groups)
-            self.trainer.precision_plugin.convert_module(self)  # Lightning would convert dtypes only after sharding
+            self.trainer.precision_plugin.convert_module(self)  # Lightning would convert dtypes too late
             strategy.shard(self.model, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
@@ -96,7 +96,7 @@ class LitGPT(L.LightningModule):
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        # all ranks that share a stream add the same lengths, so the sum is divided by the number of these ranks
+        # all ranks that share a stream count its lengths, so each rank adds only its fraction
         squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
@@ -126,8 +126,7 @@ class LitGPT(L.LightningModule):
         norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and strategy.replicas > 1:
-            # Each replica computes the norm itself, perhaps with another order of summation. With different norms, the
-            # weights of the replicas would differ.
+            # Replicas may sum in different orders and get slightly different norms. Their weights would then differ.
             dist.broadcast(norm, src=0)
         self.step_grad_norm = norm * scale
         if gradient_clip_val:
@@ -195,13 +194,13 @@ class LitGPT(L.LightningModule):
         restore_base(self.model, checkpoint)
         for difference in differences(self.model.config, checkpoint.get(ARCHITECTURE)):
             self.trainer.print(f"warning: {difference}")
-        for saved in checkpoint.get("optimizer_states", []):  # none if FullyShardedStrategy has loaded and checked them
+        for saved in checkpoint.get("optimizer_states", []):  # empty after FullyShardedStrategy has loaded them
             require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Removes the frozen base model from a checkpoint, and resets Lightning's counters to the last optimizer step.
 
-        A signal or an error can cause a checkpoint between the micro-batches of a step. A run that resumes from this
+        After a signal or an error, a checkpoint can be saved in the middle of a step. A run that resumes from this
         checkpoint starts the step again.
         """
         checkpoint[ARCHITECTURE] = self.model.config.values()

@@ -49,11 +49,11 @@ class Checkpoint(CheckpointCallback):
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether each validation with a new lowest val/loss also saves a checkpoint. The checkpoint with the
     lowest val/loss is kept in addition to the newest ones.
-    save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. A run of
-    one process then also saves a checkpoint after an error, unless the error occurred while the weights were updated.
-    asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this setting. The
-    ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is
-    written. If a rank cannot write its part, the run ends.
+    save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With this
+    setting, a run of one process also saves a checkpoint after an error, unless the error occurred while the weights
+    were updated. asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this
+    setting. The ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the
+    checkpoint is written. If a rank cannot write its part, the run ends.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
     Logs perf/save_s, the duration of a save in seconds. Logs perf/save_stall_s, the seconds for which the save paused

@@ -89,8 +89,8 @@ class RankComparison:
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """For each number, returns the mean over the ranks as <name> and the largest value as <name>_max.
 
-    A rank's own time is its data wait plus its compute time. perf/slowest_rank is the rank whose own time is longest.
-    perf/slowest_over_mean is the longest own time divided by the mean of all ranks' own times.
+    A rank's own time is its data wait plus its compute time. perf/slowest_rank is the rank with the longest own time.
+    perf/slowest_over_mean is the longest own time divided by the mean over all ranks.
     """
     summary: dict[str, float] = {}
     for name in ranks[0]:

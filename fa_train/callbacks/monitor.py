@@ -59,9 +59,9 @@ class Monitor(Callback):
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
     perf/compute_ms cover the logged step alone. With several ranks, step_ms, data_wait_ms, communication_ms, compute_ms
-    and host_gib are means over the ranks. <name>_max is the largest value of a rank.
+    and host_gib are means over the ranks. <name>_max is the largest value among the ranks.
     Units: losses in nats per label, tokens_per_s over all devices, *_ms in milliseconds per step, *_gib in GiB.
-    peak_gib and reserved_gib are those of rank 0.
+    peak_gib and reserved_gib are measured on rank 0.
     """
 
     def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:

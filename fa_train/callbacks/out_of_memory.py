@@ -12,7 +12,7 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 
 
 class OutOfMemory(Callback):
-    """If memory runs out, logs oom=1 and prints one line that suggests changes of settings."""
+    """If memory runs out, logs oom=1 and prints one line that suggests other settings."""
 
     def __init__(self, seq_len: PositiveInt, micro_batch_size: PositiveInt, attention: str) -> None:
         self.seq_len, self.micro_batch_size, self.attention = seq_len, micro_batch_size, attention

@@ -6,7 +6,7 @@ import torch
 
 
 class Timestamp:
-    """A point in a device's work. The device reaches this point after all work that the host has already launched.
+    """A point in a device's work, after all work that the host launched before this object was created.
 
     A GPU records the time when it reaches this point. A CPU reaches this point when the object is created.
     """

@@ -1,4 +1,4 @@
-"""Compares the architecture of a run with that of the checkpoint that it resumes from.
+"""Compares a run's architecture with the architecture in its checkpoint.
 
 Some settings, such as rope_theta, change what a model computes, but not the shapes of its weights.
 """
@@ -14,8 +14,9 @@ ARCHITECTURE = "architecture"  # a checkpoint stores ModelConfig.values() under 
 
 
 def require_same_head(config: ModelConfig, stored: Mapping[str, Any] | None) -> None:
-    """Raises: CheckpointError if only the run or only the checkpoint shares the head's weight with the token embedding.
+    """Raises: CheckpointError if model.tied differs between the run and the checkpoint.
 
+    The head of a tied model shares its weight with the token embedding.
     stored: the architecture in the checkpoint, or None for a checkpoint of an older version.
     """
     if stored is not None and stored["tied"] != config.tied:
@@ -23,14 +24,14 @@ def require_same_head(config: ModelConfig, stored: Mapping[str, Any] | None) -> 
 
 
 def differences(config: ModelConfig, stored: Mapping[str, Any] | None) -> list[str]:
-    """Returns one line for each setting of the architecture in which a run differs from its checkpoint.
+    """Returns one line of text for each architecture setting that differs between a run and its checkpoint.
 
     stored: as in require_same_head.
     """
     if stored is None:
         return []
     own = config.values()
-    names = (own.keys() | stored.keys()) - {"init"}  # a resumed run draws no weights
+    names = (own.keys() | stored.keys()) - {"init"}  # a resumed run gets its weights from the checkpoint
     return [_difference(name, own, stored) for name in sorted(names) if own.get(name) != stored.get(name)]
 
 

@@ -59,11 +59,11 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
 
     A checkpoint holds all weights, or only the adapters and a reference to the base model.
 
-    stored: the shapes of the stored weights, by their names in LitGPT.
+    stored: {name in LitGPT: shape} of each stored weight.
     content: the other contents of the checkpoint. They include a reference to the base model, unless the checkpoint
     holds all weights.
     checkpoint: the checkpoint's name, for error messages.
-    Raises: CheckpointError, which names the first difference.
+    Raises: CheckpointError if the checkpoint does not fit. The message names the first difference.
     """
     require_same_head(model.config, content.get(ARCHITECTURE))
     reference = content.get(REFERENCE)

@@ -50,7 +50,10 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
-    """Returns the one-line error for a save that failed with `error`. Raises `error` if no OSError caused it."""
+    """Returns the one-line error for a save that failed with `error`.
+
+    If no OSError caused `error`, raises `error` again.
+    """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch wraps the OSError
         cause = cause.__cause__ or cause.__context__
@@ -80,7 +83,8 @@ def flush_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or folder if it exists.
 
-    A folder first gets the suffix `.partial`, because the removal of its files may be interrupted.
+    A folder first gets the suffix `.partial`. If its removal is interrupted, the rest of the folder counts as
+    unfinished.
     """
     if path.is_dir():
         if not path.name.endswith(PARTIAL):
@@ -93,7 +97,7 @@ def remove(path: Path) -> None:
 def remove_partial(folder: Path) -> None:
     """Removes unfinished checkpoints from a run's checkpoint folder. A killed process may have left them.
 
-    Keeps those that cannot be removed, for example on a read-only file system.
+    Keeps checkpoints that cannot be removed, for example on a read-only file system.
     """
     for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
         with suppress(OSError):
@@ -124,8 +128,8 @@ def damaged(path: Path, error: BaseException) -> CheckpointError:
 def require_intact(path: Path) -> None:
     """Checks the CRC32 of each record in a file that torch.save wrote. torch.load does not check the CRC32s.
 
-    The check reads the whole file, at about 1 GB/s. A file that is loaded right after the check is usually in the page
-    cache.
+    The check reads the whole file, at about 1 GB/s. A load right after the check is fast, because the file is usually
+    still in the page cache.
     Raises: CheckpointError if the file is damaged or torch.save did not write it.
     """
     try:
@@ -187,7 +191,7 @@ def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
     """Checks that a checkpoint's weights have the same names and shapes as the model's weights.
 
     checkpoint: the checkpoint's name, for the error message.
-    Raises: CheckpointError, which names the first difference.
+    Raises: CheckpointError if they differ. The message names the first difference.
     """
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:

@@ -12,10 +12,10 @@ PACKAGES = "fa_train.models", "fa_train.memory"
 def require_own_targets(config: object, where: str) -> None:
     """Checks that every `_target_` in a config is a class or function that one of `PACKAGES` defines.
 
-    A check of only the first part of a name would accept fa_train.models.hf.export.shutil.rmtree.
+    Checking the first part of a name is not enough: fa_train.models.hf.export.shutil.rmtree would pass.
     config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
-    Raises: ValueError, which names the first target that is defined elsewhere.
+    Raises: ValueError for the first target that other packages define.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and not _is_own(config["_target_"]):

@@ -28,7 +28,7 @@ class PackedRows:
     If several sources are mixed, each source is shuffled separately.
     In validation, only the first `counted` rows have labels. Later rows have no labels. They only fill up the last
     micro-batches.
-    Raises: ValueError if packing keeps no token of a source's training documents.
+    Raises: ValueError if a source has no training tokens left after packing.
     """
 
     def __init__(self, data: "PackedDataModule", *, held_out: bool, shuffle: bool) -> None:
@@ -48,7 +48,7 @@ class PackedRows:
             seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
             sources = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle
-            # validation reads each row once; after the last row of a source, only rows of the other sources follow
+            # validation reads each row once, so some sources can run out of rows before others
             counts = np.array([source.per_epoch for source in sources]) if held_out else shares
             self.rows = MixedRows(sources, interleave(counts, shares))
         else:
@@ -158,8 +158,8 @@ class TimedLoader(DataLoader[Batch]):
 class RangeSampler(Sampler[int]):
     """Yields the indices from start to stop - 1.
 
-    The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning compares the
-    length with the number of batches of the whole run, including those before a resume.
+    The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning expects the
+    length of the whole run, which includes the batches before a resume.
     """
 
     def __init__(self, start: int, stop: int) -> None:

@@ -40,11 +40,11 @@ class PackedDataModule(L.LightningDataModule):
     reset_positions: whether positions start at 0 in each document.
     packing: "concat" concatenates shuffled documents and cuts them at row ends. "best_fit" cuts only documents longer
     than max_doc_len, and pads each row.
-    max_doc_len: "best_fit" keeps documents of at most max_doc_len tokens whole. The default is seq_len.
+    max_doc_len: "best_fit" never cuts documents of up to max_doc_len tokens. The default is seq_len.
     long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
     counts these documents.
-    Raises: ValueError if a size is not positive or an option is unknown. With "concat", also ValueError if max_doc_len
-    or long_documents is set.
+    Raises: ValueError if a size is not positive or an option is unknown. Also raises ValueError if max_doc_len or
+    long_documents is set although packing is "concat".
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PackedDataModule(L.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size of the tokenizer, which is known before any data is read."""
+        """The tokenizer's vocabulary size. Does not read any data."""
         return self.source.vocab_size
 
     def accumulation(self, world_size: int, context: int = 1) -> int:
@@ -145,7 +145,7 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_held_out(self, name: str, report: PackingReport) -> PackingReport:
-        """Adds the numbers of held-out documents and of their tokens to a report on training documents."""
+        """Adds to a report how many documents and tokens are held out."""
         lengths = self.sources[name].documents(held_out=True).lengths
         return dataclasses.replace(report, documents_held_out=len(lengths), tokens_held_out=int(lengths.sum()))
 
@@ -160,8 +160,8 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def _count_from(self, done: int) -> None:
-        """Sets Lightning's counters of finished micro-batches to `done`. These counters determine where steps and the
-        run end.
+        """Sets Lightning's counters of finished micro-batches to `done`. Lightning uses these counters to decide when a
+        step ends and when the run ends.
 
         Lightning restores the counters from the checkpoint. The run that saved the checkpoint may have had another
         number of micro-batches per step.
@@ -235,7 +235,7 @@ class SharedHeapLoader(TimedLoader):
 
     def __iter__(self) -> Any:
         if self.num_workers and not self._has_workers:
-            gc.collect()  # frozen garbage would stay until the end of the run
+            gc.collect()  # otherwise gc.freeze would keep garbage until the end of the run
             gc.freeze()
             self._has_workers = self.persistent_workers
         return super().__iter__()

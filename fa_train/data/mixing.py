@@ -1,7 +1,7 @@
 """Mixes the rows of several sources by weight.
 
-The share of a source is its weight divided by the sum of all weights. In every range of consecutive rows, the fraction
-of rows from a source is nearly the source's share. A share counts rows, including their padding.
+The share of a source is its weight divided by the sum of all weights. In every range of consecutive rows, each source
+has nearly its share of the rows. Shares are fractions of rows, not of tokens, and rows can contain padding.
 `MixReport` also gives each source's share of the tokens that are not padding. An epoch of a source contains each row of
 this source once, in shuffled order.
 """

@@ -47,8 +47,7 @@ def generate(
     seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
     cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with
     rope_type=dynamic never uses the cache, because its rotations depend on the total length.
-    Raises: ValueError if an argument is out of range, or the text can have more tokens than the model has learned
-    positions.
+    Raises: ValueError if an argument is out of range, or the text could exceed the model's learned positions.
     """
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_p)
     longest = len(prompt) + max_new_tokens
@@ -62,7 +61,7 @@ def generate(
         for end in range(len(prompt), longest):
             logits = model(stream[seen:end], position_ids=torch.arange(seen, end, device=device))[-1]
             stream[end] = _chosen(logits.float(), temperature, top_p, generator)
-            if isinstance(model, FSDPModule):  # all ranks must end together, and rounding can differ between GPUs
+            if isinstance(model, FSDPModule):  # rounding can differ between GPUs, so all ranks use rank 0's token
                 dist.broadcast(stream[end : end + 1], src=0)
             generated.append(int(stream[end]))
             if generated[-1] in stop:
@@ -74,8 +73,8 @@ def generate(
 class CachedAttention:
     """The attention of one layer with a KV cache. The first call gets the prompt. Each later call gets one token.
 
-    attention: the layer's attention function, used for the prompt. If this function is `flash_attention`, later tokens
-    use flash_attn_with_kvcache. With any other function, later tokens use naive_attention.
+    attention: the layer's attention function, used for the prompt. Later tokens use flash_attn_with_kvcache if the
+    prompt uses `flash_attention`, and naive_attention otherwise.
     window: the number of tokens that a query sees, including its own, or None for all tokens.
     capacity: the maximum number of cached tokens.
     """
@@ -130,8 +129,8 @@ class Sample:
 
     chats: the path of the chats, as in data.path. The prompt consists of a chat's messages before the first answer that
     the model is trained on. The prompt comes from the first held-out chat, or from the first chat if no chat is held
-    out. Chats that begin with such an answer are skipped. If all chats are skipped, nothing is sampled. The answer has
-    at most max_new_tokens tokens. Each token is the most likely one.
+    out. Chats without messages before this answer are skipped. If all chats are skipped, there is no sample. The answer
+    has at most max_new_tokens tokens. Each token is the most likely one.
     """
 
     def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:
@@ -164,10 +163,11 @@ class Sample:
 
 
 def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None] | None:
-    """Returns the messages of a chat before the first answer that the model is trained on, and the chat's tools.
+    """Returns the prompt of a chat as a list of messages, and the chat's tools.
 
-    The chat is the first held-out chat, or the first chat if no chat is held out. Chats that begin with this answer are
-    skipped. Returns None if all chats are skipped.
+    The prompt consists of the chat's messages before the first answer that the model is trained on. The chat is the
+    first held-out chat, or the first chat if no chat is held out. Chats without such messages are skipped. Returns None
+    if all chats are skipped.
     """
     first = None
     for key, chat in ChatCorpus(path).documents():
@@ -198,8 +198,8 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """Prepares the model for generation, and restores it at the end.
 
-    During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token. Even
-    if ranks share streams in training, each rank generates from all tokens.
+    During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token.
+    Ranks that share streams in training do not share them here: each rank processes all tokens.
     capacity: the maximum number of tokens in each layer's cache, or None for no cache.
     """
     was_training = model.training

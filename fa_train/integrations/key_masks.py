@@ -1,9 +1,9 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers of a kind.
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). The `generate` method of transformers computes masks itself
-and passes them to the model. transformers leaves a mask of four dimensions unchanged. If the mask had fewer dimensions,
-transformers would compute the mask a second time, even in compiled code.
-An element is 0 if its key is masked. All other elements are `n + 1`, where n is the number of keys in the cache. A
+and passes them to the model. The mask has four dimensions, because transformers computes any mask with fewer dimensions
+a second time, even in compiled code.
+The element of a masked key is 0. The element of any other key is `n + 1`, where n is the number of keys in the cache. A
 static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
 whether to move keys.
 
@@ -70,7 +70,7 @@ def encoded(
     Args:
         attention_mask: (batch, tokens) bool, True for the unmasked tokens. Tokens after the end of attention_mask are
         masked.
-        written: the number of keys in the cache. Any further places in the cache are for later tokens.
+        written: the number of keys in the cache. The cache can have additional places for later tokens.
     """
     all_written = isinstance(written, int) and written >= seqlen_k
     if attention_mask is None and all_written:
@@ -92,10 +92,10 @@ def encoded(
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
-    """Returns the columns of a (batch, tokens) mask for the seqlen_k keys from kv_offset on.
+    """Returns the columns of a (batch, tokens) mask that belong to seqlen_k keys, starting at key kv_offset.
 
-    A mask with at most seqlen_k tokens is padded with False. If a longer mask ends before the last key, its
-    last seqlen_k columns are returned.
+    A mask with at most seqlen_k tokens is padded with False. If a longer mask has no column for the last key, returns
+    its last seqlen_k columns.
     """
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
@@ -132,7 +132,10 @@ class Keys(NamedTuple):
         return cls(first.int(), (first + n_keys).int(), order)
 
     def ordered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns k and v, (batch, seqlen_k, heads, head_dim) each. The unmasked keys are at `first` to `end - 1`."""
+        """Returns k and v, (batch, seqlen_k, heads, head_dim) each.
+
+        In each row, the unmasked keys have the indices from `first` to `end - 1`.
+        """
         return (k, v) if self.order is None else (_reordered(k, self.order), _reordered(v, self.order))
 
 
@@ -213,8 +216,7 @@ def _schedule(
 ) -> Schedule:
     """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
 
-    The padding before and after this document forms further documents. Each of these documents has only queries or only
-    keys.
+    The padding before and after it forms further documents, which contain only queries or only keys.
     """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys

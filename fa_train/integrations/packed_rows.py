@@ -1,6 +1,6 @@
 """Builds schedules for rows in which transformers has packed several documents.
 
-All layers of a forward pass that have the same window share a schedule.
+In a forward pass, all layers with the same window share one schedule.
 
 The first of these layers builds the schedule from a source tensor, position_ids or cu_seqlens. The schedule is kept
 while the source tensor is alive and its version counter does not change. A new batch has a new source tensor, and an

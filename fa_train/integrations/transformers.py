@@ -8,9 +8,9 @@
 A model that works with flash_attention_2 also works with fa_train. fa_train supports GQA, sliding windows, soft caps,
 attention sinks, padding, rows packed by position_ids or cu_seqlens, and generation with a dynamic or static cache.
 Unlike flash_attention_2, fa_train accepts fp32 inputs, and its layers do not wait for the GPU. Only `key_mask` and
-`packed_rows` copy values from the GPU. They do so once per forward pass for all layers of a kind, and never in compiled
-code. Under torch.inference_mode, however, each layer copies the same values from the GPU again. Use torch.no_grad
-instead of torch.inference_mode to avoid the additional copies.
+`packed_rows` copy values from the GPU. They copy once per forward pass for all layers of a kind. In compiled code, they
+copy nothing. Under torch.inference_mode, however, each layer copies the same values from the GPU again. Use
+torch.no_grad instead of torch.inference_mode to avoid the additional copies.
 """
 
 import os
@@ -28,7 +28,7 @@ from fa_train.integrations.key_masks import Keys, Padding, encoded, is_key_mask,
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
 NAME = "fa_train"
-REFUSED = {  # unsupported keyword arguments of attention, and their meanings for error messages
+REFUSED = {  # {unsupported argument of `attention`: its meaning, for the error message}
     "output_attentions": "returning attention weights",
     "head_mask": "masking heads",
     "position_bias": "a position bias",
@@ -125,7 +125,8 @@ def attention(
         belong to padding have no meaning.
 
     Raises:
-        ValueError: if flash attention or this function does not support an argument. No kernel runs before this error.
+        ValueError: if flash attention or this function does not support an argument. The error occurs before any kernel
+        runs.
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
@@ -225,7 +226,7 @@ def _decode(
     o, lse = flash_attn_with_kvcache(
         q, k, v, causal=is_causal, window_size=window, return_softmax_lse=True, **lengths, **options
     )
-    if sinks is not None:  # a sink adds exp(sink) to the denominator exp(lse)
+    if sinks is not None:  # the softmax denominator is exp(lse), and a sink adds exp(sink)
         kept = torch.sigmoid(lse - sinks[:, None])  # [batch, n_heads, 1]
         o = (o * kept.transpose(1, 2)[..., None]).to(q.dtype)
     return o

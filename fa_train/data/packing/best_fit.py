@@ -1,10 +1,9 @@
 """Best-fit decreasing: packs documents into rows with little padding.
 
 Documents of at most max_doc_len tokens are not cut. Longer documents are first split, truncated or dropped. The
-resulting pieces are then placed, longest first. Of the rows with enough free space for a piece, the one with the least
-free space gets the piece. Pieces of equal length are placed together. The running time therefore depends on the number
-of distinct pairs (length, free space), not on the number of documents. Packing reads only the lengths of documents, not
-their tokens.
+resulting pieces are then placed, longest first. Each piece goes to the fullest row that still has enough space for it.
+Pieces of equal length are placed together. The running time therefore depends on the number of distinct pairs (length,
+free space), not on the number of documents. Packing reads only the lengths of documents, not their tokens.
 Source: arXiv:2404.10830 ("Fewer Truncations Improve Language Modeling"), Algorithm 1. To find a row, the paper uses a
 segment tree. This file uses a sorted list of the distinct amounts of free space.
 """
@@ -65,7 +64,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     distinct, counts = np.unique(lengths, return_counts=True)
     rooms: list[int] = []  # the distinct amounts of free space of all rows, sorted
     rows_by_room: dict[int, list[int]] = {}
-    row_of_sorted = array("q")  # an array needs 8 bytes per piece, a list about 40
+    row_of_sorted = array("q")  # an array needs 8 bytes per piece, and a list would need about 40
     n_rows = 0
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         left = count
@@ -179,8 +178,8 @@ class BestFit:
     """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles them.
 
     max_doc_len: documents of at most max_doc_len tokens are kept whole. None means seq_len.
-    Attributes: n_rows is 0 if every document is empty or dropped. row_costs, (n_rows,), holds the attention cost of
-    each row (`Epoch.cost`).
+    row_costs (n_rows,) holds the attention cost of each row (`Epoch.cost`). If every document is empty or dropped,
+    n_rows is 0.
     Raises: ValueError if max_doc_len is not between 1 and seq_len, or long_documents is unknown.
     """
 

@@ -15,15 +15,15 @@ from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments
 
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
-    """Returns the number of rows of a stream of total_tokens tokens, including a padded last row."""
+    """Returns how many rows total_tokens tokens fill. A padded last row counts as well."""
     return max(1, -(-(total_tokens - 1) // seq_len)) if total_tokens else 0
 
 
 def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the number of documents in a row, for any document order. Padding is one document."""
-    lengths = lengths[lengths > 0]  # an empty document has no place in a row
+    lengths = lengths[lengths > 0]  # empty documents do not appear in rows
     if not (lengths % seq_len).any():
-        return 1  # each row is a part of one document
+        return 1  # each row holds tokens of only one document
     # A row has the most whole documents if it is filled with the shortest documents. Each end of the row can cut one
     # more document, and padding counts as another one.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
@@ -48,7 +48,7 @@ def pack_row(
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # the starts of documents; the first token of a document is not a label
+    cuts = starts[starts > 0]  # where documents start; their first tokens are not labels
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
@@ -136,7 +136,8 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # Every token except a document's first one is the label of the previous token, even if a row ends between the two.
+    # The first token of a document is not a label. Every other token is the label of the token before it, even if a row
+    # ends between these two tokens.
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-Histogram = tuple[tuple[int, int], ...]  # pairs (longest, documents); see length_histogram
+Histogram = tuple[tuple[int, int], ...]  # pairs (longest, documents), which length_histogram explains
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class PackingReport:
 
     @property
     def efficiency(self) -> float:
-        """The fraction of the rows' places that hold tokens. The other places hold padding."""
-        # limit the fraction to 1, because the last token of a concatenation can be only a label and then needs no place
+        """The fraction of positions in the rows that hold tokens. The other positions hold padding."""
+        # at most 1: the last token of a concatenation can be only a label, and then takes no position
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:

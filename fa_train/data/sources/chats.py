@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """One chat. The model is trained on the assistant's messages from index `trained_from` on.
+    """One chat. The model is trained on all assistant messages whose index is at least `trained_from`.
 
     where: the file and the line of the chat, for error messages.
     """
@@ -44,7 +44,7 @@ class ChatCorpus:
     {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is a text or a list
     of messages. If a row has a prompt and a completion, the model is trained only on the completion. A row can also
     have "tools", which is a list of JSON schemas or the JSON text of such a list.
-    Raises: ValueError if `path` has nothing to read, or a row has none of these forms.
+    Raises: ValueError if there is nothing to read at `path`, or a row has none of these forms.
     """
 
     def __init__(self, path: str) -> None:
@@ -108,7 +108,7 @@ class HubRows:
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     """Converts a row to a chat.
 
-    Raises: ValueError, which names `where`, if a field is missing, a message is empty or a role is unknown.
+    Raises: ValueError if a field is missing, a message is empty or a role is unknown. The message contains `where`.
     """
     present = {name: _encodable(value) for name, value in row.items() if value is not None}
     trained_from = 0

@@ -68,7 +68,7 @@ class TextCorpus:
     """Text documents from a file, a folder or a glob.
 
     A .txt or .md file is one document. Each row of a .jsonl or .parquet file is one document.
-    Raises: ValueError if `path` has nothing to read, the suffix of a file is not supported, or a row has no
+    Raises: ValueError if there is nothing to read at `path`, the suffix of a file is not supported, or a row has no
     text_column.
     """
 

@@ -47,7 +47,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
 
 
 def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
-    """Returns a hash of the files' contents, their names relative to root, and a setting that affects reading."""
+    """Hashes the files' contents, their names relative to root, and a setting that affects reading."""
     digest = hashlib.blake2b(repr(setting).encode(), digest_size=16)
     for path in paths:
         with path.open("rb") as file:

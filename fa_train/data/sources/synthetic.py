@@ -7,8 +7,8 @@ import numpy as np
 from fa_train.data.packing.rows import LossMask
 
 N_TOKENS = 2**26  # the minimum number of tokens per epoch
-SHORTEST = 16  # tokens; the minimum of a drawn length, unless document_len is less
-LONGEST = 32  # the maximum of a drawn length, as a multiple of document_len
+SHORTEST = 16  # the minimum of random lengths, in tokens, unless document_len is smaller
+LONGEST = 32  # the maximum of random lengths, as a multiple of document_len
 
 
 class SyntheticDocuments:
@@ -62,13 +62,13 @@ class SyntheticSource:
 
 
 def log_normal_lengths(median: int, sigma: float, seed: int) -> np.ndarray:
-    """Draws the lengths of at least two documents with at least N_TOKENS tokens in all.
+    """Draws document lengths until there are at least two documents and at least N_TOKENS tokens.
 
-    sigma: the standard deviation of the logarithm of a length, before the length is limited to at least
+    sigma: the standard deviation of the logarithms of the lengths. The lengths are then limited to at least
     min(SHORTEST, median) and at most LONGEST * median tokens.
     Returns: (n,) int64, in tokens. The lengths depend only on the arguments and on N_TOKENS.
     """
-    generator = np.random.default_rng((seed, 0, 1))  # (seed, i) is the seed of the tokens of document i
+    generator = np.random.default_rng((seed, 0, 1))  # the tokens of document i use the seed (seed, i)
     block = max(2, -(-N_TOKENS // median))
     lengths = np.empty(0, np.int64)
     while lengths.sum() < N_TOKENS:

@@ -44,7 +44,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard.
     Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. If the disk is full,
-    the finished shards are kept. Each of the other errors deletes them.
+    the finished shards are kept. After any other ValueError, they are deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -153,7 +153,7 @@ def _columns(encoded: Sequence[Encoded], keys: Sequence[str], *, masked: bool) -
 
 
 def require_vocabulary(encoded: Sequence[Encoded], keys: Sequence[str], vocab_size: int) -> None:
-    """Raises: ValueError, which names the document, if a token is not between 0 and vocab_size - 1."""
+    """Raises: ValueError if a token is not between 0 and vocab_size - 1. The message names the document."""
     for key, (tokens, _) in zip(keys, encoded, strict=True):
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)

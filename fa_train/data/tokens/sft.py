@@ -1,8 +1,8 @@
 """Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
-A chat is first rendered to text. The encoder then finds the answers in the text. Answers are the assistant's messages.
-If the template has {% generation %} blocks, these blocks mark the answers. If it has no such blocks, the messages
-before an answer are also rendered alone, as a shorter text. The whole text must begin with this shorter text. The
+A chat is first rendered to text. The encoder then finds the answers, which are the assistant's messages. If the
+template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the encoder also renders a
+shorter text, which contains only the messages before an answer. The whole text must begin with this shorter text. The
 answer starts directly after the shorter text, and ends with the answer's end token. The whole text is tokenised at
 once. The tokenizer's offsets then map characters to tokens.
 """
@@ -85,7 +85,7 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # the template's blocks do not say to which message they belong
+        elif trained_on != answers:  # a block does not say which message it belongs to
             begin, _ = self._answer_span(template, chat, trained_on[0], text)
             spans = [(start, stop) for start, stop in spans if start >= begin]
         return text, spans
@@ -106,7 +106,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered, _ = self._render(template, bare, bare.messages)
-            except ValueError:  # the template rejects the chat without `name`, so it does not omit `name`
+            except ValueError:  # a template that needs `name` does not omit it
                 continue
             if rendered == text:
                 raise ValueError(
@@ -138,8 +138,7 @@ class ChatEncoder:
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
     ) -> tuple[str, Spans]:
-        # This method calls render_jinja_template, because apply_chat_template would return no spans, and would reject
-        # an empty list of messages.
+        # apply_chat_template is not used here, because it returns no spans and rejects an empty list of messages.
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -161,7 +160,7 @@ class ChatEncoder:
 
 
 def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Returns for each token whether it starts in one of the spans, (length,) bool.
+    """Returns a mask of the tokens that start in one of the spans, (length,) bool.
 
     offsets: the start and the end of each token in characters, (length, 2). Some tokenizers do not include leading
     spaces in the offsets. A token is therefore assumed to start where the previous token ended.

@@ -19,7 +19,7 @@ from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import Tokenizer
 
-HELD_OUT_TAIL = 50  # 1 / 50 of the longest document is held out if no whole document can be held out
+HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is held out
 
 
 def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:
@@ -39,8 +39,8 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
-    document is held out. In a small corpus, this rule may select all documents or none. A corpus of several chats then
-    holds out its last chat instead. Any other corpus then holds out the last part of its longest document.
+    document is held out. In a small corpus, this rule may select all documents or none. In this case, a corpus of
+    several chats holds out its last chat, and any other corpus holds out the last part of its longest document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """

@@ -1,4 +1,4 @@
-"""Tokenizers convert text to token ids and back. The ids are those of a Hugging Face tokenizer, or bytes."""
+"""Tokenizers convert text to token ids and back. They are Hugging Face tokenizers, or use bytes as ids."""
 
 import hashlib
 import os
