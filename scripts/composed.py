@@ -20,12 +20,12 @@ def options(group: str) -> list[str]:
 
 
 def composed(overrides: list[str]) -> DictConfig:
-    """Composes and checks the config as train.py does on a machine with a GPU.
+    """Composes and checks the config. The result is what train.py composes on a machine with a GPU.
 
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
-    if not OmegaConf.has_resolver("sweep_group"):  # registered already if the script imports train.py
+    if not OmegaConf.has_resolver("sweep_group"):  # train.py also registers it
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", [*overrides, "hydra.runtime.output_dir=."], return_hydra_config=True)

@@ -2,13 +2,13 @@
 
     python -m scripts.hf_kernel fa-kernels    # writes the folder.
 
-    from kernels import get_local_kernel
+    from kernels import get_local_kernel    # imports the loader.
     flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func    # loads the folder.
 
 The folder can be uploaded as a kernel repository. The folder build/torch-universal is a copy of kernels/fa_kernels for
-every version of torch, CUDA and Python that the sources support. As the format demands, imports in the copy are
-relative, and the torch operators of the copy have their own namespace. The name of the namespace contains a hash of the
-sources, so one process can load several versions alongside fa_kernels.
+every version of torch, CUDA and Python that the sources support. The format requires relative imports, and a separate
+namespace for the torch operators of the copy. The namespace's name contains a hash of the sources. Therefore, one
+process can load fa_kernels and several versions of the copy.
 
 Source: huggingface.co/docs/kernels/v0.17.0/kernel-requirements.
 """

@@ -61,7 +61,7 @@ def memory_table(arguments: list[str]) -> str:
 def plan_of_run(cfg: DictConfig) -> Plan:
     """Returns the memory plan of a run. The model is built without weights, on the device "meta".
 
-    With strategy.reshard_after_forward=auto, the plan is the one that needs less memory.
+    If strategy.reshard_after_forward=auto, the plan uses the value that needs less memory.
 
     Raises: ValueError if strategy=fsdp cannot shard the model, if the number of devices is not a multiple of
     strategy.context, or if the run does not support lit_gpt.float8.
@@ -100,7 +100,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
 
 
 def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
-    """Returns the plan that the run uses, in which strategy.reshard_after_forward=auto has become true or false."""
+    """Returns the plan with the value that the run chooses if strategy.reshard_after_forward=auto."""
     setting = cfg.strategy.get("reshard_after_forward", True)
     is_chosen = chooses_reshard(cfg.choices.strategy, setting, cfg.choices.attention)
     return with_blocks_gathered(plan, gpu_bytes) if is_chosen else plan
@@ -120,9 +120,8 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: if true, a seq_len fits if at least one combination of memory levers lets it fit. If false, a seq_len fits if
-    the plan's levers let it fit. searched: the plan before `as_run`, from which the searches for the longest seq_len
-    and for the next lever start.
+    auto: if true, the longest seq_len can use any combination of memory levers. If false, it uses the plan's levers.
+    searched: the plan before `as_run`. The searches for the longest seq_len and for the next lever use this plan.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu_bytes, host_bytes)

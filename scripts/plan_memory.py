@@ -1,7 +1,7 @@
 """Predicts the GPU and host memory of a run by component, without running it and without a GPU.
 
-    python -m scripts.plan_memory model=llama_8b seq_len=262144 trainer.precision=bf16-true memory=auto gpu_gib=80
-    python -m scripts.plan_memory model=llama_1b seq_len=131072 memory=selective
+    python -m scripts.plan_memory model=llama_1b seq_len=131072 memory=selective    # llama_1b.
+    python -m scripts.plan_memory model=llama_8b seq_len=65536 trainer.precision=bf16-true memory=auto gpu_gib=80  # 8B.
 
 The script takes the overrides of train.py. The default is preset=gpu. gpu_gib and host_gib set the GPU memory and the
 host memory of one process, in GiB. By default, gpu_gib is the memory of this machine's GPU. Without a GPU, the default

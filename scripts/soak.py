@@ -1,13 +1,13 @@
 """Trains for some minutes and checks that memory and speed stay constant (python -m scripts.soak [override ...]).
 
-    python -m scripts.soak --minutes 9                        # the preset of this machine, on Python's own source.
+    python -m scripts.soak --minutes 9                        # this machine's preset and Python's source code.
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
-is warm-up and is not compared. Three values of the second third must agree with those of the last third. The median
-step time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory may not differ. The lowest
-host memory is compared, because each checkpoint needs more memory for a short time. The script writes OUT.md. The
-script ends with status 1 if a difference is larger than allowed.
+is warm-up and is not compared. The script compares the second third with the last third. The median step time may
+differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. Host memory is compared by
+its lowest values, because checkpoints raise it for a short time. The script writes OUT.md. The script ends with status
+1 if a difference is larger than allowed.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
 share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The run's share of a
@@ -34,7 +34,7 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # others are, for example, compilers
+TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # such as compilers
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
 EVERY = 50  # number of steps between two validations, and between two checkpoints
 SAMPLE = 5.0  # seconds between two samples of host memory
@@ -62,7 +62,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The host memory of one process in GiB. If n processes share a page, 1/n of the page counts for each."""
+    """The host memory of one process in GiB. If n processes share a page, each counts 1/n of the page."""
 
     pid: int
     process: str  # TRAINING, WORKERS or OTHERS

@@ -21,7 +21,7 @@ PARTS = ("model", "adapter")  # the keys of a run's config that are needed to bu
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
-    """Exports the checkpoint to `folder`. dtype and adapter: as in fa_train.models.hf.export.write.
+    """Exports the checkpoint to `folder`. See fa_train.models.hf.export.write for dtype and adapter.
 
     Raises: ValueError if no folder above the checkpoint is the folder of a run. Errors of `load` and `write` are not
     caught.
@@ -35,8 +35,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 
 
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
-    """Reads the config from a run's folder, applies the overrides, and renames targets whose class has moved since the
-    run.
+    """Reads the config from a run's folder, applies the overrides, and updates the names of moved classes.
 
     `choices` comes from hydra.yaml, because the config.yaml of older runs has no such key. Raises: ValueError if a file
     is not the config of a run.
@@ -56,7 +55,7 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:
-    """Reads a YAML file that Hydra wrote. The file must have the key that `needs` names."""
+    """Reads a YAML file that Hydra wrote. The file must have the key `needs`."""
     try:
         saved = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OSError) as error:
@@ -73,7 +72,7 @@ def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     not caught.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no adapter
-    # Resolve interpolations once, so that the targets that are checked are the ones that are built.
+    # Resolve interpolations only once: the checked targets and the built targets must be the same.
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):
         require_own_targets(part, f"{name} in the run's .hydra/config.yaml")

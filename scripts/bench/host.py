@@ -1,10 +1,10 @@
 """Measures the host time of a call of our attention and of other implementations (python -m scripts.bench.host).
 
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
-schedules are built in advance. The table has one column for each of five times. `forward` is a call without gradients,
-and `forward, autograd` is a call with gradients. `backward` is torch.autograd.grad of one call, and includes the start
-of autograd's engine and thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one
-more layer of a model adds. `backward's node` is the backward node alone, without autograd's engine.
+schedules are built in advance. The table has five columns. `forward` is a call without gradients, and `forward,
+autograd` is a call with gradients. `backward` is torch.autograd.grad of one call, and includes the start of autograd's
+engine and thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one more layer of
+a model adds. `backward's node` is the backward node alone, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
 table, in random order. When the last call of a sample returns, the GPU can still have work left. A cell is marked as

@@ -1,6 +1,6 @@
 """Computes the bytes that naive and flash attention move to and from device memory, and measures them with ncu.
 
-    python -m scripts.bench.io_traffic                        # also measures, if there are a GPU and ncu.
+    python -m scripts.bench.io_traffic                        # formulas, and measurements if a GPU and ncu exist.
     python -m scripts.bench.io_traffic --no-ncu --arch sm90   # formulas alone, on any machine.
 
 Writes OUT.md. The problem is one sequence of N tokens in bf16, with n_heads * head_dim = 2048. Each query head has its
@@ -16,9 +16,9 @@ the same transfers to the backward as to the forward.
 
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
-attention moves on the order of `N**2 * d**2 / M` elements, where fast memory holds M elements. The formulas for flash
-attention count the bytes that the multiprocessors load. Most of these bytes come from the L2 cache. The column `least`
-is the minimum, where each tensor moves once. Tile sizes are those of the portable or of the Hopper kernels.
+attention moves O(`N**2 * d**2 / M`) elements. M is the number of elements that fast memory holds. The formulas for
+flash attention count the bytes that the multiprocessors load. Most of these bytes come from the L2 cache. The column
+`least` shows the traffic if each tensor moves only once. Tile sizes are those of the portable or of the Hopper kernels.
 """
 
 import argparse
@@ -55,12 +55,12 @@ from scripts.bench.provenance import describe
 
 ITEM = 2  # bytes of bf16
 FP32 = 4
-ROW_RANGE = 8  # bytes per row: the start and end of its visible range as int32
+ROW_RANGE = 8  # bytes per row, for the start and end of its visible range (int32)
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # dense bf16 TFLOP/s, and memory bandwidth in TB/s, of an H200
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# For each pass over key tiles: the tensors that a tile reads once, the row values that it reads with each row of Q, and
-# the tensors that it writes. The pass that computes dV alone needs neither V nor delta, because dV = P^T dO.
+# {pass: (tensors that each key tile reads once, values that it reads for each row of Q, tensors that it writes)}. The
+# pass `dv` needs neither V nor delta, because dV = P^T dO.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
@@ -104,7 +104,7 @@ class Measured:
 def transfers(case: Case, arch: Arch) -> dict[str, int]:
     """Returns the bytes of each transfer of a case, by the transfer's name, summed over all heads.
 
-    For flash attention, the bytes of a read are what the multiprocessors load, including loads from the L2 cache.
+    For flash attention, a read counts all bytes that the multiprocessors load, even those from the L2 cache.
     """
     if case.method == "naive":
         per_head = _naive_forward(case) if case.direction == "forward" else _naive_backward(case)
@@ -173,8 +173,8 @@ def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks:
     """Returns the bytes of a backward whose passes recompute the scores. Some passes go over key tiles, and one pass
     goes over query tiles.
 
-    key_blocks: the number of keys per tile of each pass over key tiles. query_blocks: for the pass over query tiles,
-    the number of queries per tile and of keys per block.
+    key_blocks: {pass over key tiles: keys per tile}. query_blocks: (queries per tile, keys per block) of the pass over
+    query tiles.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -463,7 +463,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and not interpreted()
     arch: Arch = args.arch or (arch_of(torch.device("cuda")) if on_gpu else "sm90")
     if arch == "unknown":
-        arch = "sm80"  # a GPU without entries in the table uses tiles derived from those of sm80
+        arch = "sm80"  # fa_kernels derives the tiles of unknown GPUs from those of sm80
     cases = cases_of(args, arch)
     if args.under_ncu:
         run_under_ncu(cases)

@@ -8,14 +8,14 @@ A step runs forward, backward, optimizer and zero_grad on one document of seq_le
 clipped. The config of a measurement is composed from conf/train.yaml. Each measurement runs in a new process, so
 running out of memory affects only that measurement. Times are host times, with a device sync before and after the
 optimizer step. Peak memory is the CUDA allocator's maximum over all steps. On a CPU, peak memory is that of the
-process. Host memory is what offloaded activations and the offloaded optimizer use.
+process. Host memory counts only offloaded activations and the tensors of an offloaded optimizer.
 
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
 Combinations with bf16-true, or with an optimizer other than adamw, run at the first length only: the optimizer's time
-does not depend on the number of tokens. Combinations that are compared with each other run one after the other. Every
-second round runs in reverse order, so that a GPU that slows down over time affects all combinations equally.
+does not depend on the number of tokens. Combinations that are compared run in succession. Every second round runs in
+reverse order, so that a GPU that slows down over time affects all combinations equally.
 
 The option --profile profiles one step with offload and one without, at the first length. The profile shows what share
 of the copies overlaps with kernels, and how long the compute stream is idle. After every measurement, the script writes
@@ -123,7 +123,7 @@ def measure(case: Case) -> Row:
 class Stepper:
     """Runs the training steps of one case. `loss` is the loss of the most recent step.
 
-    Does not use training_case.measure, which neither times the optimizer alone nor profiles a step.
+    Used instead of training_case.measure, which cannot profile a step or time the optimizer separately.
     """
 
     def __init__(self, case: Case, loss: Loss, optimizer: Optimizer) -> None:
@@ -227,7 +227,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Returns the cases of one round: first the cases of every length, then those that run at the first length only."""
+    """Returns the cases of one round. Cases that run only at the first length come last."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Span = tuple[float, float]  # start and end in the microseconds of the trace
+Span = tuple[float, float]  # start and end in microseconds, as in the trace
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
 """A training step of Hugging Face transformers' LlamaForCausalLM, which scripts/bench/step.py compares with ours.
 
 The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are two
-kinds of peers, and a third kind with our attention:
+peers, and a third variant with our attention.
 
-- hf: Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy, and the SDPA kernel that torch chooses.
-- hf-compiled: each decoder layer is compiled with torch.compile into one graph, and SDPA is restricted to cuDNN. The
-  only Liger kernel is the fused linear cross entropy, because a Liger kernel inside a layer would prevent fusions. If
-  cuDNN cannot run, torch chooses the SDPA kernel, and the row's note gives the reason.
-- hf-fa_train: like hf, with our attention instead of SDPA.
+The peer `hf` uses Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. torch chooses the SDPA kernel.
+
+In the peer `hf-compiled`, torch.compile compiles each decoder layer into one graph, and SDPA uses cuDNN. The layers
+contain no Liger kernels, because these would prevent fusions. Liger's fused linear cross entropy is still used. If
+cuDNN cannot run, torch chooses the SDPA kernel, and the row's note gives the reason.
+
+The third variant, `hf-fa_train`, equals `hf`, except that our attention replaces SDPA.
 
 With adapter=lora, the peer has adapters like peft's LoRA. The weights are frozen. Each linear layer that
-adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B are computed in the dtype
-of the layer's input, or in that of autocast. With optimizer=adamw_8bit, both sides use torchao's AdamW8bit.
+adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B use the dtype of the
+layer's input, or autocast's dtype if autocast is on. With optimizer=adamw_8bit, both sides use torchao's AdamW8bit.
 """
 
 import time
@@ -45,8 +47,8 @@ class Peer:
     """A model of transformers that is ready to train.
 
     loss: computes the mean loss over random tokens, in nats per label.
-    sdpa: makes the context manager that selects SDPA's kernel. Forward and backward must run inside it.
-    note: which kernel SDPA uses in a compiled model, and how the model differs from what the variant's name promises.
+    sdpa: returns a context manager that selects the SDPA kernel. Run forward and backward inside this context manager.
+    note: the SDPA kernel of a compiled model, and why Liger's kernels are missing (if they are).
     """
 
     model: nn.Module
@@ -131,7 +133,7 @@ def head_dim(config: DictConfig) -> int:
 
 
 def use_liger(device: torch.device, variant: Variant) -> str:
-    """Replaces functions of transformers with Liger's kernels. Returns why they are not used, or an empty string."""
+    """Makes transformers use Liger's kernels if possible. Returns the reason if not, or an empty string."""
     if find_spec("liger_kernel") is None:
         return "plain transformers: liger-kernel is not installed"
     if device.type != "cuda":

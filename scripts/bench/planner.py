@@ -1,7 +1,7 @@
 """Compares the planner's predictions with measured peaks (python -m scripts.bench.planner [--only llama_1b]).
 
-Each configuration runs two training steps with one document per micro-batch. A step has the parts of a LitGPT step:
-forward, backward, clipping and optimizer. After each step, the gradients are freed. The peak is
+Each configuration runs two training steps with one document per micro-batch. As in training, a step consists of
+forward, backward, gradient clipping and optimizer. After each step, the gradients are freed. The peak is
 torch.cuda.max_memory_allocated. Writes OUT.md and OUT.json. Save OUT.json as tests/memory/planner/peaks_<gpu>.json to
 let test_planner.py compare the planner with these peaks.
 """

@@ -4,16 +4,16 @@
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload    # gpt2.
     torchrun --nproc-per-node=2 -m scripts.bench.profile_step trainer.devices=2 strategy=fsdp batch_size=2    # 2 GPUs.
 
-The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script sets data=synthetic,
-logger=csv and batch_size=1 (one micro-batch per step) unless the command sets them, and writes no checkpoint. In a
-folder that is not a git checkout, pass +commit=HASH to show the commit on the page. On several GPUs, start the script
-with torchrun. Only rank 0 is then profiled.
+The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script writes no checkpoint.
+The defaults are data=synthetic, logger=csv and batch_size=1 (one micro-batch per step). In a folder that is not a git
+checkout, pass +commit=HASH to show the commit on the page. On several GPUs, start the script with torchrun. Only rank 0
+is then profiled.
 
-The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive time of each part:
-each moment of the step counts for at most one part. The exclusive times and the idle time add up to the step's time.
-Copies and communication count only while no kernel computes; the column `kernels ms` has their full time.
-`trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the allocated memory by component over host
-time, because the host allocates and frees memory.
+The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive time of each part.
+Exclusive means that each moment of the step counts for at most one part. The exclusive times and the idle time add up
+to the step's time. A copy or communication counts only while no kernel computes. The column `kernels ms` shows its full
+time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the allocated memory by component over
+host time, because the host allocates and frees memory.
 
 A kernel belongs to the part of the step that launched it (attention, loss or optimizer). If none of these parts
 launched the kernel, its name determines its part. On a CPU, the script times torch's operators instead of kernels. On a
@@ -163,7 +163,7 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
         for value in state.values()
         if isinstance(value, Tensor) and value.device == module.device
     ]
-    # Leave out gradients on a CPU: its allocator does not report when memory from before the step is freed.
+    # On a CPU, gradients are left out, because the allocator does not report that older memory is freed.
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {
@@ -199,7 +199,7 @@ def report(step: Step, head: dict[str, str]) -> str:
         if copies:
             share = hidden(step.intervals, COPIES) / copies
             lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
-    # Without kernels, the last column is empty: a sum over operators would count an operator again in its caller.
+    # On a CPU, the last column is empty. A sum over operators would count nested operators twice.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)
     for part, ms, share, kernels_ms, number in rows:

@@ -1,8 +1,8 @@
 """Writes the peak memory of each rank of a run of train.py, for scripts.bench.scaling.
 
-    python train.py +callbacks.memory._target_=scripts.bench.rank_memory.RankMemory +callbacks.memory.warm_up=20
-
 Each rank writes a file rank_memory_<rank>.json to the run's folder when training ends.
+
+    python train.py +callbacks.memory._target_=scripts.bench.rank_memory.RankMemory +callbacks.memory.warm_up=20
 """
 
 import json

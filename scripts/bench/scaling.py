@@ -1,14 +1,14 @@
 """Compares the speed of train.py on all GPUs with its speed on one GPU, and its memory with the planner's prediction.
 
     python -m scripts.bench.scaling                                         # llama_1b and llama_8b on all GPUs.
-    python -m scripts.bench.scaling --cases llama_1b:8192:ddp llama_1b:32768:fsdp --parallel
+    python -m scripts.bench.scaling --cases llama_1b:8192:ddp llama_1b:32768:fsdp --parallel    # two cases.
     python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # ignored on one GPU.
     python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # shared rows.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
-Cases that differ only in the strategy and in overrides of strategy.* share the run on one GPU, which ignores both. In
-each step, every GPU trains on --rows rows of random tokens. With strategy.context=N, N GPUs share these rows. Each run
-is a new process with logger=csv, without validation and without checkpoints. The order of the runs is random.
+A run on one GPU ignores the strategy and overrides of strategy.*. Cases that differ only in these share one such run.
+In each step, every GPU trains on --rows rows of random tokens. With strategy.context=N, N GPUs share these rows. Each
+run is a new process with logger=csv, without validation and without checkpoints. The order of the runs is random.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
 log entries of the timed steps. The first third of the steps is not timed. The columns of step time, data wait,
@@ -81,7 +81,7 @@ MEDIANS = {
 
 @dataclass(frozen=True)
 class Workload:
-    """What a case trains, on any number of GPUs. The overrides do not include those of strategy.*."""
+    """The model, sequence length and overrides of a case, without overrides of strategy.*."""
 
     model: str
     seq_len: int  # tokens
@@ -98,8 +98,8 @@ class Case:
 class Run:
     """One run of train.py.
 
-    rows: rows per step on each GPU, or on each group of GPUs that share their rows. common: overrides of all runs; a
-    run on one GPU leaves out those of strategy.*. cpu: whether the ranks are processes on the CPU.
+    rows: rows per step on each GPU, or on each group of GPUs that share their rows. common: overrides for all runs. A
+    run on one GPU ignores overrides of strategy.*. cpu: whether the ranks are processes on the CPU.
     """
 
     workload: Workload
@@ -150,7 +150,7 @@ class Run:
         ]
 
     def _overrides(self) -> list[str]:
-        """Returns the overrides of the case and of all cases."""
+        """Returns the overrides for this run: those of its case, and those for all runs."""
         common = [override for override in self.common if self.gpus > 1 or not sets_strategy(override)]
         return [*self.workload.overrides, *self.strategy[1:], *common]
 
@@ -242,7 +242,7 @@ class Process:
         return replace(row, outcome=f"failed: {reason}")
 
     def kill(self) -> None:
-        """Ends the run with all its processes. If a launcher is killed, its ranks end by themselves."""
+        """Ends the run with all its processes. Ranks end when their launcher is killed."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -258,8 +258,8 @@ def visible(gpus: Sequence[int]) -> str:
 def results(runs: Sequence[Run], predictions: dict[Run, float | None], args: argparse.Namespace) -> Iterator[Row]:
     """Starts all runs, and yields the row of a run when the run ends.
 
-    Runs start in the given order, each as soon as its GPUs are free. Without --parallel, one run runs at a time. Runs
-    that would start after --budget seconds are left out.
+    Runs start in the given order, each as soon as its GPUs are free. Without --parallel, runs do not overlap. Runs that
+    would start after --budget seconds are left out.
     """
     end = time.monotonic() + args.budget
     free, waiting = set(range(max(run.gpus for run in runs))), list(runs)
@@ -312,7 +312,7 @@ def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | Non
 def measured(row: Row, warm_up: int, folder: Path) -> Row:
     """Adds the results in metrics.csv and rank_memory_<rank>.json, which are in a run's folder, to the run's row.
 
-    Only log entries that cover no warm-up step count. If results are missing, the row says that the run failed.
+    Log entries that cover a warm-up step are ignored. If results are missing, the row says that the run failed.
     """
     try:
         with (folder / "metrics.csv").open() as file:

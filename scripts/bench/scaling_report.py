@@ -17,10 +17,10 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one run. If the run failed, no metrics and no peaks are known. A metric that is not known is None.
+    """The result of one run. If the run failed, it has no metrics and no peaks. An unknown metric is None.
 
-    *_max: the largest value of a rank. tokens_per_s_max is an exception: it is the value of the fastest log entry.
-    Peaks are in GiB, one for each rank.
+    Fields whose names end with _max hold the largest value of any rank. The exception is tokens_per_s_max, the value of
+    the fastest log entry. Peaks are in GiB, one for each rank.
     """
 
     model: str
@@ -31,7 +31,7 @@ class Row:
     outcome: str = "ok"  # "ok" or "failed: REASON"
     gpu: int | None = None  # the index of the GPU, for a run on one GPU
     tokens_per_s: float | None = None  # of all GPUs together
-    tokens_per_s_min: float | None = None  # of the slowest log entry
+    tokens_per_s_min: float | None = None  # tokens/s of the slowest log entry
     tokens_per_s_max: float | None = None
     logs: int = 0
     step_ms: float | None = None
@@ -55,9 +55,9 @@ class Row:
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
-    """Returns the tokens/s of a run on N GPUs divided by N times those of one GPU. Returns None if a value is missing.
+    """Returns the tokens/s of a run on N GPUs, divided by the ideal. Returns None if a value is missing.
 
-    With --every-gpu, there are several runs on one GPU, and the ideal is N times their mean.
+    The ideal is N times the tokens/s of one GPU. With --every-gpu, it is N times the mean of all runs on one GPU.
     """
     alone = [
         x.tokens_per_s
@@ -74,7 +74,7 @@ def workload_of(row: Row) -> tuple[str, int, str]:
 
 
 def plan_error(row: Row) -> float | None:
-    """Returns predicted / measured - 1 of the rank with the largest error, or None if one of the values is missing."""
+    """Returns `predicted / measured - 1` for the rank with the largest error, or None if a value is missing."""
     if row.predicted_gib is None or not row.peaks:
         return None
     return max((row.predicted_gib / peak - 1 for peak in row.peaks), key=abs)

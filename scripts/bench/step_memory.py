@@ -28,8 +28,8 @@ def memory_over_time(
     """Returns the microseconds at which the allocated memory changes, and the bytes of each component after each
     change.
 
-    before: for each address of memory that was allocated before the step, its component and its bytes. gradients: the
-    addresses of the parameters' gradients when the optimizer starts.
+    before: {address of memory that was allocated before the step: (its component, its bytes)}. gradients: the addresses
+    of the parameters' gradients when the optimizer starts.
     """
     ranges = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
     operators = Ranges.of(ranges, OPERATORS)

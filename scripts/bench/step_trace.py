@@ -98,7 +98,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its start and end in microseconds, and what ran on the GPU (or on the host without a GPU)."""
+    """One step, in microseconds. `intervals` are those of the GPU, or those of the host if there is no GPU."""
 
     start: float
     end: float
@@ -176,8 +176,8 @@ def step_of(events: Sequence[Event]) -> Step:
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A kernel and its launch have the same correlation id. The operator that ran in the launch's host thread at the
-    # time of the launch has launched the kernel.
+    # A kernel and its launch have the same correlation id. The operator that launched a kernel is the one that ran in
+    # the same host thread at that time.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

@@ -31,8 +31,7 @@ Loss = Callable[[], Tensor]
 class StepTimes:
     """Collects the times and the losses of a case's steps.
 
-    slow_step: seconds. If the second step takes longer than `slow_step`, only `FEWEST_STEPS` steps are timed, beginning
-    with the second.
+    slow_step: if the second step takes more seconds than this, it is the first of only `FEWEST_STEPS` timed steps.
     """
 
     def __init__(self, steps: int, slow_step: float) -> None:
@@ -88,7 +87,7 @@ class StepTimer(Callback):
 def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
     """Trains as train.py does, with LitGPT, Lightning's loop and the data of the config. Fills `times`.
 
-    The planner does not check the memory, so a run that is too large runs out of memory. Nothing is logged or saved.
+    The planner does not check beforehand whether the run fits in memory. Nothing is logged or saved.
     """
     require_backend(instantiate(config.attention), device)
     if config.lit_gpt.float8 is not None:

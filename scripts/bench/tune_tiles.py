@@ -12,15 +12,15 @@ candidate must fit in shared memory (tiles.shared_bytes), and its fp32 tiles mus
 --near, the script tries only the table's entry and the candidates that differ from this entry by one step in one value.
 With --tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates.
 After compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads *
-head_dim = 2048 or slightly less. TFLOP/s counts the matmuls of each kernel: forward 2, dkdv 4, dk 3, dv 2, dq 3.
-Causality halves the FLOPs. If separate kernels for dK and dV take less time than one kernel for both, add the entries
-dk and dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
+head_dim = 2048 or slightly less. The number of matmuls for TFLOP/s is 2 in the forward, 4 in dkdv, 3 in dk, 2 in dv and
+3 in dq. Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and
+dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
 product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 inputs when
 torch.backends.cuda.matmul allows TF32. A candidate counts only if its error is at most twice torch's error, plus
-rounding. Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. Adds the fastest
-tiles to OUT.json, except with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES
-names it. With --install, the script also adds the fastest tiles to the file in the user's cache folder that fa_kernels
-loads on this GPU if the variable is not set (tuned_tiles.installed_file).
+rounding. Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. The fastest tiles
+are added to OUT.json, except with --dtype tf32. fa_kernels loads OUT.json if the environment variable
+FLASH_ATTENTION_TILES names it. With --install, the script also adds the fastest tiles to a file in the user's cache
+folder (tuned_tiles.installed_file). fa_kernels loads this file if the variable is not set.
 """
 
 import argparse
@@ -62,8 +62,8 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 APART: tuple[Pass, ...] = ("dk", "dv")  # replace dkdv
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
-# From this head_dim on, large blocks hardly fit, so separate kernels for dK and dV can be faster. One stage can be
-# faster than several, because two programs with one stage each can alternate on a multiprocessor.
+# If head_dim is at least `WIDE`, large blocks hardly fit, so separate kernels for dK and dV can be faster. One stage
+# can be faster than several, because two programs with one stage each can alternate on a multiprocessor.
 WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
 # limit. A thread has 255 registers and needs some for addresses.
@@ -151,8 +151,9 @@ def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool
 
 
 def one_step(tiles: TileConfig, entry: TileConfig) -> bool:
-    """Returns whether `tiles` and `entry` differ in exactly one value, by one step. One step is a factor of 2 for the
-    block sizes and the number of warps, and 1 for the number of stages.
+    """Returns whether `tiles` and `entry` differ in exactly one value, by one step.
+
+    One step doubles or halves a block size or the number of warps, or changes the number of stages by one.
     """
     changed = [(a, b) for a, b in zip(astuple(tiles)[:3], astuple(entry)[:3], strict=True) if a != b]
     stages = abs(tiles.num_stages - entry.num_stages)
@@ -203,7 +204,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # attention_backward also launches the kernel of the other pass. With no tiles, that kernel does nothing.
+    # attention_backward also launches the kernel of the other pass. That kernel gets no tiles, so it does nothing.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -219,8 +220,9 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 
 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
-    """Computes the outputs of a pass in `dtype` with torch. Each key is the index of an output in the results that the
-    function from `launcher` returns.
+    """Computes the outputs of a pass in `dtype` with torch.
+
+    The keys are indices: output i here corresponds to output i of the launched kernel (see `launcher`).
 
     tensors: q, k, v and do, as `inputs` returns them.
     """
