@@ -11,7 +11,7 @@ import torch
 
 import tests.support.fast_configs  # noqa: F401
 
-gc.disable()  # while pytest collects tests: the imports create many objects, but little garbage
+gc.disable()  # imports of test files create many objects, but little garbage
 
 # Set TRITON_INTERPRET before any test module imports a kernel, because Triton reads it when a kernel is defined.
 if not torch.cuda.is_available():
@@ -35,7 +35,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After each file, excludes the remaining objects again, because a run with data workers calls gc.unfreeze."""
+    """Calls gc.freeze again after each file, because a run with data workers calls gc.unfreeze."""
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -46,7 +46,7 @@ def test_the_order_of_elements_counts(small_pieces):
     x = torch.randn(20)
     changed = [x.clone() for _ in range(4)]
     changed[0][[3, 4]] = x[[4, 3]]
-    changed[1][[3, 11]] = x[[11, 3]]  # exchanges elements of two pieces
+    changed[1][[3, 11]] = x[[11, 3]]  # swaps two elements of different pieces
     changed[2][[0, 5]] *= -1
     changed[3][[2, 19]] *= -1
     assert len({hash_of(x), hash_of(x.flip(0)), *map(hash_of, changed)}) == 6

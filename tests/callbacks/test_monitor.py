@@ -160,8 +160,8 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
     monkeypatch.setattr("fa_train.callbacks.timestamp.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr("fa_train.callbacks.monitor.RECENT_LOGS", 2)
     trainer = fit(tmp_path, Synchronous(), UNSAVED, "trainer.val_check_interval=2")
-    # The run starts at 0 s, and logs steps 4, 8 and 10 at 3, 8 and 11 s. The training time leaves out four validations:
-    # from 1 to 2 s, from 4 to 5 s, from 6 to 7 s and from 9 to 10 s.
+    # The run starts at 0 s. It logs step 4 at 3 s, step 8 at 8 s and step 10 at 11 s. The training time leaves out four
+    # validations: from 1 to 2 s, from 4 to 5 s, from 6 to 7 s and from 9 to 10 s.
     assert column(tmp_path, "perf/step_ms") == pytest.approx({4: 2e3 / 4, 8: 3e3 / 4, 10: 2e3 / 2})
     assert monitor_of(trainer).latest_step == STEPS
     rates = column(tmp_path, "perf/tokens_per_s")

@@ -162,7 +162,7 @@ def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
 
 
 class Attribute:
-    """Is unpickled as an attribute of torch.Size."""
+    """When this object is unpickled, pickle returns an attribute of torch.Size instead."""
 
     def __reduce__(self):
         return getattr, (torch.Size, "numel")

@@ -65,7 +65,7 @@ def test_the_newest_are_kept(overrides, kept, tmp_path):
 
 
 class Losses(Callback):
-    """Replaces the losses of the validations, in order, by the given losses."""
+    """Replaces the loss of each validation by the next of the given losses."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = list(losses)

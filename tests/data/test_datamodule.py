@@ -31,8 +31,8 @@ def _short_epochs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """conftest.py calls gc.freeze, so that garbage collections take less time. The end of a run with data workers calls
-    gc.unfreeze, and the fixture then calls gc.freeze again.
+    """conftest.py calls gc.freeze to make garbage collections faster. A run with data workers calls gc.unfreeze when it
+    ends. This fixture then calls gc.freeze again.
     """
     yield
     if not gc.get_freeze_count():
@@ -213,7 +213,7 @@ def test_data_workers_are_forked_whatever_the_default(tmp_path):
 
 
 def private_mib():
-    """Returns the memory in MiB that this process has written to and shares with no other process."""
+    """Returns the size of this process's private modified memory in MiB."""
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return int(rollup.partition("\nPrivate_Dirty:")[2].split()[0]) / 2**10
 

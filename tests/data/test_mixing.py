@@ -72,7 +72,7 @@ def test_shares_hold_from_any_row_on(weights):
 
 
 class Numbers:
-    """Stands in for the rows of a source. The index of a row is also its content and its cost."""
+    """A fake source. The index of a row is also its content and its cost."""
 
     max_documents = 1
 

@@ -20,7 +20,7 @@ from tests.gpu_check.workers import run_all
 
 
 def part_of(cases: list[Case], part: str) -> list[Case]:
-    """For a part "i/n", returns every n-th case, starting with case number i.
+    """Returns part "i/n" of the cases: case i, and every n-th case after it.
 
     Raises: ValueError if `part` is not of the form "i/n".
     """

@@ -59,7 +59,7 @@ def check_hopper(
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # the cached schedules could have another length class
+        patch.dict(schedule_cache._KEPT, clear=True),  # hides cached schedules, which can have another length class
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 
@@ -97,7 +97,7 @@ def _check(
 ) -> None:
     n_heads, total = heads[0], sum(lengths)
     q, k, v, do = (torch.randn(shape, device=DEVICE).to(dtype) for shape in _shapes(total, heads, width))
-    if "strided" in names:  # the heads of q, k and v are slices of wider ones
+    if "strided" in names:  # each head is a slice of a wider head
         q, k, v = (torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in (q, k, v))
     if "odd-strides" in names:  # rows that are not aligned to 16 bytes are loaded through registers
         q, k, v = (torch.cat([x, x[..., :1]], dim=2)[..., :-1] for x in (q, k, v))
@@ -147,8 +147,8 @@ def _require_isolation(
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
     """Checks the forward pass in fp8 against a reference in fp64.
 
-    The tolerance has two parts. One part allows for the rounding of P to 11 bits in the kernel. The other part allows
-    for errors of the scores, because Hopper's tensor cores add fp8 products with only 13 bits below the largest
+    The tolerance is a sum. Its first term covers the rounding of P to 11 bits in the kernel. Its second term covers
+    errors of the scores. When Hopper's tensor cores add fp8 products, they keep only 13 bits below the largest
     exponent.
     """
     shapes = _shapes(sum(lengths), heads, width)[:3]

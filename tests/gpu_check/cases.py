@@ -112,9 +112,7 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
 
 
 def fused_cases() -> Iterator[Case]:
-    """Yields a case for each block size of each fused operation. Some blocks are as wide as a row, and others are
-    wider.
-    """
+    """Yields a case for each block size of each fused operation. A block can be as wide as a row, or wider."""
     for dtype, dim in product(DTYPES, (16, 100, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 16384)):
         yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
     for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):

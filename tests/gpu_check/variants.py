@@ -24,7 +24,7 @@ from fa_kernels.flash_attention.tiles import (
 Width = tuple[int, int]  # head_dim of q and k, and head_dim of v
 Tiles = Mapping[Pass, TileConfig]
 
-# head_dims that fill their tile and head_dims that leave columns unused, with one or two blocks of head columns
+# Some head_dims fill their tile, and others leave columns unused. Tiles have one or two blocks of head columns.
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160, 176, 192, 200, 256)
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
@@ -46,9 +46,7 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Yields mappings from each pass of a call to its tile sizes.
-
-    Together, the mappings contain all tile sizes that other GPUs use.
+    """Yields {pass: tile sizes} for calls that together use all tile sizes of other GPUs.
 
     Nothing is yielded for a width that leaves columns unused. The code for such a width differs from the code for a
     wider head only by a mask.
@@ -60,14 +58,14 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
         # dK and dV are computed by one kernel or by two. The variant that `device` does not use is tested only if it
-        # has tile sizes that were not tested before.
+        # has new tile sizes.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """Returns all passes of a call. `keys`: the passes that compute dK and dV.
+    """Returns all passes of a call. `keys` are the passes that compute dK and dV.
 
     Attention in fp8 has no backward pass.
     """
@@ -100,14 +98,14 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns pairs (number of queries per KV head, tile size that `device` uses for this number)."""
+    """Returns the tile sizes that `device` uses, each with its number of queries per KV head."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns pairs (number of queries per KV head, tile size that another GPU uses for this number).
+    """Returns the tile sizes that other GPUs use, each with its number of queries per KV head.
 
-    The list is empty if an earlier width in `WIDTHS` is padded to the same head_dims.
+    The list is empty if an earlier entry of `WIDTHS` has the same padded head_dims.
     """
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
@@ -124,8 +122,8 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Returns pairs (number of queries per KV head, tile size for this number) for a GPU with `size` bytes of shared
-    memory per program. The list is empty if no tile size fits.
+    """Returns tile sizes, each with its number of queries per KV head. A program can use `size` bytes of shared memory.
+    The list is empty if no tile size fits.
     """
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]

@@ -115,7 +115,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can still use the GPU. After an illegal memory access, it cannot."""
+    """Returns whether this process can still use the GPU. An illegal memory access makes this impossible."""
     try:
         _wait_for_gpu()
     except RuntimeError:

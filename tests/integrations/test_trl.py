@@ -60,7 +60,7 @@ def logits_and_gradients(model: Any, weight: Tensor, *parts: dict[str, Tensor]) 
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        # If every token goes to every expert, one document does not change the matmuls of another.
+        # Every token goes to every expert, so the matmuls of a document do not depend on other documents.
         pytest.param("gpt_oss-sinks", {"num_experts_per_tok": 2}, id="gpt_oss"),
         pytest.param("gemma3-windows", {}, id="gemma3"),
     ],

@@ -15,7 +15,7 @@ def lengths_of(document_len, sigma, held_out=False):
 
 
 def test_equal_lengths_and_their_tokens(monkeypatch):
-    """The checksum requires the same tokens as in versions that did not have data.length_sigma."""
+    """The checksum was computed before data.length_sigma existed, so the tokens must still be the same."""
     monkeypatch.setattr(synthetic, "N_TOKENS", 2**14)
     documents = SyntheticSource(50257, 1000, 0).documents(held_out=True)
     assert documents.lengths.tolist() == [1000] * 17 and documents.lengths.dtype == np.int64
@@ -58,7 +58,7 @@ def test_an_epoch_has_enough_tokens_and_documents(document_len, sigma, monkeypat
 
 
 def test_the_first_lengths_may_be_too_short(monkeypatch):
-    """With so few documents, the lengths that are drawn first often add up to less than an epoch."""
+    """The first random lengths of so few documents often add up to less than an epoch."""
     monkeypatch.setattr(synthetic, "N_TOKENS", 2**14)
     for document_len in range(2**11, 2**14, 2**10):
         for held_out in (False, True):

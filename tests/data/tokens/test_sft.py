@@ -69,7 +69,7 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
 
 
 def test_an_empty_list_of_tool_calls_means_no_calls(tmp_path):
-    """The template PLAIN does not render tool calls, so the encoder would reject a chat that has some."""
+    """The encoder rejects a chat with tool calls if its template, like PLAIN, does not render them."""
     question, answer = chat_message("user", "2 + 2?"), chat_message("assistant", "4.")
     row = {"messages": [question | {"tool_calls": []}, answer | {"tool_calls": []}]}
     chat_encoder = encoder(tmp_path, PLAIN)
@@ -105,7 +105,7 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     ]
     chat_encoder = encoder(tmp_path, template, trim_offsets=trim_offsets)
     ids, loss_mask = encode(chat_encoder, {"messages": messages})
-    whose = b""  # has a 1 for each byte of the rendered text that belongs to an answer, and otherwise a 0
+    whose = b""  # 1 for each byte of the rendered text that belongs to an answer, and 0 for all other bytes
     for message in messages:
         is_answer = message["role"] == "assistant"
         if template == PLAIN:
@@ -128,7 +128,7 @@ def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
     # The tokens of "a: " + " b" are "a:" and " b". The token " b" cannot follow the prompt "a: ", which already ends
     # with that space.
     assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
-    # the offsets of this tokenizer leave out spaces
+    # here, the offsets of the tokens leave out spaces
     assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
     assert starts_in_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside

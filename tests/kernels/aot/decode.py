@@ -1,7 +1,8 @@
 """Compiles the decoding kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is GPU-head_dim-rows-cache, for example sm90-128-1-paged. `rows` is the number of queries per KV head. The cache
-is `dense` or `paged`. All cases are in bf16. The kernels for a paged cache are compiled with every feature.
+The name of a case is GPU-head_dim-rows-cache, for example sm90-128-1-paged. `rows` is the number of queries per KV
+head. The cache is `dense` or `paged`. All cases are in bf16. The kernels for a paged cache are compiled with every
+feature.
 """
 
 import json

@@ -3,8 +3,8 @@
 The descriptor of a Hopper wgmma operand has 64 bits in two halves. The high half of a descriptor is a constant that
 gives the swizzle and the stride. The low half of a descriptor is an address in shared memory. In PTX, the constant is
 added to a 64-bit address whose high half is zero. ptxas 12.8 sometimes adds the constant to a register that has been
-overwritten with an address or with another operand's descriptor. A kernel with this error reads the wrong shared memory
-or ends with an illegal access.
+overwritten with an address or with another operand's descriptor. This error makes a kernel read the wrong shared memory
+or end with an illegal access.
 
 The error occurred on an H100 in attention kernels that split the head columns into two blocks and load rows through
 registers. ptxas 12.9 compiles the same PTX correctly.
@@ -30,7 +30,7 @@ def misplaced_descriptors(cubin: Path) -> list[str]:
 
 
 def misplaced_in(sass: str) -> list[str]:
-    """Finds misplaced descriptors like `misplaced_descriptors`, but in the text that nvdisasm prints.
+    """Finds misplaced descriptors in the output of nvdisasm.
 
     The function assumes that instructions run in the order of the text.
     """

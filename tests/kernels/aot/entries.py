@@ -1,4 +1,4 @@
-"""Records a compile report of every entry of the tile tables, for each GPU that no machine of this project has.
+"""Records a compile report of every tile table entry for GPUs on which this project runs no tests.
 
     python -m tests.kernels.aot.entries    # compiles the missing and stale cases, and writes recorded/entries_*.json.
 
@@ -16,12 +16,15 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES
 from tests.kernels.aot.portable import table_of
 from tests.kernels.aot.reports import RECORDED, ROOT, Reports, compile_in_processes
 
-GPUS = ("sm80", "sm89", "sm100", "sm120")  # not sm90: an H100 runs its kernels (make gpu-check)
+GPUS = ("sm80", "sm89", "sm100", "sm120")  # sm90 is missing, because an H100 runs its kernels (make gpu-check)
 BATCH = 8 * (os.cpu_count() or 1)  # the record is written each time this number of cases is compiled
 
 
 def all_cases() -> list[str]:
-    """Returns the cases of every entry: the kernel for one document, and in 2-byte dtypes also the one for several."""
+    """Returns the cases of every entry.
+
+    Each entry has a case for one document. Entries for 2-byte dtypes also have a case for several documents.
+    """
     cases = []
     for gpu in GPUS:
         of_4_bytes = "sm80" if gpu == "sm100" else table_of(gpu)  # as in tiles.tile_config
@@ -49,13 +52,13 @@ def read(file: Path) -> Reports:
 
 
 def write(file: Path, reports: Reports) -> None:
-    """Writes one report a line, in the order of the cases."""
+    """Writes each report on its own line, in the order of the cases."""
     lines = [f"{json.dumps(case)}: {json.dumps(reports[case])}" for case in all_cases() if case in reports]
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def compile_entries(cases: list[str], hashes: dict[str, str]) -> Reports:
-    """Compiles cases and returns their reports, with only the values that the record holds."""
+    """Compiles cases and returns those parts of their reports that are recorded."""
     kept = ("registers", "spill_bytes", "warnings", "tensor_core", "tensor_memory", "shared")
     return {
         case: {"source": hashes[case]} | {name: report[name] for name in kept}

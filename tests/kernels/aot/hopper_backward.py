@@ -1,9 +1,10 @@
 """Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A case compiles the kernel that a call with
-these values launches. A suffix after head_dim, as in fp16-128dkdv-1-1-0, selects another kernel. The suffix `ordered`
-means the kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of the two-pass
-backward. The kernel 128dkdv is always compiled with a soft cap. With head_dim 256 there are only the two-pass kernels.
+The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. The case compiles the kernel that
+attention launches for these values. A suffix after head_dim, as in fp16-128dkdv-1-1-0, selects another kernel. The
+suffix `ordered` means the kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of
+the two-pass backward. The kernel 128dkdv is always compiled with a soft cap. With head_dim 256 there are only the
+two-pass kernels.
 """
 
 import json
@@ -25,7 +26,7 @@ TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def descriptor(dtype, block):
-    """Returns the type of a tensor descriptor that the host makes, in the launcher's notation."""
+    """Returns the type of a host-side tensor descriptor, as the launcher writes it."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
@@ -140,8 +141,9 @@ def compile_case(dtype, kernel, *features):
 
 
 def report(*case):
-    """Returns the report of ptxas on a case, and the kernel's bytes of shared memory, number of 16-byte stores to
-    shared memory and idle mbarriers.
+    """Returns the report of ptxas on a case, and more facts about its kernel.
+
+    These are the bytes of shared memory, the number of 16-byte stores to shared memory, and the idle mbarriers.
     """
     compiled = compile_case(*case)
     ptx = compiled.asm["ptx"]

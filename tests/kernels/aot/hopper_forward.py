@@ -1,6 +1,6 @@
 """Compiles the Hopper forward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is head_dim-length_class-dtype-out_dtype-features, for example 128-long-bf16-bf16-plain or
+The name of a case is head_dim-length_class-dtype-out_dtype-features, for example 128-long-bf16-bf16-plain or
 64-short-fp16-fp32-softcap+marks.
 """
 
@@ -19,7 +19,7 @@ ELEMENT = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
 
 
 def descriptor(dtype, rows, columns):
-    """Returns the type of a TMA descriptor that the host makes, in the launcher's notation."""
+    """Returns the type of a host-side TMA descriptor, as the launcher writes it."""
     block = [rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, ELEMENT[dtype])
     return f"tensordesc<{dtype}{block},{layout!r}>"

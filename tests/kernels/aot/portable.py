@@ -1,10 +1,10 @@
 """Compiles the portable kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-A case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte means fp8, 2
-bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89 and sm120 use
-the table of sm80. `precision_of` gives the precision of matmuls. The kernels are for one document, without sinks, ALiBi
-or fp8 scales. `contain_fwd` is the forward kernel for several documents: NaN in one document does not reach another.
-`repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
+The name of a case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte
+means fp8, 2 bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89
+and sm120 use the table of sm80. `precision_of` gives the precision of matmuls. The kernels are for one document,
+without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which keeps NaN inside
+its document. `repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ KERNELS = {
     "repair_fwd": _repair_fwd_kernel,
     "repair_bwd": _repair_bwd_kernel,
 }
-PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # {repair kernel: the pass whose number of warps it uses}
+PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}  # {repair kernel: pass with as many warps}
 INDEX_POINTERS = {
     *("key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"),
     *("marks_ptr", "marks_q_ptr", "marks_k_ptr"),
@@ -109,7 +109,7 @@ def compile_case_to_ptx(arch, head_dim, v_head_dim, direction, itemsize):
 
 
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
-    """Returns the source of the kernel of one pass, specialised as for a launch without features.
+    """Returns the kernel source of one pass, specialised for a launch with all features off.
 
     `of_queries` are the tile sizes of the dQ kernel.
     """
@@ -194,7 +194,7 @@ def resources(log):
 
 
 def idle_barriers(ttgir):
-    """Returns the mbarriers of a Gluon kernel that no warp group gets as an argument.
+    """Returns the mbarriers that a Gluon kernel allocates but passes to no warp group.
 
     ptxas can reuse the shared memory of such an mbarrier.
     """

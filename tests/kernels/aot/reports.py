@@ -170,13 +170,13 @@ def hash_of(root: Path, installed: Iterable[Path], settings: Any) -> str:
 
 
 def sources(root: Path) -> list[Path]:
-    """Returns the files of the kernels and those directly in tests/, and the modules without tests in tests/kernels."""
+    """Returns all files of the kernels, all files directly in tests/, and the helper modules in tests/kernels."""
     helpers = [path for path in root.glob("tests/kernels/**/*.py") if not path.name.startswith("test_")]
     return sorted([*root.glob("kernels/**/*.py"), *root.glob("tests/*.py"), *helpers])
 
 
 def installed_files() -> list[Path]:
-    """Returns the files of Triton itself, and the CUDA tools that Triton or a report runs."""
+    """Returns all files of Triton, and the CUDA tools that compile and disassemble kernels."""
     tools = [Path(tool.path) for tool in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell, knobs.nvidia.nvdisasm)]
     package = [path for path in Path(triton.__file__).parent.rglob("*.*") if path.suffix != ".pyc"]
     return sorted({*tools, *package})

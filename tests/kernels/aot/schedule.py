@@ -20,7 +20,7 @@ CONSTANTS = dict(
 
 
 def compile_case(arch):
-    """Compiles the schedule kernel as a launch does.
+    """Compiles the schedule kernel for the argument types of a real launch.
 
     cu_seqlens can have any alignment, but the address of the output is a multiple of 16 bytes.
     """

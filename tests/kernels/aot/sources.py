@@ -19,7 +19,7 @@ from tests.kernels.aot.reports import code_of
 
 @cache
 def code_and_names(source):
-    """Returns the code of a function, and the names `a` and `a.b` that the code uses."""
+    """Returns a function's code and the names in it. A name has the form `a` or `a.b`."""
     code = code_of(source)
     nodes = [*ast.walk(ast.parse(code))]
     names = {(node.id,) for node in nodes if isinstance(node, ast.Name)}
@@ -28,7 +28,7 @@ def code_and_names(source):
 
 
 def collect(function, found):
-    """Adds the code of a jit function to `found`, and the functions and constants of fa_kernels that the code uses."""
+    """Adds the code of a jit function to `found`. Also adds the fa_kernels functions and constants in this code."""
     place = f"{function.__module__}.{function.__qualname__}"
     if place in found:
         return

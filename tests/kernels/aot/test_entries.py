@@ -1,4 +1,4 @@
-"""The record holds a fresh report of every entry of the tile tables for sm80, sm89, sm100 and sm120, within limits.
+"""For sm80, sm89, sm100 and sm120, every tile table entry has a recorded report that is fresh and within limits.
 
 `make aot-reports` compiles entries whose report is missing or stale. Here, only `COMPILED_AGAIN` is compiled.
 """
@@ -16,10 +16,10 @@ from tests.kernels.aot.reports import RECORDED, ROOT, environment
 from tests.kernels.aot.test_portable import LIMITS, OF_4_BYTES, SURPLUS, TENSOR_MEMORY
 
 RECORDS = sorted(RECORDED.glob("entries_*.json"))
-# Bytes of spill stores allowed in addition to the limits in test_portable.py, which are for sm80 or sm100 and one
-# document. Another version of ptxas compiles for sm120, and kernels for several documents hold more values.
+# Bytes of spill stores that are allowed above the limits in test_portable.py, which are for one document. Kernels for
+# several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
-UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # in the table, but separate kernels compute dk and dv
+UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # not used, because separate kernels compute dk and dv
 COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-128-128-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")
 CHANGED = """
 from fa_kernels.flash_attention.portable.columns import load_columns

@@ -58,8 +58,9 @@ def test_compiles_within_limits(core):
 
 
 def stores_of_sums(dtype, kernel, group, softcap, marks):
-    """Returns the number of 16-byte stores to shared memory in each step for the sums that are added to dQ, or 0 if the
-    kernel computes no dQ.
+    """Returns how many 16-byte stores to shared memory a step makes in order to add to dQ.
+
+    The result is 0 for kernels that compute no dQ.
     """
     head_dim = kernel.removesuffix("ordered")
     if not head_dim.isdigit():
@@ -73,9 +74,9 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
-    """With an ordered sum of dQ, a step has the queries of one semaphore, and programs draw no items from a queue.
+    """If dQ is summed in order, each step has its own semaphore, and each program processes a fixed item.
 
-    With a queue, a program could wait for an item that has not started.
+    A queue does not guarantee that the item for which a program waits has started.
     """
     config = config_of(head_dim, dtype, softcap, ordered=True)
     if config is None:

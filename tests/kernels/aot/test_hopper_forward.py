@@ -6,8 +6,8 @@ import pytest
 
 from tests.kernels.aot.reports import compile_all
 
-# {head_dim-length_class-dtype-out_dtype-features: allowed bytes of spill stores}, the larger value of Triton 3.6 and
-# 3.7, plus a margin. Loops over unmasked blocks have no spills. Cases with `marks` are for several documents.
+# {head_dim-length_class-dtype-out_dtype-features: allowed bytes of spill stores}. A limit is the larger value of Triton
+# 3.6 and 3.7, plus a margin. Cases with `marks` are for several documents.
 SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,
@@ -42,8 +42,8 @@ CORE = {
 SHARED = 227 * 1024  # bytes of shared memory that one program can use
 
 
-# The cases in `SLOW` are compiled only on a machine with a GPU. The case of 96-long with sinks is compiled on every
-# machine, because its fp32 output reduces the number of pipeline stages.
+# The cases in `SLOW` are compiled only on a machine with a GPU. The case 96-long with sinks is compiled everywhere,
+# because its fp32 output changes the number of pipeline stages.
 SLOW = [case for case in SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 

@@ -10,7 +10,8 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_L
 from tests.kernels.aot.reports import compile_all
 
 # {(arch, head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} for one document. A
-# limit is the larger value of Triton 3.6 and 3.7, plus a margin. `CONTAINING` is for several documents on sm90.
+# limit is the larger value of Triton 3.6 and 3.7, plus a margin. The limits in `CONTAINING` are for several documents
+# on sm90.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),
@@ -78,8 +79,8 @@ CONTAINING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# {(head_dim, pass): limits as in LIMITS} for the kernels that repair tiles after Hopper's kernels. With these limits,
-# two programs fit on a multiprocessor, except for the backward with head_dim 256.
+# Limits, as in `LIMITS`, for the kernels that repair tiles after Hopper's kernels. With these limits, two programs fit
+# on a multiprocessor, except for the backward with head_dim 256.
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
     (64, "repair_bwd"): (255, 0, "HGMMA"),
@@ -152,8 +153,8 @@ UNUSUAL = (
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
 MODULE = "tests.kernels.aot.portable"
-# Without a GPU, the tests compile kernels of one head_dim for sm80 and sm100, and some of the kernels for sm90. Only a
-# machine with a GPU compiles the other cases for sm90, which are in the lists whose names start with `SLOW`.
+# Without a GPU, the tests compile kernels of one head_dim for sm80 and sm100, and some kernels for sm90. The lists
+# whose names start with `SLOW` have the other kernels for sm90, which only a machine with a GPU compiles.
 SLOW_CONTAINING = [entry for entry in CONTAINING if entry[0] in (96, 192)]
 HERE_HEAD_DIMS = {"sm80": {128}, "sm90": {head_dim for head_dim, _ in SLOW_CONTAINING}, "sm100": {128}}
 HERE = [entry for entry in LIMITS if entry[1] in HERE_HEAD_DIMS[entry[0]] and (entry[0] != "sm100" or "fwd" in entry)]
@@ -194,9 +195,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """If the table has entries dk and dv for a head_dim, `LIMITS` leaves out the entry dkdv for this head_dim, because
-    only the repair kernels use that entry.
-    """
+    """`LIMITS` has no entry dkdv for head_dims with entries dk and dv: only the repair kernels use this entry."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}

@@ -14,7 +14,7 @@ from fa_kernels.flash_attention.schedule import build_schedule
 from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90
-LENGTHS = [1000, 1, 30, 400, 139]  # the total is 34 more than a multiple of 128 and of 192, so the last tile is partial
+LENGTHS = [1000, 1, 30, 400, 139]  # the last tile is partial, because tiles have 128 or 192 rows
 TOTAL, HEADS, KV_HEADS = sum(LENGTHS), 4, 2
 NEVER_SET = 7
 
@@ -71,7 +71,7 @@ def test_forward(head_dim, out_dtype, spoiled, marks):
     (q, k, v, _), schedule = problem(head_dim, spoiled)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > WIDE_O_STAGES:
-            continue  # an fp32 output does not fit in shared memory with so many stages
+            continue  # too many stages: an fp32 output would not fit in shared memory
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))
         assert o.isfinite().all() == (spoiled == "nothing")

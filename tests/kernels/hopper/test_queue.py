@@ -19,7 +19,7 @@ DYNAMIC = [
 
 
 def run(one):
-    """Runs a call and returns its outputs that have equal bits in every run: o and lse, or the gradients.
+    """Runs a call and returns those outputs that are bitwise equal in every run: o and lse, or the gradients.
 
     A dq that is not deterministic is left out, because its bits depend on the order of the additions.
     """

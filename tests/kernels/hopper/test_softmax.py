@@ -15,7 +15,7 @@ from tests.kernels.test_flash_attention import cumulative
 
 pytestmark = NEEDS_SM_90
 
-# Increase of the base-2 exponents from each block of 64 keys to the one before. The kernel visits later keys first.
+# Rise of the base-2 exponents from each block of 64 keys to the next visited one. The kernel visits later keys first.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to the nearest value
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile
@@ -45,7 +45,7 @@ def test_a_maximum_that_rises_late(head_dim, dtype, rise, mask, sink):
     k[:, :, 0] = rise * torch.arange(total, device="cuda").flip(0).div(64, rounding_mode="floor").unsqueeze(1)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     sinks = None if sink is None else torch.full((2,), sink, device="cuda")
-    features = Features(math.log(2.0), 0.0, sinks, ())  # this scale makes the scores base-2 exponents
+    features = Features(math.log(2.0), 0.0, sinks, ())  # with this scale, q @ k is the base-2 exponent
     cu = cumulative(lengths)
     exact, exact_lse = attention_reference(
         q, k, v, cu, cu, causal=causal, softmax_scale=features.softmax_scale, sinks=sinks

@@ -208,7 +208,7 @@ def test_each_option_is_another_key(monkeypatch):
 def test_the_inputs_are_all_tensors_of_a_call():
     """A replayed call gets the new addresses of its inputs.
 
-    For a tensor that is not an input, a replayed call would use the old recorded address.
+    If a tensor were missing from the inputs, a replayed call would use the tensor's old address.
     """
     q, k, v, do, o = torch.zeros(5, 20, 2, 16)
     lse, dlse = torch.zeros(2, 2, 20)
