@@ -68,7 +68,7 @@ def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
 
 
 def chooses_reshard(strategy: str, reshard_after_forward: bool | str, attention: str) -> bool:
-    """Returns whether the planner chooses strategy.reshard_after_forward, because it is "auto".
+    """Returns whether the planner chooses the value of strategy.reshard_after_forward.
 
     strategy, attention: names of the chosen options of conf. With any attention other than flash, "auto" means true,
     because the planner predicts only the memory of flash attention.
@@ -97,8 +97,8 @@ def require_head_groups(plan: Plan, attention: str) -> None:
     """Checks strategy.head_groups.
 
     attention: the name of the chosen option of conf/attention.
-    Raises: ValueError if the KV heads cannot be divided into equal groups, or if there are several groups and the run
-    has no strategy.context or another attention than flash.
+    Raises: ValueError if the KV heads cannot be divided into equal groups. Several groups also need attention=flash and
+    a strategy.context of at least 2.
     """
     groups, heads = plan.run.head_groups, plan.model.heads.kv
     if heads % groups:

@@ -12,7 +12,7 @@ TESTED: dict[Package, str] = {
 
 
 def require_names(package: Package, owner: object, *names: str) -> None:
-    """Raises: ImportError if `owner`, which is an object from `package`, lacks an attribute in `names`."""
+    """Checks that an object from `package` has the attributes `names`. Raises: ImportError if one is missing."""
     for name in names:
         if not hasattr(owner, name):
             what = getattr(owner, "__name__", type(owner).__name__)
@@ -20,7 +20,7 @@ def require_names(package: Package, owner: object, *names: str) -> None:
 
 
 def require_parameters(package: Package, function: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    """Raises: ImportError if the parameters `found` of a function from `package` differ from those in `wanted`."""
+    """Checks that a function's parameters `found` are the `wanted` ones. Raises: ImportError if they differ."""
     different = sorted(set(found) ^ set(wanted))
     if different:
         raise ImportError(

@@ -51,7 +51,7 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
 
     The result is empty if the run had nothing to do.
     Raises: fa_train.errors.RankFailedError if a rank fails. If memory runs out in a multirun, the function returns
-    {"oom": 1.0} instead.
+    oom=1.0 instead.
     """
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 
@@ -72,7 +72,7 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
 
 
 def config_options(arguments: Sequence[str]) -> list[str]:
-    """Returns those of the arguments of train.py that choose a config, such as --config-dir, in their long form."""
+    """Returns the arguments that choose a config, such as --config-dir, in their long form."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, short in (("dir", "cd"), ("name", "cn"), ("path", "cp")):
         parser.add_argument(f"--config-{name}", f"-{short}", dest=name)
@@ -83,7 +83,7 @@ def config_options(arguments: Sequence[str]) -> list[str]:
 def check(cfg: DictConfig) -> None:
     """Checks all keys and values of a config. Replaces each `_target_` of an earlier version with its current name.
 
-    Raises: ValueError, which names the first key that is unknown, has an invalid value or contradicts another key.
+    Raises: ValueError if a key is unknown, has an invalid value or contradicts another key.
     """
     for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
         OmegaConf.update(cfg, key, target)

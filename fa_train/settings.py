@@ -35,7 +35,7 @@ from pydantic_core import SchemaError
 from fa_train.bounds import INFINITY, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Precision, Seed
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
-MISSING = "???"  # in YAML, a value that the user must set
+MISSING = "???"  # marks a value in YAML that the user must set
 
 
 # metrics that fa_train.callbacks.monitor.Monitor logs and a sweeper can optimize
@@ -83,7 +83,7 @@ class Root(TypedDict):
     lit_gpt: Node
 
 
-# exactly one option of each of these config groups must be chosen; Hydra would merge several options into one node
+# Each of these config groups must have exactly one option. Hydra would merge several options into one node.
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
@@ -169,7 +169,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each key of a config with its value and its type hint. Yields the keys within a node instead of the node.
+    """Yields each key of a config with its value and its type hint. Replaces each node by the keys inside it.
 
     Raises: ValueError if a key is unknown or a required key is missing.
     """
@@ -264,8 +264,8 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     """Returns the keys that a node accepts, from the parameters of its `_target_`.
 
     node: the node's key, for error messages.
-    partial: whether the node has `_partial_: true`. Such a node requires only keyword-only parameters, because its
-    positional parameters are passed later.
+    partial: whether the node has `_partial_: true`. The config may omit the positional parameters of such a node,
+    because they are passed later.
     """
     try:
         function = pkgutil.resolve_name(target)

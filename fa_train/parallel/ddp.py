@@ -1,4 +1,4 @@
-"""The strategy of conf/strategy/auto.yaml: DDP if several ranks train, and otherwise no distributed strategy."""
+"""The strategy of conf/strategy/auto.yaml: runs on several ranks use DDP, and other runs use no strategy."""
 
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ def automatic(
 
     With "auto" on one device, Lightning's Trainer uses no distributed strategy. With "auto" on several devices, the
     Trainer would use DDP with gradients outside the communication buckets.
-    devices, num_nodes, accelerator: copies of the Trainer's settings. fa_train.settings checks the originals. The type
-    hints of the copies are Any, because an error about trainer.devices would otherwise name strategy.devices.
+    devices, num_nodes, accelerator: copies of the Trainer's settings. fa_train.settings checks only the originals, so
+    that an error names trainer.devices instead of strategy.devices.
     gradient_as_bucket_view: as for DDPStrategy.
     """
     trainer = {"devices": devices, "accelerator": accelerator}

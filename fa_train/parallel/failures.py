@@ -1,8 +1,9 @@
 """Lets a failing rank tell its launcher the reason.
 
-The launcher is torchrun or train.py. It names a file for the reason in TORCHELASTIC_ERROR_FILE, and shows what the rank
-has written there. The launcher ends all ranks as soon as one fails. On several nodes, each launcher sees only the ranks
-of its node. A failing rank therefore also tells the reason to all other ranks, which then lose their connection to it.
+The launcher is torchrun or train.py. The variable TORCHELASTIC_ERROR_FILE holds the path of a file. A failing rank
+writes the reason to this file, and the launcher shows it. The launcher ends all ranks as soon as one fails. On several
+nodes, each launcher sees only the ranks of its node. A failing rank therefore also sends the reason to all other ranks.
+They report it when they lose their connection to the failing rank.
 """
 
 import json
@@ -26,7 +27,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """If an exception leaves the `with` block, writes the reason and ends the rank at once.
 
-    Python's usual exit could wait in NCCL for the other ranks. mistakes: the errors that are explained in one line.
+    Python's usual exit could wait in NCCL for the other ranks.
+    mistakes: errors of these types are explained in one line.
     """
     try:
         yield
@@ -67,7 +69,7 @@ def reason(rank: object, kind: Kind, message: str) -> str:
 def _shared(kind: Kind, message: str) -> str:
     """Sends the reason for this rank's failure to all ranks, with the rank's number. Returns the message to report.
 
-    After a lost connection, sends nothing, and returns the reason that another rank has sent.
+    If this rank has lost its connection, the function sends nothing, and returns the reason of another rank.
     """
     if "fa_train.parallel.rank_store" not in sys.modules:  # its import takes seconds, and no rank is connected yet
         return message
@@ -90,6 +92,6 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) ->
         return "out of memory"
     if isinstance(error, mistakes):
         return "mistake"
-    # compares names, because the class itself would need torch, and a rank can fail before it has imported torch
+    # compares the name of the class, because a rank can fail before it has imported torch
     is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)
     return "lost connection" if is_of_torch or "gloo/transport" in str(error) else "error"

@@ -55,10 +55,10 @@ SHARDED_MESH = "data_parallel"  # Lightning's name for the mesh dimension of dat
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """A Lightning strategy that shards the model over all ranks, or each copy of the model over some of the ranks.
+    """A Lightning strategy that shards the model, or several copies of the model, over the ranks.
 
-    A checkpoint is a folder with one part per rank. Any number of ranks can load such a folder, and also the checkpoint
-    file of an unsharded run.
+    A checkpoint is a folder with one part per rank. Any number of ranks can load the folder. The strategy can also load
+    the checkpoint file of an unsharded run.
     replicas: the number of copies of the model; more than 1 means HSDP. Each copy is sharded over consecutive ranks.
     reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward. In a
     run of train.py, fa_train.training replaces "auto" with true or false before the run starts. Elsewhere, "auto" means

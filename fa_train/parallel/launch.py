@@ -28,7 +28,7 @@ from fa_train.parallel.ranks import TOLD
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # exit statuses of GracefulInterrupt
-REPEATED = 1.0  # seconds; a second signal within this time counts as a copy of the first, sent by another process
+REPEATED = 1.0  # a signal that follows the first within this many seconds counts as a duplicate of the first
 
 
 class _StoppedError(BaseException):
@@ -120,7 +120,7 @@ def root(failures: Sequence[ProcessFailure]) -> ProcessFailure:
 
 
 def _kind(failure: ProcessFailure) -> Kind | None:
-    """Returns the kind of failure that the rank reported (see fa_train.parallel.failures), or None without a report."""
+    """Returns the kind of failure that the rank reported (fa_train.parallel.failures), or None if it sent no report."""
     return failure.error_file_data.get("kind")
 
 

@@ -1,4 +1,4 @@
-"""Exchanges decisions and reasons for failures between ranks that torchrun or srun started.
+"""Sends decisions, and the reasons for failures, between ranks that torchrun or srun started.
 
 The exchange also works before the process group exists.
 """
@@ -18,7 +18,7 @@ from torch.distributed import DistError, DistStoreError, TCPStore
 PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for the store of rank 0, which may start later
 GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
 CONSEQUENCE = timedelta(seconds=1)  # a rank that lost its connection waits at most this long for another rank's reason
-_ASKED: Counter[str] = Counter()  # how often each question was asked; equal on all ranks
+_ASKED: Counter[str] = Counter()  # the number of times that each question was asked, which is equal on all ranks
 
 
 def launched_ranks() -> ClusterEnvironment | None:
@@ -32,7 +32,7 @@ def launched_ranks() -> ClusterEnvironment | None:
 
 @cache
 def _store() -> TCPStore:
-    """Returns the store of torchrun's agent, or, if there is no agent, a store that rank 0 hosts.
+    """Returns the store of torchrun's agent. If there is no agent, rank 0 hosts the store.
 
     Rank 0 hosts its store until it exits, because other ranks may start late.
     """
@@ -50,7 +50,10 @@ def _store() -> TCPStore:
 
 
 def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Callable[[], Any]) -> Any:
-    """Calls decide() on rank 0 and returns the result on all ranks. Raises: the ValueError of rank 0 on all ranks."""
+    """Calls decide() on rank 0 and returns the result on all ranks.
+
+    Raises: ValueError on all ranks if decide() raises it on rank 0.
+    """
     store = _store()
     _ASKED[question] += 1
     key = _key(question, str(_ASKED[question]))
@@ -75,7 +78,8 @@ def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Call
 def _wait(store: TCPStore, key: str) -> None:
     """Waits for rank 0's answer, without a time limit: rank 0 may check a large checkpoint on a slow file system.
 
-    If rank 0 ends, its launcher ends this rank, or the store closes and torch raises DistNetworkError.
+    The wait also ends if rank 0 ends. In this case, the launcher ends this rank, or torch raises DistNetworkError
+    because the store is closed.
     """
     while True:
         with suppress(DistStoreError):  # raised after PATIENCE
@@ -85,13 +89,13 @@ def _wait(store: TCPStore, key: str) -> None:
 
 def tell_reason(reason: str) -> None:
     """Tells all ranks why this rank fails. Only the first reason counts."""
-    with suppress(DistError):  # the rank or the agent that hosts the store may have ended
+    with suppress(DistError):  # the process that hosts the store may have ended
         if _ASKED:  # otherwise, this rank may be unable to connect to the store
             _store().compare_set(_key("reason"), "", reason)
 
 
 def told_reason() -> str | None:
-    """Returns the reason of the first rank that failed, or None if no rank has told a reason."""
+    """Returns the reason that the first failed rank has sent, or None if no rank has sent a reason."""
     with suppress(DistError):
         if _ASKED:
             _store().wait([_key("reason")], CONSEQUENCE)

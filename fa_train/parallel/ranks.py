@@ -59,14 +59,17 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
 
 
 def end_with_launcher() -> None:
-    """On Linux, makes the kernel kill this process when its launcher ends, even if SIGKILL ends the launcher."""
+    """Makes Linux kill this process when its launcher ends, even if the launcher is killed by SIGKILL."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _tasks_of_srun() -> int:
-    """Returns the number of srun's tasks, or 1 in an interactive allocation, where srun did not start this process."""
+    """Returns the number of srun's tasks, or 1 in an interactive allocation.
+
+    In an interactive allocation, srun has not started this process.
+    """
     if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return 1
     return int(os.environ.get("SLURM_NTASKS", "1"))

@@ -76,8 +76,8 @@ class FolderWriter(dcp.FileSystemWriter):
     """Torch's writer of a sharded folder. When all ranks have written their parts, rank 0 adds the file `META`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], *, on_host: bool) -> None:
-        # With per_thread_copy_ahead > 0, torch waits for the thread's current GPU (GPU 0 in a new thread). Data in host
-        # memory needs no copy.
+        # Data in host memory needs no copy. With per_thread_copy_ahead > 0, torch would wait for the thread's current
+        # GPU, which is GPU 0 in a new thread.
         super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
         self._meta = meta
 
@@ -92,7 +92,7 @@ def write_folder(
 ) -> None:
     """Writes this rank's part of `state`. Rank 0 also writes `meta`. All ranks must call this function.
 
-    background: the BackgroundSave that calls this function with a copy of `state` in host memory, or None.
+    background: None, or the BackgroundSave that calls this function. In the second case, `state` is in host memory.
     Raises: CheckpointError on all ranks if any rank fails. After a failure, rank 0 removes the folder.
     """
     try:
@@ -117,7 +117,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """Returns a member of an Enum. Raises: pickle.UnpicklingError if `kind` is no Enum."""
+    """Returns a member of an Enum. Raises: pickle.UnpicklingError if `kind` is not an Enum."""
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise pickle.UnpicklingError(f"its .metadata calls getattr on {kind}, which no checkpoint needs")
     return kind[name]
@@ -267,8 +267,9 @@ def _require_metadata(metadata: object) -> None:
 def _paths(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yields the name of each stored value and its path in a run's state.
 
-    A path is ("state_dict", weight) or (optimizer, "state" or "param_groups", parameter or number of the group, field).
-    Raises: CheckpointError if `.metadata` has another path, or a path without a value.
+    A path has one of three forms: ("state_dict", weight), (optimizer, "state", parameter, field) or
+    (optimizer, "param_groups", number of the group, field).
+    Raises: CheckpointError if a path in `.metadata` has another form or no value.
     """
     for name, path in metadata.planner_data.items():
         match path if name in metadata.state_dict_metadata else None:
