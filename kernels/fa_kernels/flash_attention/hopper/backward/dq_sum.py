@@ -4,11 +4,10 @@ The fused backward kernel adds dQ to an fp32 tensor in global memory, the sum of
 computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to 0. `finish` launches a kernel
 that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
 
-The sum of dQ has shape (n, 1, 32). 32 * n is the number of elements of dQ after its queries are padded to a multiple of
-64. The sum consists of blocks of 64 queries and 64 columns of a head. At head_dim 96, the second block of a head has
-only 32 columns. The blocks are sorted by queries, then by heads, then by columns. A block is contiguous (16 KiB, or 8
-KiB with 32 columns), so one TMA operation can add to the whole block. Inside a block, elements are in the order in
-which threads hold them (registers.py).
+The sum of dQ has shape (n, 1, 32). Its queries are padded to a multiple of 64. The sum consists of blocks of 64 queries
+and 64 columns of a head. At head_dim 96, the second block of a head has only 32 columns. The blocks are sorted by
+queries, then by heads, then by columns. A block is contiguous (16 KiB, or 8 KiB with 32 columns), so one TMA operation
+can add to the whole block. Inside a block, elements are in the order in which threads hold them (registers.py).
 """
 
 from functools import partial
@@ -67,8 +66,8 @@ def _prepare_kernel(
 class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. Tensors that the caller did not ask for are None.
 
-    In `rows`, each head has padding after its total_q values. Without padding, the last block of queries would read lse
-    and delta of the next head for rows past the last query. A NaN in this delta would reach dK, because 0 * NaN is NaN.
+    In `rows`, each head has padding after its total_q values. Without padding, the last block of a head would also read
+    lse and delta of the next head. A NaN in this delta would reach dK, because 0 * NaN is NaN.
     """
 
     rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta

@@ -78,7 +78,7 @@ ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # order.py adds two warps with 2
 
 @gluon.constexpr_function
 def _arrivals(config):
-    """Returns how many threads of a consumer signal that the consumer has written its half of dS."""
+    """A consumer signals that its half of dS is written. Returns how many of its threads give this signal."""
     return WARPGROUP.value if config.each_hands_over else 1
 
 
@@ -138,7 +138,7 @@ def _bwd_kernel(
     delta_start = n_kv_heads * GROUP * padded_q
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     k_bufs, kv_full = buffers.k, barriers.kv_full
-    # The lists of roles are written out twice, because Triton cannot store functions and constants in a variable.
+    # The two lists of roles cannot share a variable, because Triton cannot store functions and constants in one.
     if semaphore_ptr is None:
         gl.warp_specialize([
             (consume, (0, dk_descs, work, order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),
@@ -165,8 +165,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns contiguous dk and dv, and adds dS K to prepared.dq_sum.
 
-    If prepared.semaphores is not None, the additions to dq_sum have a fixed order. fused_config.config_of must not
-    return None for the call, and descriptors.loadable must be True for q, k, v and do.
+    If prepared.semaphores is not None, the additions to dq_sum have a fixed order. The fused kernel must support the
+    call (fused_config.config_of). TMA must be able to load q, k, v and do (descriptors.loadable).
     marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
     """
     rows, _, dq_sum, semaphores = prepared

@@ -1,7 +1,7 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200; docs/hopper.md says what was tried. Some values have no alternative,
-because ptxas serialises all matmuls if the accumulators in flight do not fit in the registers.
+The values were chosen by measurements on an H200; docs/hopper.md says what was tried. With some other values, the
+accumulators in flight would not fit in the registers. ptxas would then serialise all matmuls.
 """
 
 from functools import cache
@@ -18,13 +18,13 @@ class FusedConfig(NamedTuple):
     block_m: int  # queries of a step
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
-    dynamic: bool = False  # programs draw work items from a queue; if false, each program processes one item
+    dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
     halves: bool = False  # dS = P * (dP - delta) is computed in 16 bits, including the slope of a soft cap
     ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
     after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
-    lse_early: bool = True  # lse is read before the wait for dO; if false, after that wait
-    delta_early: bool = False  # delta is read before the wait for dP; if false, after that wait
-    each_hands_over: bool = False  # all threads signal that dS is written (barriers.hand_over); if false, one thread
+    lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it
+    delta_early: bool = False  # whether delta is read before the wait for dP, instead of after it
+    each_hands_over: bool = False  # whether all threads signal that dS is written, instead of one (barriers.hand_over)
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
@@ -39,8 +39,8 @@ CONFIGS = {
     (128, torch.bfloat16): _HALVES_128._replace(delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# Configurations for calls with a soft cap. The slope of the soft cap needs registers: too few are left for fp16 at
-# head_dim 128, and for `ahead` in bf16 at head_dim 96.
+# Configurations for calls with a soft cap. The slope of the soft cap needs registers, so fp16 does not fit at head_dim
+# 128, and `ahead` does not fit at head_dim 96.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
@@ -71,7 +71,7 @@ def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
     With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each
-    program has only one work item. If programs drew items from a queue, an item could wait for the first item of a
-    program that has not started.
+    program has only one work item. With a queue, running programs could draw later items, and wait for a program that
+    has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -2,8 +2,8 @@
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
 warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S first. The function `_step_ahead`
-receives the S that the previous step has computed, and computes S of the next step. The tensor cores therefore compute
-dP during the exponentials, and S of the next step while dS is computed.
+receives the S that the previous step has computed, and computes S of the next step. The tensor cores therefore work
+while the consumer computes the exponentials and dS.
 """
 
 from triton.experimental import gluon
@@ -66,7 +66,7 @@ class Work:
 
 @structure
 class Keys:
-    """What a consumer needs in every step for its 64 keys: K, V, and the queries that see each key."""
+    """K and V of a consumer's 64 keys, and the queries that see each key. Every step uses them."""
 
     k: tuple  # [64, columns] for each column block, in registers or in shared memory
     v: tuple
@@ -177,7 +177,7 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits until all matmuls are complete. Returns `gradients` and `others` with the final values of the accumulators.
+    """Waits until all matmuls are complete. Returns the results in `gradients` and `others`.
 
     `others` is a tuple of accumulators.
     """
@@ -217,7 +217,7 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Processes one step.
 
-    Returns the gradients, the next step's place in the ring of Q and dO, and the phase of the mbarriers of this place.
+    Returns the gradients, the next step's place in the ring of Q and dO, and the phase of its mbarriers.
     The matmul dP starts after S has become P, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
@@ -261,9 +261,9 @@ def _step_ahead(
 ):  # fmt: skip
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
-    Returns S of the next step, the gradients, the next step's place in the ring of Q and dO, and the phase of the
-    mbarriers of this place. In the last step of an item, the returned S is computed from arbitrary data, and the caller
-    does not use this S.
+    Returns S of the next step, the gradients, the next step's place in the ring of Q and dO, and the phase of its
+    mbarriers. In the last step of an item, the returned S is computed from arbitrary data, and the caller does not use
+    this S.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -282,7 +282,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # the next step's S and this dS have no wait between them, so ptxas interleaves them
+    if CONFIG.after_dp:  # no wait comes between the next S and this step's dS, so ptxas interleaves the two
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -301,7 +301,7 @@ def _step_ahead(
 
 @gluon.jit
 def _next_place(step, following, STAGES: gl.constexpr):
-    """Returns the place of step `following` in the ring of Q and dO, and the phase of the mbarriers of this place."""
+    """Returns the place of step `following` in the ring of Q and dO, and the phase of its mbarriers."""
     if STAGES & (STAGES - 1) == 0:
         stage, phase = place_of(following, STAGES)
     else:
@@ -327,7 +327,7 @@ def _consume_item(
     """Computes dK, dV and dS^T for half of an item's keys.
 
     The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
-    item_index: how many items this program has processed before.
+    item_index: the number of items that this program has already processed.
     done: the number of steps of all earlier items of this program.
     Returns `done` plus the number of steps of this item.
     """
@@ -365,7 +365,7 @@ def _consume_item(
         if item_index > 0:  # frees the previous item's buffers when TMA has read dK and dV from them
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
-    meet()  # without this barrier, Triton would insert one in every step, because of the waits above
+    meet()  # Triton would otherwise insert a barrier in every step, because of the waits above
     for number in range(done, stop):
         if not COUNTED:
             stage, phase = place_of(number, STAGES)

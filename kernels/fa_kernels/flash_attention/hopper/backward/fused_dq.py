@@ -46,7 +46,7 @@ class Sum:
 def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
     """Computes dQ of each step of an item, and adds it to the sum in global memory.
 
-    item_index: how many items this program has processed before.
+    item_index: the number of items that this program has already processed.
     done: the number of steps of all earlier items of this program.
     Returns `done` plus the number of steps of this item. dq_order: the mbarriers of order.py, or None if the order of
     additions may vary.
@@ -101,13 +101,13 @@ def _add_columns(
     """Adds dQ of one step for one column block, in tiles of `ROWS` queries and at most 64 columns.
 
     BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last column block.
-    dS is released after the last matmul of that block.
+    dS is released after the last matmul of the last block.
     """
     BLOCK_M: gl.constexpr = ds.buffers.shape[2]
     COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ
     ACROSS: gl.constexpr = k.shape[1] // COLUMNS
     PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
-    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum (32 elements each) for `ROWS` queries of a head
+    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum that hold `ROWS` queries of a head; a row has 32 elements
     no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
     for piece in gl.static_range(PIECES):
         ds_rows = ds_tile.slice(piece // ACROSS * ROWS, ROWS, dim=1).permute((1, 0))

@@ -64,7 +64,7 @@ class Inputs:
     stride_kh: gl.tensor
     stride_vh: gl.tensor
     stride_doh: gl.tensor
-    padded: gl.tensor  # the length of one head's lse, and of its delta, with padding
+    padded: gl.tensor  # the number of lse values per head, with padding
 
 
 @structure
@@ -87,7 +87,7 @@ class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers are free: TMA has read dK and dV, which overwrite K and V
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free, because TMA has read dK and dV from them
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
@@ -167,13 +167,13 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
 @gluon.jit
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Returns the range of queries that see a key, for each of `KEYS` keys from `first` on.
+    """Returns the range of queries that see each key, for the `KEYS` keys that begin with `first`.
 
     `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
     mask, because their queries see all of these keys.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # TMA loads keys past the last one as 0, and their P = 2^(0 - lse) might overflow. Such a key therefore gets an
+    # Past the last key, TMA loads zeros, and P = 2^(0 - lse) might overflow. Keys that do not exist therefore get an
     # empty range of queries.
     start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
     end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
@@ -185,7 +185,7 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def hide(p, visible, m):
-    """Returns p with 0 where a query does not see a key. p is P^T [keys, queries from `m` on]."""
+    """Returns p with 0 where a query does not see a key. p is P^T [keys, queries], and its first query is `m`."""
     if (m < visible.whole_start) | (m + p.shape[1] > visible.whole_end):
         p = keep_columns(p, visible.start - m, visible.end - m, 0.0)
     return p
@@ -285,9 +285,9 @@ def _produce_item(
 ):
     """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this function.
 
-    item_index: how many items this program has loaded before. done: the number of steps of all earlier items of this
-    program. Returns `done` plus the number of steps of this item. Also returns a ticket for another item (queue.py), or
-    0 if counter_ptr is None.
+    item_index: the number of items that this program has already loaded. done: the number of steps of all earlier items
+    of this program. Returns `done` plus the number of steps of this item. Also returns a ticket for another item
+    (queue.py), or 0 if counter_ptr is None.
     """
     STAGES: gl.constexpr = buffers.q[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]

@@ -12,8 +12,8 @@ for nothing.
 
 A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
 In this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
-In the opposite order, a tile's first block could be the last block of the tile before it. The tiles of short documents
-would then wait for one another in one chain through the whole batch.
+In the opposite order, a tile could begin with the block that the tile before it visits last. The tiles of short
+documents would then wait for one another in one chain through the whole batch.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
@@ -32,14 +32,14 @@ from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, plac
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 NO_TILE = gl.constexpr(-1)  # the value of a semaphore when a launch starts
-_PLACES = gl.constexpr(2)  # the maximum number of steps whose dQ is in memory, but whose semaphores are not yet set
+_PLACES = gl.constexpr(2)  # how many signals `added` can be given before `raise_semaphores` sees the first of them
 
 
 @structure
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: dQ of the step whose dS uses this place may be added
+    due: gl.shared_memory_descriptor  # [DS_STAGES]: dQ of the step whose dS is in this place may be added
     added: gl.shared_memory_descriptor  # [_PLACES]: dQ of the step in this place has been added to the sum
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
@@ -65,11 +65,11 @@ def wait_for_order(
 ):  # fmt: skip
     """Runs the warp that signals `due` once per step. The signal allows the program to add the step's part to dQ.
 
-    Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
-    also adds to dQ of the step's queries, the warp then waits until the previous tile's part is in memory.
+    Before each signal, the warp waits until the step's place in the ring of dS is empty. The previous tile of keys may
+    also add to dQ of the step's queries. If so, the warp then waits until that tile's part is in memory.
 
-    A place in the ring becomes empty only after `due` was signalled for the previous step that used this place. The
-    mbarriers of dS and `due` can therefore never be two phases apart.
+    A place becomes empty only after `due` was signalled for the previous step in this place. The phases of `due` and of
+    the ring of dS therefore never differ by two.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
@@ -125,7 +125,7 @@ def raise_semaphores(
 def _wait_for(semaphore, number):
     """Waits until a semaphore is at least `number`.
 
-    All tiles up to `number` have then added their parts to dQ of the semaphore's block in memory.
+    In memory, dQ of the semaphore's block then contains the parts of all tiles up to `number`.
 
     One warp calls this.
     """

@@ -6,7 +6,7 @@ The values were chosen by measurements on an H200 (docs/hopper.md). The options 
 `pingpong`: consumers take turns on the tensor cores for each block. All consumers must therefore visit the same blocks.
 `ranged`: each consumer visits only the blocks of keys that its own 64 queries see. This saves work on short documents.
 `consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. This helps at
-head_dim 64 and 96. On short documents, tiles of 192 queries waste more work than tiles of 128.
+head_dim 64 and 96. On short documents, larger tiles waste more work.
 `pv_first`: the matmul P V of the previous block finishes before softmax starts. The registers of that P are then free.
 `max_first`: softmax does not keep the scores while it computes P. This saves registers (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from fa_kernels.flash_attention.schedule import LengthClass
 
-ROWS = 64  # queries of one consumer: the number of rows of a warpgroup's matmul instruction
+ROWS = 64  # queries per consumer, because a warpgroup's matmul instruction has 64 rows
 
 
 class ForwardConfig(NamedTuple):
@@ -28,7 +28,7 @@ class ForwardConfig(NamedTuple):
     consumers: int
     stages: int  # the number of blocks in flight, for each of K and V
     order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that holds the order of tiles
-    dynamic: bool = True  # programs draw work items from a queue; if false, each program processes one item
+    dynamic: bool = True  # whether programs draw items from a queue, instead of processing one item each
     ranged: bool = False  # a consumer visits only the blocks of keys that its own rows see
     pingpong: bool = False  # consumers alternate between the tensor cores and softmax
     max_first: bool = False  # softmax compares scores with row_max before the exponentials (softmax.py)
@@ -55,7 +55,7 @@ _LONG = {
     64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),
     96: ForwardConfig(64, 3, 6, "wide_query_tiles", pingpong=True, pv_first=True),
 }
-WIDE_O_STAGES = 4  # the maximum of `stages` if o is fp32
+WIDE_O_STAGES = 4  # `stages` is at most this number if o is fp32
 # For some length classes (schedule.length_class_of), these configurations are faster than the default.
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {

@@ -68,7 +68,7 @@ class Running:
 def _pass_over(block, rings):
     """Waits for a block of K and V that this consumer does not visit, and releases the block.
 
-    Without the wait, this consumer could release the next block in the same place of the ring before it is loaded.
+    Without the wait, this consumer could release a place before its next block is loaded.
     """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)
@@ -86,13 +86,13 @@ def _visit(
 ):  # fmt: skip
     """Adds P V of the previous block to o, and computes P of the block of keys that begins with `key`.
 
-    When this function is called, K of this block has arrived. If there are `more` blocks, K of the next block has
-    arrived when this function returns.
+    When this function is called, K of this block has arrived. If `more` is true, this function also waits until K of
+    the next block has arrived.
 
-    The order of operations in this function is chosen for ptxas. The wait for the next K comes between the exponentials
-    and the wait for P V, and ends a basic block. Within a single basic block, ptxas would move the wait for P V above
-    the exponentials, and the exponentials would not overlap with P V. If an accumulator were in flight at the end of a
-    loop iteration, ptxas would serialise all matmuls (warnings C7512 and C7514).
+    The order of operations in this function is chosen for ptxas. The wait for the next K is between the exponentials
+    and the wait for P V, because it ends a basic block. Within a single basic block, ptxas would move the wait for P V
+    above the exponentials, and the exponentials would not overlap with P V. If an accumulator were in flight at the end
+    of a loop iteration, ptxas would serialise all matmuls (warnings C7512 and C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
@@ -282,7 +282,7 @@ def consume(
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # the number of the next block, over all items; it determines the block's place in the rings
+    block = 0  # counts the blocks of all items; the number of a block determines its place in the rings
     item_index = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
         pass_pingpong(CONSUMER, CONSUMERS)  # lets the first consumer start
@@ -293,4 +293,4 @@ def consume(
         fields = read(work.queue, item_index)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
-        wait_pingpong(CONSUMER)  # no other wait matches the last consumer's final pass_pingpong
+        wait_pingpong(CONSUMER)  # the last consumer's final pass_pingpong also needs a wait

@@ -1,12 +1,12 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
 For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
-therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A reference
-below the largest score gives the same result if no exponential overflows, because fp32 and bf16 are as precise at 2^15
-as at 1. Each row therefore keeps the maximum of its first block as its reference in later blocks, and does not wait for
-the maxima of these blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp raises the references of
-the affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which
-fp16 can represent. In bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
+therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A smaller
+reference gives the same result if no exponential overflows, because fp32 and bf16 have the same relative precision at
+2^15 and at 1. Each row therefore uses the maximum of its first block in later blocks too, and does not wait for the
+maxima of later blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp raises the references of the
+affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which fp16
+can represent. In bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
 
 In the code, row_max is the reference of a row. By default, scores and probabilities are both in registers until the sum
 of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max before exponentials are computed.
@@ -34,7 +34,7 @@ from fa_kernels.flash_attention.scores import cap
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max rises only if the rise is larger than this (log2 units)
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max rises only by more than this (log2 units)
 
 
 @gluon.jit
@@ -66,8 +66,8 @@ def visible(
 ):  # fmt: skip
     """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The columns of `scores` are the keys from `key` on. `MASK` is `always`, `never` or `at_edge`. If `MASK` is
-    `at_edge`, the boolean argument at_edge says whether the mask is applied.
+    The first column of `scores` is key `key`. `MASK` is `always`, `never` or `at_edge`. With `at_edge`, the mask is
+    applied if the argument at_edge is true.
     """
     if HAS_SOFTCAP:
         scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)
@@ -192,7 +192,7 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
 
 @gluon.jit
 def _maxima(scores, N: gl.constexpr):
-    """Returns two values: for each of the two rows of a thread, the largest of the thread's scores."""
+    """Returns the largest score that this thread holds in each of its two rows."""
     max_0, max_1 = gl.maximum(scores[0], scores[1]), gl.maximum(scores[2], scores[3])
     for i in gl.static_range(4, N, 4):
         max_0 = gl.maximum(max_0, gl.maximum(scores[i], scores[i + 1]))
@@ -202,7 +202,7 @@ def _maxima(scores, N: gl.constexpr):
 
 @gluon.jit
 def _raise(old, new, rises, scale):
-    """Returns the new row_max of one row, and the factor that rescales sums computed under the old row_max.
+    """Returns the new row_max of one row, and the factor that converts sums from the old to the new row_max.
 
     row_max changes only if `rises` is true. `rises` is computed from this row only, in the four threads that hold it.
     The bits of a row therefore never depend on other rows, which may belong to later tokens or other documents.
@@ -239,7 +239,7 @@ def _pair(low, high, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def _multiply_asm(n):
-    # A thread's n elements alternate between pairs of row i and pairs of row i + 8.
+    # A thread's n elements are two of row i, two of row i + 8, two of row i, and so on.
     lines = ["{", ".reg .pred p, r;", f"setp.neu.f32 p, ${2 * n}, 0f3F800000;"]
     lines += [f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;", "vote.sync.any.pred r, p, 0xffffffff;"]
     lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]

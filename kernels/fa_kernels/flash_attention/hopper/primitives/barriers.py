@@ -1,8 +1,8 @@
 """Barriers between the warps of a program, and TMA's reduce-add.
 
 A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
-can give the mbarrier's memory to another buffer. PTX does not allow this without mbarrier.inval. If processes share a
-GPU in time slices, the old mbarrier can reappear in 8 bytes of the new buffer.
+can give the mbarrier's memory to another buffer. PTX does not allow this without mbarrier.inval. If several processes
+take turns on a GPU, the old mbarrier can reappear in 8 bytes of the new buffer.
 """
 
 from triton._C.libtriton import ir
@@ -11,11 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-# Numbers of the hardware's named barriers. Triton uses 0, 1 and one more per worker partition; numbers 8 to 15 are
-# free.
-PINGPONG_BARRIER = gl.constexpr(8)  # the forward kernel uses 8, 9 and 10, one for each consumer
+# Numbers of the hardware's named barriers. Triton uses 0, 1 and one number per worker partition, so 8 to 15 are free.
+PINGPONG_BARRIER = gl.constexpr(8)  # the forward kernel uses numbers 8, 9 and 10, one per consumer
 HALVES_BARRIER = gl.constexpr(10)  # synchronises the two consumers of an item in the backward kernels
-MARKS_BARRIER = gl.constexpr(11)  # nan_marks.mark_rows uses 11 to 15, one for each set of rows
+MARKS_BARRIER = gl.constexpr(11)  # nan_marks.mark_rows uses numbers 11 to 15, one per set of rows
 WARPGROUP = gl.constexpr(128)  # threads in a warpgroup
 # meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for this barrier.
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -52,24 +51,24 @@ def pass_pingpong(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def hand_back(empty):
-    """Signals at mbarrier `empty` that this warpgroup has read a buffer.
+    """Signals through the mbarrier `empty` that this warpgroup has read a buffer.
 
-    The mbarrier `empty` must expect `WARPGROUP` arrivals per reading warpgroup.
-    Each thread arrives for itself, with the arrive instruction of cp.async. With mbarrier.arrive, one thread would
-    arrive for the whole warpgroup, and only after the warpgroup's last warp is ready. Earlier stores of a thread may
-    become visible after its arrival, so hand_back cannot replace `hand_over`. Call hand_back only after all reads of
-    the buffer are finished: matmuls and TMA operations must be complete, and the values of loads must have been used.
+    The mbarrier must expect `WARPGROUP` arrivals from each warpgroup that reads the buffer.
+    Each thread arrives on its own, with cp.async's arrive instruction. With mbarrier.arrive, one thread would arrive
+    for the whole warpgroup, and would have to wait for the slowest warp. Earlier stores of a thread may become visible
+    after its arrival, so hand_back cannot replace `hand_over`. Call hand_back only when all reads of the buffer are
+    finished. Matmuls and TMA operations must be complete, and loaded values must have been used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
 
 @gluon.jit
 def hand_over(full):
-    """Signals at mbarrier `full` that this warpgroup has written its part of a buffer.
+    """Signals through the mbarrier `full` that this warpgroup has written its part of a buffer.
 
-    The mbarrier `full` must expect `WARPGROUP` arrivals per writing warpgroup. Each thread arrives for itself, after it
-    has fenced its own stores. The fences make the stores visible to waiting threads and to the async proxy, through
-    which matmuls and TMA read.
+    The mbarrier must expect `WARPGROUP` arrivals from each warpgroup that writes the buffer. Each thread arrives on its
+    own, after it has fenced its stores. The fences make the stores visible to waiting threads and to the async proxy,
+    through which matmuls and TMA read.
     """
     fence_async_shared()
     gl.inline_asm_elementwise("fence.acq_rel.cta; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1)

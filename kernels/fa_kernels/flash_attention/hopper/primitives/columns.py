@@ -20,7 +20,7 @@ def columns_of(first, rest):
 
 @gluon.constexpr_function
 def nbytes_of(descs):
-    """Returns how many bytes one load of all column blocks writes."""
+    """Returns the total size of one block per descriptor, in bytes."""
     return sum(desc.block_type.nbytes for desc in descs)
 
 
@@ -78,7 +78,7 @@ def with_rest_at(tiles, buffers, place):
 
 @gluon.jit
 def rows_at(tiles, start, ROWS: gl.constexpr):
-    """Returns `ROWS` rows of each tile, from row `start` on."""
+    """Returns `ROWS` rows of each tile, beginning with row `start`."""
     rows = ()
     for i in gl.static_range(len(tiles)):
         rows += (tiles[i].slice(start, ROWS, dim=0),)
@@ -89,7 +89,7 @@ def rows_at(tiles, start, ROWS: gl.constexpr):
 def start_load(descs, row, column, full, buffers, place):
     """Starts TMA loads into index `place` of each buffer.
 
-    The caller must let mbarrier `full` expect `nbytes_of(descs)` bytes.
+    The caller must first call mbarrier.expect for `full`, with at least `nbytes_of(descs)` bytes.
     """
     for i in gl.static_range(len(descs)):
         tma.async_copy_global_to_shared(descs[i], [row, column], full, buffers[i].index(place))
@@ -111,7 +111,7 @@ def begin_scores(a, b, zeros):
 def begin_scores_at(a, first, buffers, place, zeros):
     """Starts the matmul a b^T like `begin_scores`. b is at index `place` of the buffers, and `first` is b's first tile.
 
-    The code computes the addresses of b's other tiles between the matmuls, and the compiler keeps this order.
+    The addresses of b's other tiles are computed between the matmuls, and the compiler keeps this order.
     """
     scores = warpgroup_mma(a[0], first.permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):

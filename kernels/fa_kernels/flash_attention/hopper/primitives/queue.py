@@ -1,9 +1,9 @@
 """A queue of work items for persistent programs.
 
 Program i processes item i first, and then draws tickets from a counter in global memory. With n programs, ticket t
-stands for item n + t. A program stops when its ticket stands for no item. A program draws no ticket for its first item,
-but draws one last ticket for which no item is left. A launch therefore draws as many tickets as it has items. The warp
-that draws the last ticket resets the counter to 0 for the next launch.
+belongs to item n + t. A program stops when its ticket belongs to no item. The first item of a program needs no ticket,
+and the last ticket has no item. A launch therefore draws as many tickets as it has items. The warp that draws the last
+ticket resets the counter to 0 for the next launch.
 
 One warp of a program draws tickets, and posts each item in one of two slots in shared memory. A slot holds up to 32
 integers. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
@@ -23,8 +23,8 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# The backward kernels draw a ticket when this many steps of an item remain to be loaded. An earlier draw could take the
-# next item from an idle program, and a later draw would delay the loads of the next item.
+# The backward kernels draw a ticket when this many steps of an item remain to be loaded. Earlier draws
+# could leave other programs without an item. Later draws would delay the loads of the next item.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -41,8 +41,8 @@ def counter(device: torch.device) -> Tensor:
     stream = torch.cuda.current_stream(device)
     key = device, stream.cuda_stream
     if key not in _COUNTERS:
-        # The counter is allocated in a new thread: the current thread may use a memory pool that
-        # torch.compile(mode="reduce-overhead") frees.
+        # A new thread allocates the counter, because torch.compile(mode="reduce-overhead") may free what the current
+        # thread allocates.
         with ThreadPoolExecutor(1) as thread:
             _COUNTERS[key] = thread.submit(_zero, stream).result()
     return _COUNTERS[key]
@@ -96,7 +96,7 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """Returns, in every lane, the index of the item that a ticket stands for.
+    """Returns the index of the item that belongs to a ticket, in every lane.
 
     An index of n_items or more means that no item is left.
     """
@@ -110,7 +110,7 @@ def item_of(ticket, counter_ptr, n_items):
 def post(queue, item_index, fields):
     """Posts the fields of an item as int32 scalars.
 
-    One warp calls this. item_index: how many items the program has posted before.
+    One warp calls this. item_index: the number of items that the program has already posted.
     """
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = gl.where(index == 0, fields[0], 0)

@@ -1,9 +1,9 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread holds a pair of adjacent columns in row
-i, then the same columns in row i + 8. The thread's next pairs are eight columns further right in the same two rows, and
-so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value per row. Either each of a row's eight
-columns holds the row's value, or the value is the sum of these columns. In `PER_ROW`, a thread holds four elements.
+Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. Its first two elements are adjacent columns of
+row i. The next two are the same columns of row i + 8. The following pairs are eight columns further right, in the same
+two rows, and so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value per row. The eight columns
+of a row are equal, or they add up to the row's value. In `PER_ROW`, a thread holds four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
@@ -34,7 +34,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """A Triton code generator that calls a function with one tuple of all arguments, followed by constants."""
+    """A Triton code generator that passes all arguments to a function as one tuple, and then constants."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
@@ -45,7 +45,7 @@ class _OneTuple:
 
 @core.builtin
 def map_threads(function, tensors, constants, _semantic=None, _generator=None):
-    """Calls `function` once per thread, with one tuple that holds the thread's elements of all tensors, in order.
+    """Calls `function` once per thread, and passes the thread's elements of all tensors in one tuple.
 
     `constants` are further arguments of `function`. `function` returns a tuple with the thread's elements of all result
     tensors. `function` must have no side effects. Warp votes and shuffles are allowed where all threads of a warp take
@@ -77,10 +77,10 @@ def first_columns(x):
 
 @gluon.jit
 def in_order_of_threads(x):
-    """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements of each of eight threads.
+    """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds elements of eight threads, four of each.
 
-    No data moves between threads. The index of element (r, c) of x in the view consists of these bits, from the lowest:
-    bit 0 of c; bit 3 of r; bits 1 and 2 of c; bits 0, 1, 2, 4 and 5 of r; the other bits of c.
+    No data moves between threads. The bits of r and c form the index of element (r, c) in the view. From the lowest
+    bit, they are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -97,15 +97,15 @@ def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
 
     x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """
-    n: gl.constexpr = x.shape[1] // 2  # values per thread: a quarter of the columns of each of two rows
+    n: gl.constexpr = x.shape[1] // 2  # a thread holds a quarter of the columns in each of two rows
     start, end = gl.expand_dims(start, 1), gl.expand_dims(end, 1)
     return gl.inline_asm_elementwise(_asm(n, OTHERWISE), _constraints(n), [x, start, end], gl.float32, True, n)
 
 
 @gluon.constexpr_function
 def _asm(n, otherwise):
-    # A thread's n elements alternate between pairs of row i and pairs of row i + 8. In the mask of a row, bit 2 * g + e
-    # stands for column 8 * g + 2 * (lane % 4) + e.
+    # A thread's n elements are two of row i, two of row i + 8, two of row i, and so on. Bit 2 * g + e of a row's mask
+    # belongs to column 8 * g + 2 * (lane % 4) + e.
     lines = ["{", ".reg .b32 lane, a, b, c, m0, m1;", ".reg .pred p;"]
     lines += ["mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", "shl.b32 lane, lane, 1;"]
     for row in (0, 1):
@@ -120,8 +120,8 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # Sets the mask bits of all columns below `column`: two bits for each whole group of 8 columns, and up to two bits
-    # for the group that contains `column`.
+    # Sets the mask bits of all columns below `column`. Each whole group of 8 columns has two bits, and the group that
+    # contains `column` has up to two.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",

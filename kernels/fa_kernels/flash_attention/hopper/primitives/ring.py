@@ -64,5 +64,5 @@ def wait_empty(empty, number):
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place of the fill with this number in a ring, and the phase of the mbarriers of this place."""
+    """Returns the place of the fill with this number in a ring, and the phase of its mbarriers."""
     return number % PLACES, (number // PLACES) & 1
