@@ -27,7 +27,7 @@ from fa_kernels.launch.record import recorded
 VARIABLE = "FLASH_ATTENTION_BACKEND"
 CHOICES = ("auto", "portable", "hopper")
 
-Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a call, for `recorded`
+Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a recorded call
 
 
 def _forward_call(
@@ -123,10 +123,10 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 
 
 def in_order(x: Tensor) -> Tensor:
-    """Returns x if `packed` can flatten x without a copy and x's last stride is 1, otherwise a contiguous copy.
+    """Returns x, or a contiguous copy if kernels cannot read x in place.
 
-    In the result, the last dimension has stride 1. All consecutive tokens of the result have the same distance in
-    memory, even the last token of one sequence and the first token of the next.
+    The last dimension of the result has stride 1. One stride leads from each token to the next, also between sequences,
+    so `packed` can flatten the result without a copy.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
@@ -142,12 +142,12 @@ def packed(x: Tensor) -> Tensor:
 def _common_key(
     q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features
 ) -> tuple[Hashable, ...]:
-    """Returns the part of a call's recording key (launch/record.py) that the forward and the backward pass share.
+    """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
 
-    The recording key holds everything that the kernel launches and the checks of require_consistent depend on. A
-    schedule's tensors are always int32, contiguous and on one device. The key therefore describes these tensors only by
-    their device and their numbers of tiles. Strides of contiguous tensors are not in the key, because they follow from
-    the shape or do not matter.
+    Kernel launches and the checks of require_consistent depend only on values in the recording key. A schedule's
+    tensors are always int32, contiguous and on one device. The key therefore describes these tensors only by their
+    device and their numbers of tiles. Strides of contiguous tensors are not in the key, because they follow from the
+    shape or do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],

@@ -24,8 +24,8 @@ def require_backend(device: torch.device) -> None:
 def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
 
-    require_consistent does not run for a call whose recorded launches are repeated (launch/record.py). The key of a
-    recording, backend._common_key, must therefore contain everything that this function checks.
+    If a call repeats recorded launches (launch/record.py), this function does not run. Everything that the function
+    checks must therefore be in the key of the recording (backend._common_key).
     Shapes: q (tokens, n_heads, head_dim), k and v (tokens, n_kv_heads, head_dim), or with (batch, seqlen) in place of
     `tokens`.
     """

@@ -17,7 +17,7 @@ def delta_of_rows(
     o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes delta for the given rows (queries) of one head. Rows from `total` on get 0.
+    """Computes delta for the given rows (queries) of one head. Rows past the last query get 0.
 
     o is contiguous. The last dimension of do has stride 1. head is int64.
     """
@@ -49,7 +49,7 @@ def _delta_kernel(
 
 
 def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-    """Computes delta = rowsum(do * o) - dlse, where a dlse of None counts as 0.
+    """Computes delta = rowsum(do * o) - dlse. If dlse is None, it counts as 0.
 
     Shapes: o and do (total, n_heads, head_dim), dlse (n_heads, total) fp32 -> delta (n_heads, total) fp32.
     """

@@ -26,7 +26,7 @@ from fa_kernels.flash_attention.schedule import (
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
-UNBOUNDED = 2**30  # tokens: wider windows count as unbounded, so that a token index plus a window fits in int32
+UNBOUNDED = 2**30  # windows of more tokens count as unbounded; a token index plus a window must fit in int32
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -74,7 +74,7 @@ def flash_attn_func(
             vector.
         return_lse: whether to return (o, lse).
         out_dtype: the dtype of o, by default q's dtype, or bfloat16 if q is float8_e4m3fn.
-        q_descale: (n_kv_heads,) float32, the factor of q in all query heads of a KV head; only for float8.
+        q_descale: (n_kv_heads,) float32, one factor of q per group of query heads; only for float8.
         k_descale: (n_kv_heads,) float32, the factor of k; only for float8.
         v_descale: (n_kv_heads,) float32, the factor of v; only for float8.
 
@@ -95,8 +95,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # A new schedule, ALiBi and fp8 scales start work on the GPU, so the arguments are checked first. For other calls,
-    # the check in the backend is early enough.
+    # A new schedule, ALiBi and fp8 scales need work on the GPU, so the arguments are checked before this work. For
+    # other calls, the check in the backend is early enough.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -151,8 +151,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
         max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
         max_seqlen_k: an upper bound of the keys per document. If max_seqlen_k is an int of at least 4096, kernels are
-            chosen by it, so a value that is too large may cost speed. Otherwise, and in compiled code, kernels are
-            chosen by the mean length of documents.
+            chosen for this length. A bound that is too large may then cost speed. Otherwise, and in compiled code,
+            kernels are chosen for the mean length of documents.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
             Entries for pages after a document's last key are ignored. This function copies the pages to
@@ -270,7 +270,7 @@ def _features(
     alibi: Sequence[Tensor],
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Features:
-    sinks = None if sinks is None else sinks.contiguous()  # kernels do not know the stride of sinks
+    sinks = None if sinks is None else sinks.contiguous()  # kernels expect contiguous sinks
     return Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, alibi, _descale(descales, q, k))
 
 
