@@ -3,8 +3,8 @@
     python -m tests.kernels.ptx_digest --out before.json        # writes before.json.
     python -m tests.kernels.ptx_digest --compare before.json    # exit status 1 if code differs.
 
-A case is either one kernel that a test compiles ahead of time, or a public call with all kernels that it launches. The
-hash of a case ignores comments, source lines and function names. The script needs neither a GPU nor ptxas.
+A case is one kernel from the ahead-of-time tests, or all kernels that a public call launches. The hash of a case
+ignores comments, source lines and function names. The script needs neither a GPU nor ptxas.
 """
 
 import argparse
@@ -53,7 +53,7 @@ COMPILE: dict[str, Callable[..., CompiledKernel]] = {
     "hopper_backward": hopper_backward.compile_case,
     "schedule": schedule.compile_case,
 }
-CODE: dict[str, str] = {}  # maps the hash of a source (with its target and options) to the hash of its code
+CODE: dict[str, str] = {}  # maps source hashes to code hashes; a source hash includes target and options
 SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 
@@ -82,7 +82,7 @@ class Known(Exception):
 
 
 def digest(case: str) -> tuple[str, dict[str, str]]:
-    """Returns the hash of a case, and a dictionary from source hash to code hash for its kernels."""
+    """Returns the hash of a case, and its kernels as a dictionary {source hash: code hash}."""
     group, _, name = case.partition(" ")
     if group == "call":
         launches = launched_kernels.compile_call(name, code_of)
@@ -98,7 +98,7 @@ def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
     """
     with contextlib.suppress(Known):
         compiled = compile()
-        # PTX does not contain the size of shared memory, so the hash includes that size
+        # the size of shared memory is not in the PTX, so it is hashed too
         CODE[SOURCES[-1]] = hash_of(str(compiled.metadata.shared), normalised(compiled.asm["ptx"]))
     return SOURCES[-1], CODE[SOURCES[-1]]
 

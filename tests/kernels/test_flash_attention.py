@@ -1,7 +1,7 @@
 """Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU.
 
-By default, the interpreter runs each list of documents with half of the combinations of mask and dtype. With
-DOCUMENT_CASES=all, it runs all.
+By default, the interpreter runs only half of the cases of packed documents. With DOCUMENT_CASES=all, it runs all of
+them.
 """
 
 import math
@@ -282,7 +282,7 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
 
 @pytest.mark.slow
 def test_non_contiguous_inputs_and_gradient():
-    """q and k are slices of one projection, and the memory of v has heads before tokens.
+    """q and k are slices of one tensor, and v is a transposed view.
 
     The gradient is a broadcast tensor.
     """
@@ -302,7 +302,7 @@ def test_non_contiguous_inputs_and_gradient():
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_a_batch_of_any_layout(batch, alibi):
-    """The memory of q, k and v has three layouts: heads before tokens, tokens before heads, and one shared tensor.
+    """q, k and v are stored with heads before tokens, with tokens before heads, or in one tensor.
 
     The kernels cannot read the gradient in place, so it must be copied.
     """

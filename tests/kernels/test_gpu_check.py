@@ -174,7 +174,7 @@ def fails():
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_replaced():
-    """Only one process runs at a time, so the process that replaces the first one runs the other two cases."""
+    """The first case ends its process, and a new process runs the other two cases."""
     cases = [Case("dies", partial(os._exit, 3)), Case("fails", fails), Case("passes", partial(int, 0))]
     errors = {result.case.name: result.error for result in run_all(cases, jobs=1)}
     assert errors == {"dies": "the process ended with 3", "fails": "AssertionError: wrong by much", "passes": ""}

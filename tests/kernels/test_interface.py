@@ -427,9 +427,7 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """A max_seqlen below `LONG_DOCUMENT` is ignored, so that one document of 513 tokens does not slow down the shorter
-    documents.
-    """
+    """A max_seqlen below `LONG_DOCUMENT` is ignored. Otherwise, one document could slow down all shorter ones."""
     asked = []
     build = interface.build_schedule
     monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))

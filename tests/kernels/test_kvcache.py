@@ -1,4 +1,4 @@
-"""Compares flash_attn_with_kvcache with dense attention in fp64 over the keys that the cache must contain."""
+"""Compares flash_attn_with_kvcache with dense attention in fp64, and its cache with the expected contents."""
 
 import inspect
 
@@ -47,9 +47,7 @@ def test_window(causal, num_splits, window):
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
 def test_grouped_query_heads(n_heads, n_kv_heads):
-    """The rows of a tile are queries of all heads of a group, so a tile can begin and end between the heads of one
-    token.
-    """
+    """A tile contains queries of all heads in a group. It can start or end between two heads of a token."""
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
 
 
@@ -160,7 +158,7 @@ def test_defaults_take_the_whole_cache():
 
 @pytest.mark.slow
 def test_strided_inputs():
-    """The cache has heads before tokens, and q, k and v are slices of one projection."""
+    """The caches are transposed views, and q, k and v are slices of one tensor."""
     qkv = draw(2, 3, 8, 16)
     q, k, v = qkv.split((4, 2, 2), dim=2)
     caches = [draw(2, 2, 50, 16) for _ in range(2)]
@@ -207,7 +205,7 @@ def test_signature_is_flash_attns():
 def test_splits_fill_the_gpu():
     assert choose_splits(8, 65536, 132) == 33  # two programs per multiprocessor
     assert choose_splits(1, 10**6, 132) == MAX_SPLITS
-    assert choose_splits(8, 600, 132) == 2  # merging more splits would cost more than the splits save
+    assert choose_splits(8, 600, 132) == 2  # with more splits, merging would cost more time than they save
     assert choose_splits(8, 10, 132) == choose_splits(1000, 65536, 132) == 1
 
 

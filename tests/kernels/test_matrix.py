@@ -1,9 +1,9 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
-lengths is combined with every mask. For each of these combinations, the test takes the next features, head count and
-layout from a fixed cycle. The head_dims of Hopper's kernels are tested with all combinations of features, head counts
-and layouts. Other head_dims are tested with fewer combinations, because each one is compiled separately. If the
+lengths is combined with every mask. Features, head counts and layouts have a fixed order, and each of these
+combinations gets the next ones. The head_dims of Hopper's kernels are tested with all combinations of features, head
+counts and layouts. Other head_dims are tested with fewer combinations, because each one is compiled separately. If the
 environment variable MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
 """
 
@@ -93,7 +93,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         (total_q, n_heads, v_head_dim),
     ]  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    if layout == "strided":  # each head is a slice of a wider one, which TMA reads in place
+    if layout == "strided":  # each head is half of a wider one, and TMA reads it in place
         inputs[:3] = [torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in inputs[:3]]
         if total_q % 2:
             inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)

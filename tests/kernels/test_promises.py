@@ -108,7 +108,7 @@ def test_more_than_two_to_the_31_elements():
     q, k, v = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x.requires_grad_()
-    window = (128, 0)  # a window, so that the kernels take less time
+    window = (128, 0)  # with a window, the kernels take less time
     o = flash_attn_varlen_func(q, k, v, cu, cu, 2**18, 2**18, causal=True, window_size=window)
     do = torch.ones_like(o)
     gradients = torch.autograd.grad(o, (q, k, v), do)
@@ -188,7 +188,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
             torch.testing.assert_close(ours[others], exact[others], rtol=0.0, atol=atol)
         o, lse, dq, _, _ = results
         if value == value:
-            continue  # a score of -inf has the weight 0, so rows that see the key can be finite
+            continue  # infinity can give a score of -inf, whose weight is 0, so results can be finite
         assert torch.isnan(dq[spoiled, 0]).any()
         if index < 2:
             assert torch.isnan(o[spoiled, 0]).all() and torch.isnan(lse[spoiled, 0])

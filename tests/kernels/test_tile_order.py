@@ -1,4 +1,5 @@
-"""Tests how many heads run at the same time: as many whole groups as fit in the L2 cache, but at least one group."""
+"""Tests how many groups of heads run at the same time. The L2 cache must hold their data, but at least one group runs.
+"""
 
 import pytest
 import torch
@@ -48,10 +49,8 @@ def test_queries_of_a_section_fit(total, expected):
     ],
 )
 def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
-    """Each KV head has 64 tiles.
-
-    Each of 128 programs should have two tiles, so four KV heads run at the same time, although one KV head alone fills
-    the L2 budget.
+    """One KV head has 64 tiles and fills the L2 budget. Four KV heads still run at the same time, because each of 128
+    programs should have two tiles.
     """
     q = meta(2**13, 4 * n_kv_heads, 128)
     assert kv_heads_per_section(q, n_kv_heads, n_tiles=64, programs=128) == expected

@@ -26,7 +26,7 @@ APART = ("dk", "dv")
 
 
 def passes_of(arch, head_dim, itemsize):
-    """Returns the passes of an entry: fwd, dkdv and dq, followed by dk and dv if these two have separate kernels."""
+    """Returns fwd, dkdv and dq, followed by dk and dv if dK and dV have separate kernels."""
     apart = key_passes(arch, head_dim, itemsize) == APART
     return PASSES + APART if apart else PASSES
 
@@ -143,9 +143,9 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 
 
 def test_shared_bytes_counts_both_halves_of_fp32():
-    """The expected values are Triton's shared memory for three TF32 matmuls.
+    """The expected values are the shared memory that Triton uses for three TF32 products.
 
-    The computed shared memory must not exceed Triton's by more than 3 KiB.
+    The computed values must not exceed them by more than 3 KiB.
     """
     reported = {
         ("sm90", 64, "fwd"): 131072,

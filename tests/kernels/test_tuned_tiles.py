@@ -1,4 +1,4 @@
-"""A file of tile sizes that a user measured on a GPU replaces the table on this GPU. A wrong file raises one clear
+"""If a user has measured tile sizes on a GPU, their file replaces the table on this GPU. A wrong file raises one clear
 error.
 """
 
@@ -32,7 +32,9 @@ def tile_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed_file(tmp_path, monkeypatch):
-    """Returns the file of the pretended GPU in an empty cache folder. No variable names a file."""
+    """Returns the file of the pretended GPU in an empty cache folder. The environment variable that could name another
+    file is not set.
+    """
     monkeypatch.delenv(tuned_tiles.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tuned_tiles.read_tiles.cache_clear()

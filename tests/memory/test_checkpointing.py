@@ -26,8 +26,8 @@ COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "com
 
 
 CASES = [(*case, False) for case in product(OTHER_ATTENTIONS, ("selective", "full"))]
-# Naive attention and chunked attention are compiled in one case each. Selective checkpointing cannot keep the results
-# of naive attention, and chunked attention itself is not compiled.
+# Naive and chunked attention are compiled in one case each. Selective checkpointing keeps no results of naive
+# attention, and chunked attention is never compiled.
 CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "full", True), ("chunked", "full", True)]
 
 
@@ -54,7 +54,7 @@ def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
     ],
 )
 def test_flash_has_the_same_loss_and_gradients(checkpointing, times, compiled, device, monkeypatch):
-    """The forward of flash attention runs twice with full checkpointing, and otherwise once."""
+    """Full checkpointing runs the forward of flash attention twice. Otherwise, it runs once."""
     expected = step_without_levers("flash", device)
     calls = []
     forward = backend.forward

@@ -60,7 +60,7 @@ def left_by_rounding(
     o_dtype: torch.dtype,
     truth: torch.dtype,
 ) -> Results:
-    """Returns the errors of dq, dk and dv if an exact backward pass starts from rounded o and lse.
+    """Returns the errors in dq, dk and dv that rounding o and lse causes even if the backward pass is exact.
 
     Our backward pass computes P from lse, so an error of lse scales P and dS in its row. Our backward pass also
     computes delta from o, so an error of o changes delta. The effects of both errors are linear in the gradients of o
@@ -90,7 +90,7 @@ def compare(
 
     Shapes: q, k, v in `inputs` as in flash_attn_varlen_func; do like o; dlse (n_heads, total_q). The exact values come
     from dense attention in fp32, or in fp64 if the inputs are fp32. Torch computes the exact values on
-    `reference_device`. Raises: AssertionError if the error of `ours` is larger than rounding explains.
+    `reference_device`. Raises: AssertionError if `ours` has a larger error than rounding can cause.
     """
     dtype = inputs[0].dtype
     truth = torch.float64 if dtype == torch.float32 else torch.float32
@@ -100,7 +100,7 @@ def compare(
         inputs = [x.to(reference_device) for x in inputs]
         do, dlse = do.to(reference_device), dlse.to(reference_device)
         sinks = sinks if sinks is None else sinks.to(reference_device)
-    exact_inputs = [x.to(truth) for x in inputs]  # in the dtype `truth`, so that their gradients have this dtype too
+    exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
     # A score is a sum of head_dim products. `floor` is the fp32 rounding error of such a sum if its largest products
@@ -111,8 +111,8 @@ def compare(
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient is a sum over rows: probability * (do · o). The floor is one standard deviation of the error
-        # that rounding o causes in this sum. Torch's error can be smaller by chance, because dsinks has few elements.
+        # A sink's gradient is the sum of probability * (do · o) over rows. The floor is the error from rounding o (one
+        # standard deviation). Torch's error can be smaller by chance, because dsinks has few elements.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

@@ -1,4 +1,4 @@
-"""Compares flash_attn_with_kvcache with dense attention in fp64 over the keys that the cache must contain."""
+"""Compares flash_attn_with_kvcache with dense attention in fp64, and its cache with the expected contents."""
 
 from dataclasses import dataclass
 
@@ -146,17 +146,17 @@ def check(
 
 @dataclass
 class Stored:
-    """Caches on the CPU, and where they hold each sequence."""
+    """Caches on the CPU, and the rows or pages in which each sequence is stored."""
 
-    caches: list[Tensor]  # k and v; (rows or pages, tokens of each, n_kv_heads, D)
+    caches: list[Tensor]  # k and v: (rows or pages, tokens in one row or page, n_kv_heads, D)
     table: Tensor | None  # block_table
-    places: list[list[int]]  # for each sequence the indices of its row or pages
+    places: list[list[int]]  # the row or the pages of each sequence
 
 
 def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, batch_idx: list[int] | None) -> Stored:
     """Stores the contents in rows, or in pages in a random order. Rows that belong to no sequence hold NaN.
 
-    used: the number of tokens of each sequence. Entries of the block table for pages after them are out of range.
+    used: the number of tokens of each sequence. Block-table entries after a sequence's used pages are out of range.
     """
     pairs = list(zip(*contents, strict=True))
     if page_size is None:

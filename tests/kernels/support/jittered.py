@@ -3,8 +3,8 @@
     python -m tests.kernels.support.jittered FILE    # writes FILE.
 
 Run the module in a new process. A process that has already compiled a kernel would reuse it without the sleeps. At each
-synchronisation, one warp in 8 sleeps for up to 4 us. If the code leaves the order of two events open, the sleeps change
-that order.
+synchronisation, one warp in 8 sleeps for up to 4 us. If nothing in the code fixes the order of two events, the sleeps
+can change it.
 """
 
 import sys
@@ -162,10 +162,10 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Yields two values for each of `RUNS` calls: hashes of the outputs that have equal bits in every run, and the
-    first head of dq.
+    """Makes `RUNS` calls, and yields two values for each: hashes of the repeatable outputs, and the first head of dq if
+    dq is not repeatable.
 
-    The second value is None if dq has equal bits in every run.
+    A repeatable output has the same bits in every run. The second value is None if all outputs are repeatable.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))

@@ -25,7 +25,7 @@ COMPILED: dict[int, Any] = {}  # compiled kernels, by the handle that a launch u
 
 
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """Returns the grid and the result of `keep` for each launch of one call of `CALLS`, in order.
+    """Makes one call of `CALLS`, and returns the grid and the result of `keep` for each launch.
 
     `keep` receives a function that compiles the kernel. Each kernel is compiled once per process.
     """

@@ -21,7 +21,7 @@ def poisoned_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms also fills memory, but then torch runs other kernels than in production.
     """
-    # before the patches, torch must cache the list of functions to which a device context applies
+    # the first device context makes torch cache a list of functions; the list must hold the unpatched ones
     with torch.device("meta"):
         torch.empty(0)
     patches = [

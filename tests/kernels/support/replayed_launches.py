@@ -1,8 +1,7 @@
 """Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
 
-A simulated driver replaces the part of Triton below Triton's launcher. The simulated driver compiles and runs no
-kernel; it only records the arguments of each launch. The function `differences` returns an error message for each case
-in which the launches differ.
+Triton's launcher calls a simulated driver. This driver compiles and runs no kernel; it only records the arguments of
+each launch. The function `differences` returns an error message for each case in which the launches differ.
 """
 
 import gc
@@ -321,7 +320,7 @@ def misplaced() -> list[str]:
 
 
 def launchers() -> list[str]:
-    """Returns an error message if a second key makes new launchers for kernels that already have launchers.
+    """Returns an error message if calls with a second key make new launchers.
 
     Different keys must share launchers, because it takes longer to make a launcher than replayed launches save.
     """
@@ -335,9 +334,7 @@ def launchers() -> list[str]:
 
 
 def schedules() -> list[str]:
-    """Returns an error message for each schedule whose kernel is launched by Triton itself, or with other arguments
-    than Triton would use.
-    """
+    """Returns an error message for each schedule whose launch is not replayed, or is replayed with wrong arguments."""
     found = []
     for n_docs, total in ((1, 128), (2, 128), (300, 1001)):
         launches: list[Any] = []

@@ -65,8 +65,8 @@ def test_auto_takes_the_cheapest_that_fits():
     assert crowded is None or not crowded.offload, "offload needs host memory"
 
 
-# Measured milliseconds of a compiled step by tokens and levers, from memory_llama_1b_32k_h200_202611.md and
-# memory_llama_1b_131k_h200_202611.md in scripts/results.
+# Measured milliseconds of a compiled step, for each number of tokens and each set of levers. The sources are
+# memory_llama_1b_32k_h200_202611.md and memory_llama_1b_131k_h200_202611.md in scripts/results.
 STEP_MS = {
     2**15: [
         (Levers("none", False, None), 951.2),
@@ -126,7 +126,7 @@ def test_auto_takes_chunks_before_host_memory(tokens):
 def test_copies_save_no_time_where_chunks_are_computed_again(plan):
     """With offload=all, tiled_mlp keeps the output of the FFN's first matmul. Its backward recomputes only the rest.
 
-    An FFN with adapters or GeGLU does not use tiled_mlp, and recomputes its chunks with every kind of offload.
+    An FFN with adapters or GeGLU does not use tiled_mlp. Offload does not change how it recomputes its chunks.
     """
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies
@@ -175,8 +175,8 @@ def test_auto_reaches_as_far_as_any_levers():
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-weights", "adapters"])
 def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
-    """The advice names no optimizer with 8-bit states or with states on the host, because require_shardable refuses
-    both.
+    """require_shardable refuses optimizers with 8-bit states or with states on the host, so the advice must not name
+    them.
     """
     plan = changed(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, seq_len=2**14)
     sizes = {GIB * gib for gib in range(4, 20)}

@@ -1,7 +1,7 @@
 """Compares the memory planner's predictions with runs of the real model, on fake tensors or on the CPU, and with peaks
 that were measured on GPUs.
 
-By default, some cases are left out. Most tests still run every pair of values of any two settings. The other tests
+By default, some cases are left out. For any two settings, most tests still run all pairs of values. The other tests
 leave out some cases of offload and compiled blocks. PLANNER_CASES=all also runs the cases that are left out by default.
 """
 
@@ -44,10 +44,9 @@ def name_of(measured: dict[str, Any]) -> str:
 
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
-# Measured by scripts/bench/planner.py, or by the command in an entry's field `run`. `first`: measured in a step before
-# the optimizer had states. In peaks_h100.json, a peak is that of one of two ranks. If the ranks have different peaks,
-# `peak_gib` is the highest one, `ranks_gib` lists all of them, and `ranks_keys` has the number of rows of each rank's
-# buffer of gathered keys.
+# Measured by scripts/bench/planner.py, or by the command in `run`. `first` marks a first step, in which the optimizer
+# had no states yet. peaks_h100.json has the peaks of one of two ranks. If the peaks of the ranks differ, `ranks_gib`
+# lists them, `peak_gib` is the highest, and `ranks_keys` lists how many keys each rank gathers.
 RECORDED = {
     f"{file.stem}-{name_of(measured)}-{number}": measured
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
@@ -68,8 +67,8 @@ def test_peaks_measured_on_gpus(measured):
 def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     """The planner predicts the peak of the rank that gathers all keys.
 
-    In the recorded runs, one document fills each row. With the number of keys that another rank gathers, the formulas
-    predict how much lower the peak of this rank is.
+    In the recorded runs, one document fills each row. Other ranks gather fewer keys. With their numbers of keys, the
+    formulas predict how much lower their peaks are.
     """
     plan, peaks, keys = recorded(measured["plan"]), measured["ranks_gib"], measured["ranks_keys"]
     predicted = []
@@ -175,8 +174,8 @@ def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tup
         return changed(plan, adapters=adapters_of(adapted())), adapted
 
 
-# The four settings are the model, the precision, checkpointing and the chunks of the FFN. Every pair of values of any
-# two settings occurs.
+# The four settings are the model, the precision, checkpointing and the chunks of the FFN. For any two settings, all
+# pairs of values occur.
 PAIRWISE = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]
 
 
@@ -241,7 +240,7 @@ CASES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
     # With fewer tokens or a larger vocabulary, the gradient of the tied embedding would determine the peak. Autograd
-    # adds this gradient to the head's gradient in place, but not in the simulation.
+    # adds this gradient to the head's gradient in place, except on fake tensors.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
@@ -263,7 +262,8 @@ SIMULATED_LEVERS = {
     "offload": Levers("selective", True, 8192),
     "offload-all": Levers("none", "all", 8192),
 }
-# Each case runs without levers. Every second case also runs with `offload` or `offload-all`, which alternate.
+# All cases run without levers. By default, a quarter of them also run with `offload`, and another quarter with
+# `offload-all`.
 SIMULATED = [
     pytest.param(levers, case, marks=slow_if(case not in ("default", "capped-logits")))
     for number, case in enumerate(CASES)
@@ -394,9 +394,7 @@ def test_components_add_up():
 @pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_host_memory_of_everything(qk_norm, mlp_chunk):
-    """Compares the prediction with the bytes that an fp32 forward pass on the CPU takes from the pool of host
-    memory.
-    """
+    """Compares the predicted bytes with those that a forward pass takes from the pool of host memory."""
     plan = changed(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []
@@ -414,7 +412,7 @@ def test_host_memory():
     assert predict(LLAMA_1B).host == 0
     host = predict(changed(LLAMA_1B, optimizer="adamw_offload")).host
     parameters = sum(parameter_sizes(LLAMA_1B.model))
-    # weights and gradients in pinned buffers, whose sizes are powers of two, and two moments
+    # two moments, and pinned buffers for weights and gradients, rounded up to powers of two
     assert 16 * parameters * 0.99 < host < 24 * parameters
 
 
@@ -449,7 +447,7 @@ def test_unknown_settings():
     ],
 )
 def test_the_workspace_of_attentions_backward(arch, head_dim, dtype, softcap, elements):
-    """`elements` is the expected number of fp32 elements for each query of one head."""
+    """The workspace has `elements` fp32 elements per query and head."""
     assert backward_workspace(head_dim, dtype, softcap, arch) == 4 * elements
 
 

@@ -130,8 +130,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# Each case has the moment at which the planner expects the peak. In the simulation, autograd does not add the two
-# gradients of a tied embedding in place, so no case with a tied embedding has both few tokens and a large vocabulary.
+# Each case names the moment of the predicted peak, and the plan's changed fields. No case combines a tied embedding,
+# few tokens and a large vocabulary, because autograd does not add fake tensors in place.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),

@@ -1,9 +1,9 @@
 """Simulates a training step on fake tensors, and counts its memory allocation by allocation.
 
-The real model runs, so sizes and lifetimes of torch's storages are real, including the caches of autograd and autocast.
-Fake tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators, so the
-simulation replaces each by its Python code. `_attention_backward` makes the allocations of attention's backward pass.
-As on CUDA, RMSNorm is one operator in the forward and one in the backward.
+The real model runs, so torch's storages have their real sizes and lifetimes. Caches of autograd and autocast are
+included. Fake tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators,
+so the simulation replaces each by its Python code. `_attention_backward` makes the allocations of attention's backward
+pass. As on CUDA, RMSNorm is one operator in the forward and one in the backward.
 """
 
 import weakref
@@ -92,7 +92,7 @@ def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
     return dq, dk, dv, lse.new_empty(0)
 
 
-HOST = "meta"  # stands for host memory, because the simulated GPU is the CPU
+HOST = "meta"  # this device represents the host, because the CPU represents the GPU
 
 INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.linear_cross_entropy.default: linear_cross_entropy._init_fn,
@@ -140,9 +140,9 @@ class Live(TorchDispatchMode):
 
 @dataclass
 class Step:
-    """Bytes of a training step, without weights, optimizer states and gradients of earlier micro-batches.
+    """The memory of a training step, in bytes.
 
-    The bytes of DDP's buckets are included.
+    DDP's buckets are included. Weights, optimizer states and gradients of earlier micro-batches are not.
     """
 
     kept: int  # kept between forward and backward
@@ -193,7 +193,7 @@ def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.
 
     DDP runs with a single process, which never waits for others. Its first step does not depend on the values of
     tensors, and therefore also runs on fake tensors.
-    communicates: whether a backward pass in the context moves the gradients to the buckets.
+    communicates: whether DDP moves gradients to its buckets in the backward pass.
     """
 
     def reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -220,8 +220,8 @@ def simulate(
     """Runs a micro-batch of one document, and returns the memory that the micro-batch needs.
 
     tokens: the length of the document.
-    accumulates: whether gradients of earlier micro-batches exist. The micro-batch is then not the last of its step, so
-    DDP does not communicate.
+    accumulates: whether gradients of earlier micro-batches exist. If so, more micro-batches follow in the same step,
+    and DDP does not communicate yet.
     buckets: as in RunSize.
     """
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
@@ -256,7 +256,7 @@ def simulate(
 
 
 def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str) -> int:
-    """Returns the bytes that the first block keeps for its backward if torch.compile compiles the block.
+    """Compiles the first block, and returns the bytes that the block keeps for its backward.
 
     The bytes of the block's input are included.
     """

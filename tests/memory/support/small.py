@@ -84,7 +84,7 @@ def step(model: GPT, batch: dict[str, Tensor]) -> list[Tensor]:
 
 @cache
 def step_without_levers(attention: str, device: torch.device) -> list[Tensor]:
-    """Returns the result of `step` for small_gpt and `stream` without memory levers.
+    """Returns the loss and the gradients of small_gpt without memory levers.
 
     The result is computed once and shared by all tests.
     """
@@ -104,7 +104,7 @@ def compile_blocks(model: GPT, *, fullgraph: bool = True) -> GPT:
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
     """On the CPU, requires bitwise equality.
 
-    On a GPU, allows for rounding, because attention's backward adds in an order that varies.
+    On a GPU, rounding may differ, because attention's backward adds in an order that varies.
     """
     for a, b in zip(ours, theirs, strict=True):
         if a.is_cuda:
