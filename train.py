@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
             result = instantiate(cfg.sweep_job)(train, cfg) if in_own_process else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
-    # if train.py has started this rank, the parent process returns the metric to the sweeper, and the rank does not
+    # a rank that train.py has started returns no metric, because its parent process does
     is_asked = cfg.optimized_metric is not None and not has_own_launcher()
     return result if not is_asked else optimized(result, cfg.optimized_metric)
 

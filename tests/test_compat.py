@@ -7,7 +7,7 @@ from fa_train import run_config
 from fa_train.compat import MOVED, moved_targets
 from tests.support.training import composed
 
-# all targets in conf/ at commit 6f94392, after which modules moved
+# all targets in conf/ at commit 6f94392, before modules moved
 TARGETS = (
     "fa_train.callbacks.GracefulInterrupt",
     "fa_train.callbacks.Monitor",

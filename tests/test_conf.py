@@ -32,7 +32,7 @@ ALONE = ("adapter", "optimizer", "strategy")  # each option of these groups has 
 
 
 def options():
-    """Yields lists of options, in which each option occurs once. Options of `TOGETHER` share a run."""
+    """Yields the options of each run. Each option occurs once, and options of `TOGETHER` share runs."""
     groups = {path.name: sorted(file.stem for file in path.glob("[!_]*.yaml")) for path in CONF.iterdir()}
     groups = {name: [f"{name}={option}" for option in found] for name, found in groups.items()}
     assert groups.keys() - {"train.yaml", "model", "experiment", "preset"} == {*TOGETHER, *ALONE}
@@ -42,7 +42,7 @@ def options():
         yield pytest.param(chosen, id=",".join(chosen), marks=slow_if(len(chosen) < 3))
 
 
-@pytest.mark.parametrize("chosen", list(options()))  # not the group model: tests/models builds the models
+@pytest.mark.parametrize("chosen", list(options()))  # tests/models tests the group model
 def test_every_option_builds_a_run(chosen, tmp_path, device):
     needed = [override for option in chosen for override in NEEDED.get(option.partition("=")[2], [])]
     if "data=sft" in chosen:

@@ -1,4 +1,4 @@
-"""A Python file has at most 500 lines, so that a reader can keep it in mind."""
+"""A Python file has at most 500 lines, so that it is easy to read."""
 
 from tests.support.processes import REPOSITORY
 

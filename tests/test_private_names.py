@@ -1,4 +1,4 @@
-"""If another package lacks a private name that the code uses, the run ends and names the version to install."""
+"""If a package lacks a private name that the code uses, the error message names the version to install."""
 
 import tomllib
 from importlib.metadata import version

@@ -88,7 +88,7 @@ CHANGED = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Maps the name of each optimizer to its run, which `run_of` trains when it is first needed.
+    """Returns a dictionary {optimizer: run}, to which `run_of` adds each run when it is first needed.
 
     The key "" maps to the folder of these runs.
     """
@@ -106,7 +106,7 @@ def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
     whole = run_of(name, runs)
     folder = run(tmp_path / "changed", *OPTIMIZERS[name], *CHANGED, from_step_three(whole), SEEN)
     rates = column(folder, "lr")
-    # eight steps of warm-up to 1e-3, one step at the peak, then the middle of a cosine of two steps
+    # eight steps of warm-up to 1e-3, step 9 at the peak, and step 10 in the middle of a cosine decay
     assert rates == pytest.approx({step: 1e-3 * min(step, 8) / 8 for step in range(4, 10)} | {10: 0.55e-3})
     for step, groups in Seen.groups.items():
         assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
@@ -229,7 +229,7 @@ of_two_ranks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port
 def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
     """One process runs four micro-batches per step.
 
-    Two processes run two micro-batches each per step, which changes the order of the fp32 sums.
+    Two processes run two micro-batches each, so the order of the fp32 sums differs.
     """
     one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
     assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"

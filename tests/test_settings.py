@@ -58,7 +58,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of one of these keys sele
 def is_own(raw: Any, key: str) -> bool:
     """Returns whether the key holds a value that a user can override.
 
-    If the key or a node that contains the key is an interpolation, the key only copies another key.
+    A key only copies another key if it is an interpolation, or if it is inside a node that is one.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -68,7 +68,7 @@ def is_own(raw: Any, key: str) -> bool:
 
 
 def wrong_values(hint: Any) -> list[str]:
-    """Returns overrides that a key with this type hint must refuse: another type, a value out of bounds, null."""
+    """Returns values that a key with this type hint must refuse: other types, numbers out of bounds, and null."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return wrong_values(arguments[0]) + [value for bound in arguments[1:] for value in beyond(bound)]
@@ -286,7 +286,7 @@ def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
 
 
 def options():
-    """Yields lists of options, in which each option of conf/ occurs once.
+    """Yields lists of options that together contain each option of conf/.
 
     A list has at most one option of each group. An experiment sets options itself, so it is alone.
     """

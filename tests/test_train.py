@@ -240,8 +240,8 @@ def test_the_number_of_processes_may_change(tmp_path):
 
     The rows and the losses of both resumed runs are those of the first run.
 
-    The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches with one process, and
-    2 on each of two processes.
+    The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches: 4 in one process, or
+    2 in each of two processes.
     """
     settings = [
         "max_steps=9", "data.packing=best_fit", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=1",
@@ -258,7 +258,7 @@ def test_the_number_of_processes_may_change(tmp_path):
         assert sorted(seen) == list(range(first, 10))
         assert recorded_rows(part) == {step: rows[step] for step in range(first - 1, 9)}
         assert column(part, "val/loss") == pytest.approx({6: validated[6], 9: validated[9]}, rel=1e-5)
-        # fp32 sums (of losses and of gradients) are added in another order
+        # losses and gradients are fp32 sums, and their order differs
         assert list(seen.values()) == pytest.approx([losses[step] for step in seen], rel=1e-5)
 
 

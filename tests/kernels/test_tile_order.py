@@ -1,5 +1,4 @@
-"""Tests how many groups of heads run at the same time. The L2 cache must hold their data, but at least one group runs.
-"""
+"""Tests how many groups of heads run at the same time: as many as fit in the L2 cache, but at least one."""
 
 import pytest
 import torch

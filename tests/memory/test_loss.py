@@ -204,7 +204,7 @@ def tanh(x):
 
 
 class Scalar(float):
-    """An argument that a kernel converts with `.to`. Triton's interpreter passes plain floats, which have no `.to`."""
+    """A float with the method `to`, which a kernel calls. Triton's interpreter passes plain floats, which lack it."""
 
     def to(self, dtype):
         return self

@@ -79,8 +79,8 @@ class Watched(nn.Module):
 def test_states_leave_the_device(checkpointing, compiled, device):
     """With offload, only the state of the last block stays on the device, because the backward needs it first.
 
-    Without offload, all states stay on the device. The exception is a compiled block without checkpointing: it keeps a
-    sum of its inputs instead of its first input, which is the tensor that the test watches.
+    Without offload, all states stay on the device, except those of compiled blocks without checkpointing. Such a block
+    keeps a sum of its inputs, but the test watches the first input.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
@@ -197,7 +197,7 @@ def test_no_gradients_no_copies(device):
 
 
 def test_frozen_embedding(device):
-    """If the embedding is frozen, as in the fine-tuning of adapters, the first state needs no gradient."""
+    """With a frozen embedding, the first state needs no gradient."""
     results = []
     for memory in (levers(), levers("full", offload=True), levers(offload="all")):
         model = small_gpt(memory, device, tied=False)
@@ -209,7 +209,7 @@ def test_frozen_embedding(device):
 
 @pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # dim, ffn_dim and the number of rows of qkv are 32, 48 and 64
 def test_weights_stay(tokens, device, monkeypatch):
-    """No weight is offloaded, even if its number of rows equals the number of tokens."""
+    """Weights are never offloaded, even if they have as many rows as there are tokens."""
     sent, send = [], offload._State.send
 
     def watched(state, *args):
@@ -247,7 +247,7 @@ def test_too_little_host_memory(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_everything(device, monkeypatch):
-    """The error is raised after the first block has saved its states, before any other block saves states."""
+    """When the error is raised, only the first block has saved its states."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated

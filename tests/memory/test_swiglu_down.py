@@ -31,7 +31,7 @@ BIAS = pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Returns a list that gets one entry for each run of the kernel that computes gradients and activations."""
+    """Returns a list to which each run of SwiGLU's backward kernel adds an entry."""
     calls: list[None] = []
     backward = kernel._backward
 
@@ -164,7 +164,7 @@ def test_in_the_model(checkpointing, device, passes):
     [("none", "bf16-mixed"), ("none", "bf16-true"), ("selective", "bf16-mixed"), ("full", "bf16-mixed")],
 )
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
-    """A compiled block keeps as many bytes with the operator as with autograd.
+    """The operator does not change how many bytes a compiled block keeps.
 
     No rounded copy of the weights is kept.
     """
@@ -204,7 +204,7 @@ def test_which_layers_train_plainly(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
 def test_adapters_keep_their_path(target, device, passes):
-    """The adapter belongs to one of the FFN's layers, or to no layer of the FFN.
+    """The adapter of q_proj is outside the FFN, and the other adapters are inside it.
 
     The frozen weights under an adapter get no gradient.
     """
@@ -231,8 +231,8 @@ def test_other_activations_keep_their_path(activation, device, passes):
 
 @pytest.mark.gpu
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
-    """The kernel overwrites the gradient of the activations with the activations. torch.compile copies this gradient
-    first only if it is needed later.
+    """The kernel writes the activations over their gradient. torch.compile copies the gradient only if it is needed
+    later.
     """
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)

@@ -174,9 +174,7 @@ def test_frozen_input(device):
 @pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
-    """The backward recomputes each chunk once. If checkpointing recomputes a block, it recomputes only the operations
-    before the FFN.
-    """
+    """The backward recomputes each chunk once. Checkpointing recomputes only the operations before the FFN."""
     calls = []
     for name in ("_activated", "_activation_backward"):
         function = getattr(tiled_ffn, name)

@@ -25,7 +25,7 @@ def _forget_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Returns a list that gets one entry for each kernel that adds and normalises."""
+    """Returns a list to which each RMSNorm of a sum adds an entry."""
     calls: list[None] = []
     forward = rmsnorm._forward_by_kernel if torch.cuda.is_available() else rmsnorm._forward_plainly
 

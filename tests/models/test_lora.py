@@ -126,8 +126,8 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """`dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`, where dW is the gradient of the rows of W into which the
-    adapter is merged.
+    """An adapter is merged into rows of W, whose gradient is dW. The formulas are `dA = scale * B.T @ dW` and `dB =
+    scale * dW @ A.T`.
     """
     settings = lora(target_modules=targets, use_rslora=True)
     model, dense = (small(settings=settings, activation=activation) for _ in range(2))
@@ -169,8 +169,8 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """No case has only offload or only full checkpointing: offload happens outside the graphs, and `all` includes full
-    checkpointing.
+    """Offload has no case of its own, because it happens outside the compiled graphs. Full checkpointing is part of the
+    case `all`.
     """
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
@@ -198,7 +198,7 @@ def test_adapters_are_fp32_whatever_the_precision(precision):
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", *slow("llama-biased-own-head", "qwen3", "gemma2", "arcee-gelu")])
 def test_a_saved_adapter_is_the_formula(name, tmp_path):
-    """The logits equal those of a transformers model after `scale * B @ A` from the files was added to its weights."""
+    """The logits equal those of a transformers model whose weights include `scale * B @ A` from the adapter's files."""
     base = write_base(name, tmp_path / "base")
     settings = lora(use_rslora=name == "qwen2")
     model = randomised(settings(load_pretrained(tmp_path / "base", "naive")))

@@ -89,9 +89,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize("parameters", SCALINGS)
 def test_scalings_equal_transformers(parameters):
-    """Compares frequencies and magnitudes for the sizes of Llama 3. The row is longer than the trained length of 8192
-    tokens.
-    """
+    """The sizes are those of Llama 3. The row is longer than the trained length of 8192 tokens."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

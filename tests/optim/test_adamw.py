@@ -171,7 +171,7 @@ def test_stochastic_rounding_lets_small_updates_count(name):
 
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the CPU stand for the GPU, so that CUDA streams do nothing and memory is not pinned."""
+    """Uses the CPU in place of the GPU. CUDA streams do nothing, and memory is not pinned."""
     from torchao.optim import cpu_offload
 
     stream, event = SimpleNamespace(), SimpleNamespace(synchronize=lambda: None)
@@ -335,7 +335,7 @@ def test_configs_instantiate_and_their_state_is_plain():
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_compiler")
 def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
-    """A run of four steps that resumes for two more steps logs the same losses as a run of six steps."""
+    """A run stops after four steps and is resumed for two. Its losses equal those of a run of six steps."""
     losses = []
     for name, steps in (("whole", [6]), ("parts", [4, 6])):
         for max_steps in steps:

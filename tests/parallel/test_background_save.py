@@ -148,7 +148,7 @@ class KilledWhileSaving(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 6 and not self.prepared:  # each step of two ranks has two batches
             self.prepared = True
-            trainer.checkpoint_callback._finish(trainer)  # a slow save of step 4 must not be the one that is killed
+            trainer.checkpoint_callback._finish(trainer)  # finish the save of step 4: only the save of step 6 is killed
             if trainer.global_rank == self.rank:
                 torch.save = self.die  # type: ignore[assignment]
         if trainer.global_step == 7:

@@ -50,8 +50,8 @@ FEATURES = {
     "z-loss": {"loss": LinearCrossEntropy(chunk_size=17, z_loss=0.1)},
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
-# {name: (attention, features, checkpointing, compiled, deterministic, groups of KV heads, ranks that share a stream)}
-# Each compiled case has two ranks. In the run `all` of RUNS, four ranks train a compiled model.
+# The values of a case are attention, features, checkpointing, compiled, deterministic, groups of KV heads, and ranks
+# that share a stream. Each compiled case has two ranks. In the run `all` of RUNS, four ranks train a compiled model.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
     "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),
@@ -64,7 +64,8 @@ CASES = {
     "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 1, 2),
     "flash-groups-2": (flash_attention, "windows", "selective", True, False, 2, 2),
 }
-# {name: (tensors that attention alone receives, window, softcap, groups of KV heads, ranks that share a stream)}
+# The values of a case are attention's additional tensors, window, softcap, groups of KV heads, and ranks that share a
+# stream.
 ATTENTIONS = {
     "sinks-2": (["sinks"], None, 0.0, 1, 2),
     "alibi-2": (["alibi_slopes"], None, 0.0, 1, 2),
@@ -168,8 +169,8 @@ def compile_without_inductor():
 
 
 def compare(rank, group, attention, features, checkpointing, compiled, deterministic, head_groups, context):
-    """Returns three results: the relative errors of the loss and of each gradient, the graph breaks, and the number of
-    graphs after each stream. The errors are right on rank 0 only.
+    """Returns the relative errors of the loss and each gradient, the graph breaks, and how many graphs exist after each
+    stream. The errors are right on rank 0 only.
     """
     torch.use_deterministic_algorithms(deterministic)
     batch = stream()
@@ -307,7 +308,7 @@ def test_runs_have_the_values_of_one_process(run, value, four_ranks):
 
 
 def test_communication_includes_the_waits_of_exchanges(four_ranks):
-    """In a step of 4 micro-batches, each of 2 layers waits for an exchange at least twice, in forward and backward."""
+    """A step has 4 micro-batches, and each of the 2 layers waits for an exchange in forward and in backward."""
     waits = column(four_ranks / "longer", "perf/communication_ms")
     assert sorted(waits) == [3, 4] and min(waits.values()) >= 4 * 2 * 2 * EXCHANGE_MS
 

@@ -1,4 +1,4 @@
-"""Two GPUs that share packed rows of 131,072 tokens compute the gradients of one GPU, and send only planned keys."""
+"""Two GPUs share packed rows of 131,072 tokens. They compute the gradients of one GPU, and send only planned keys."""
 
 import json
 import os

@@ -1,9 +1,9 @@
 """Two and four processes that share streams compute the same losses, gradients and weights as one process.
 
-The settings of a case are attention, packing, a feature, accumulation, the mesh (context groups and the ranks of a
-group), memory and compilation. With CONTEXT_CASES=pairwise, the cases cover every pair of values of any two settings.
-With CONTEXT_CASES=all, all combinations run, which takes hours. By default, as in CI, no case runs here, because
-test_context.py has a few cases.
+The settings of a case are attention, packing, a feature, accumulation, mesh, memory and compilation. A mesh is the
+number of context groups and the number of ranks in a group. By default, as in CI, none of these cases runs, and only
+those in test_context.py do. With CONTEXT_CASES=pairwise, the cases cover all pairs of values for any two settings. With
+CONTEXT_CASES=all, all combinations run, which takes hours.
 """
 
 import os

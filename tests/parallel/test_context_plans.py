@@ -50,7 +50,7 @@ def balance(dealt, boundaries):
 
 
 def received(dealt, boundaries, window=None):
-    """Returns the number of keys that ranks receive from other ranks, relative to a plan where each rank gathers all
+    """Returns how many keys the ranks receive, as a fraction of those that they would receive if each rank gathered all
     keys.
     """
     sizes = [sum(traffic(dealt, boundaries, rank, window).sizes[1]) for rank in range(dealt.ranks)]
@@ -112,8 +112,8 @@ def test_documents_limit_what_is_received(ranks):
 
 
 def test_whole_documents_change_their_rank():
-    """The second half of the stream has four documents of four chunks each, which need almost all of the work. The plan
-    balances the work of the ranks by swaps of whole documents.
+    """The second half of the stream has four documents of four chunks each, which need almost all of the work. To
+    balance the work, the plan swaps whole documents between the ranks.
     """
     size = CHUNK_SIZES[0]
     short, long = [size // 4] * 4 * 16, [4 * size] * 4

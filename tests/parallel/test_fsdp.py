@@ -182,7 +182,7 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
     run = shared / f"full_{strategy}"
     full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", torch.save)  # the end of this block undoes the patch of FullDisk
+        patch.setattr(torch, "save", torch.save)  # restored at the end of this block, after FullDisk has replaced it
         with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):
             train_in(run, shared, *RANKS, f"strategy={strategy}", *full)
     dist.barrier()
@@ -196,8 +196,8 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """In its third call of `largest`, rank 1 passes 143, the exit code after SIGTERM. Both ranks get 143 from the
-    fourth call, although one rank is slower than the other.
+    """In the third call of `largest`, rank 1 passes 143, the exit code after SIGTERM. Both ranks get 143 from the
+    fourth call on, and never earlier, even if one rank is faster.
     """
     agreement = Agreement()
     answers = []
@@ -213,7 +213,7 @@ def sharded_run(two_ranks) -> Path:
 
 
 def assert_goes_on(run: Path, whole_run: Path) -> None:
-    """Requires steps 4 to 6 to have the losses of the run that never stopped."""
+    """Requires the losses of steps 4 to 6 to equal those of the run that never stopped."""
     losses, expected = (column(folder, "train/loss") for folder in (run, whole_run))
     assert sorted(losses) == [4, 5, 6]
     assert losses == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
@@ -427,8 +427,8 @@ def gradients(model: GPT, tokens: Tensor, precision: str) -> tuple[Tensor, dict[
 
 
 def compare_gradients(rank: int) -> None:
-    """The loss on each rank equals that of an unsharded model. The gradients equal the unsharded model's mean gradients
-    for the data of both ranks.
+    """The loss on each rank equals that of an unsharded model. The gradients equal the mean of the unsharded model's
+    gradients on the data of the two ranks.
     """
     torch.backends.mkldnn.set_flags(False)  # on some CPUs, oneDNN has no bf16
     mesh = init_device_mesh("cpu", (2,))

@@ -97,8 +97,8 @@ def assert_ranks_are_compared(folder, printed) -> None:
         )
     }  # fmt: skip
     assert all(len(values) == 4 for values in measured.values())
-    # Other programs can delay rank 0 in some steps. One micro-batch may be fetched a step early, so each step waits for
-    # at least one of its two micro-batches.
+    # Other programs can delay rank 0 in some steps. A step may find one of its two micro-batches already fetched, but
+    # it waits for the other.
     assert min(measured["compute_ms_max"]) >= 500 and max(measured["communication_ms_max"]) >= 200
     assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 400
     assert 1 in measured["slowest_rank"] and min(measured["slowest_over_mean"]) > 1

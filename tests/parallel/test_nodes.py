@@ -1,4 +1,4 @@
-"""Tests runs on several nodes. Two torchrun agents on this machine stand for two nodes."""
+"""Tests runs on several nodes. On this machine, two torchrun agents act as two nodes."""
 
 import os
 import socket
@@ -53,7 +53,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path):
 
 @pytest.mark.skipif("SHARDING_CASES" not in os.environ, reason="takes 10 seconds: choose SHARDING_CASES=pairwise")
 def test_both_nodes_end_with_the_reason_if_a_rank_of_one_fails(tmp_path):
-    """torchrun itself prints the last lines: the reason, and a bar that ends its summary."""
+    """The last two lines come from torchrun: the reason, and a line of equals signs."""
     fails = ["+callbacks.fails._target_=tests.parallel.test_launch.Fails", "+callbacks.fails.rank=1"]
     for node in on_two_nodes(tmp_path, "max_steps=4", *fails, "+callbacks.fails.how=oom"):
         assert node.returncode == 1

@@ -160,7 +160,9 @@ def test_a_lost_connection_ends_the_rank_before_lightning_waits_for_the_gpu(erro
 
 @pytest.fixture
 def store(environment):
-    """The store of ranks that torchrun has started. A rank waits at most 0.1 s for another rank's reason."""
+    """Pretends that torchrun has started the ranks, and returns their store. A rank waits at most 0.1 s until another
+    rank reports a reason.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment.setattr(rank_store, "_store", lambda: store)
     environment.setattr(rank_store, "_ASKED", {"folder": 1})

@@ -2,8 +2,8 @@
 lever.
 
 The settings of a case are strategy, accumulation, memory and compilation. By default, a few cases run, as in CI. With
-SHARDING_CASES=pairwise, the cases cover every pair of values of any two settings. With SHARDING_CASES=all, all
-combinations run. Both choices also fine-tune a checkpoint.
+SHARDING_CASES=pairwise, the cases cover all pairs of values for any two settings. With SHARDING_CASES=all, all
+combinations run. With either of these two, a checkpoint is also fine-tuned.
 """
 
 import json
@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
 ]
-IN_CI = [  # every value of each option, and every strategy compiled and not compiled
+IN_CI = [  # has every value of every option; each strategy is compiled in one case and not in another
     Case("ddp", 1, "full-offload", compiled=True),
     Case("ddp", 2, "selective"),
     Case("fsdp", 1, "none", tied=False, reshard=False),

@@ -126,8 +126,8 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         deadline = time.monotonic() + 120
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # so that the signal interrupts the second case, or the third on a slow machine
-        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # like a terminal, which signals every process of the group
+        time.sleep(0.5)  # the second case should run now; the third may already run
+        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # a terminal signals every process of the group
         sweep_of_long_cases.join(30)
     finally:
         sweep_of_long_cases.kill()
@@ -244,8 +244,8 @@ def test_a_step_is_measured(attention):
     result = measure(case(attention))
     assert result.outcome == "ok" and result.step_ms > 0 and result.peak_gib > 0 and result.timed_steps == 2
     assert result.mfu is None and result.reserved_gib is None
-    # `6 * N * T + 6 * layers * n_heads * head_dim * T**2` for T tokens and matrices of N elements in all;
-    # the output matrix has 259 x 32 of the N elements
+    # `6 * N * T + 6 * layers * n_heads * head_dim * T**2`, where T is the number of tokens. N is the number of elements
+    # in all matrices, including the output matrix of 259 x 32.
     matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 259 * 32
     flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert result.tflops * 1e12 * result.step_ms / 1e3 == pytest.approx(flops)
@@ -339,10 +339,10 @@ def allocated(run):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "n_heads"), [("fp32", 4), ("fp16", 4), ("fp16", 8)])
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
-    """The measured peak is at least the minimum of the formula.
+    """The formula gives a minimum, and the measured peak is not below it.
 
-    The peak is at most 1.03 times the sum of the formula's minimum and a second mask of N^2 bytes. The formula leaves
-    out terms linear in N. Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
+    The peak exceeds the minimum by at most 3% and a second mask of N^2 bytes. The formula leaves out terms linear in N.
+    Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

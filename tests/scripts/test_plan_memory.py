@@ -290,7 +290,7 @@ def test_auto_chooses_or_says_why_not():
 
 
 def test_blocks_stay_gathered_if_memory_allows():
-    """The longest seq_len does not depend on whether blocks stay gathered, because a longer run would free them."""
+    """The longest seq_len is that of a run that frees gathered blocks, even if the planned run keeps them."""
     sharded = ["model=llama_1b", "seq_len=8192", "strategy=fsdp", "trainer.devices=2", "batch_size=2", "host_gib=100"]
     shown = "strategy.reshard_after_forward: "
     roomy, tight = (memory_table([*sharded, f"gpu_gib={gib}"]) for gib in (80, 22))

@@ -23,7 +23,7 @@ UNCHANGING = {f"file://{CONF}", "pkg://hydra.conf", "structured://"}  # sources 
 create_defaults_list = config_loader_impl.create_defaults_list
 compose = ConfigLoaderImpl._compose_config_from_defaults_list
 _lists: dict[Any, DefaultsList] = {}
-_configs: dict[int, Any] = {}  # by the id of the list of defaults
+_configs: dict[int, Any] = {}  # the key is the id of a defaults list
 
 
 def _create_defaults_list(

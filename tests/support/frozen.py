@@ -1,8 +1,8 @@
-"""Imports modules that train.py imports only when it needs them, composes configs that many tests need, and excludes
-all objects created so far from garbage collection.
+"""Imports modules that train.py imports only when it needs them, and composes configs that many tests need. Then
+excludes all existing objects from garbage collection.
 
-The server of tests.support.processes imports this module once. Without it, each run would import these modules and
-compose its config again, and its garbage collections would scan all objects from the imports.
+The server of tests.support.processes imports this module once. Otherwise, each run would import these modules and
+compose its config again. Its garbage collections would also scan all imported objects.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter three times as fast.
 
-The original interpreter patches Triton's language at every call of a device function. Here, the language is patched
-once per launch. To check one integer operation for overflow, the original interpreter runs nine operators, and uses
-the result only in debug mode. Here, NumPy makes the check.
+The original interpreter patches Triton's language at every call of a device function. This module makes it patch the
+language once per launch. To check one integer operation for overflow, the original interpreter runs nine operators, and
+uses the result only in debug mode. In this module, NumPy makes the check.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # stands for every device function
+LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # passed in place of a device function
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 
 def slow(*values: Any) -> list[Any]:
-    """Returns the values as parameters that are marked slow, for tests with one parameter."""
+    """Returns the given values of a single parameter, marked as slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -20,5 +20,5 @@ def slow_except(kept: list[str], cases: list[Any]) -> list[Any]:
 
 
 def slow_if(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
-    """Returns the `marks` of a `pytest.param`: slow if the condition is true."""
+    """Returns the `marks` of a `pytest.param`. They contain `slow` if the condition is true."""
     return (pytest.mark.slow,) if condition else ()

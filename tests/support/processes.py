@@ -56,9 +56,9 @@ def start(
     """Starts `python program arguments` in a new session, or `python -m program` if `program` is the name of a module.
 
     `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
-    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory. fork_servers:
-    whether multiprocessing's fork server is forked from the program. If False, it is a new interpreter that imports all
-    modules again, as outside the tests.
+    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory. fork_servers: whether
+    the program forks multiprocessing's fork server. If False, that server is a new interpreter that imports all modules
+    again, as outside the tests.
     """
     start_server()
     settings = limit_memory, fork_servers
@@ -128,7 +128,7 @@ def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str
                 with suppress(OSError):  # listdir's own descriptor is in the list, but already closed
                     os.close(int(name))
         try:
-            GlobalHydra.instance().clear()  # a new interpreter has no initialised Hydra, but the program may
+            GlobalHydra.instance().clear()  # Hydra is not initialised in a new interpreter, but may be in this one
             exec(arguments[-1])
         finally:
             os._exit(0)  # the server ends with SystemExit, which must not reach the program's own code
@@ -164,7 +164,7 @@ def _main(
     multiprocessing.set_start_method(None, force=True)  # resets the default
     if fork_servers:
         multiprocessing.util.spawnv_passfds = partial(_spawn_or_fork, multiprocessing.util.spawnv_passfds)
-    # like `python program`, which does not search the folder in which the tests were started
+    # as with `python program`, leave out the folder in which the tests were started
     first = program.parent if isinstance(program, Path) else cwd
     sys.path[:] = [str(first), *(path for path in sys.path if path not in ("", str(REPOSITORY)))]
     sys.argv = [str(program), *arguments]

@@ -15,8 +15,7 @@ def assert_as_accurate(
         exact: the true result in fp32 or fp64, in the same shape.
         baseline: torch's result in the dtype of `ours`, in the same shape.
         factor: the allowed error as a multiple of the baseline's largest error.
-        floor: an error that is added to the allowed error, because the baseline is sometimes exact by chance (for
-        example with one key).
+        floor: added to the allowed error, because the baseline can be exact by chance, for example with one key.
     """
     assert ours.shape == exact.shape == baseline.shape, f"{name}: {ours.shape}, {exact.shape}, {baseline.shape}"
     if exact.numel() == 0:

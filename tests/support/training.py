@@ -76,7 +76,7 @@ def command_line(
 class RowRecorder(Callback):
     """Writes [step, a hash of each row's tokens, labels and positions] to rows_<rank>.jsonl in the run's folder.
 
-    recorded_rows() reads the recorded rows of all ranks, even of processes that a test has killed.
+    recorded_rows() reads the rows of all ranks, including ranks that a test has killed.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -95,7 +95,7 @@ RECORDED = ("+callbacks.rows._target_=tests.support.training.RowRecorder", "+cal
 
 
 def recorded_rows(folder: Path) -> dict[int, list[str]]:
-    """Returns the sorted hashes of all ranks' rows for each step, starting at step 0.
+    """Returns a dictionary from step to the sorted hashes of all ranks' rows. The first step is 0.
 
     The hashes are sorted, because the order in which ranks get the rows does not matter.
     """

@@ -11,7 +11,7 @@ from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS
 
 @pytest.fixture
 def checkpoint(tmp_path: Path):
-    """Returns a function that writes the checkpoint of a given name with random parameters, and returns its folder."""
+    """Returns a function that writes one of `CHECKPOINTS` with random parameters, and returns its folder."""
 
     def write(name: str, **options) -> Path:
         family, fields = CHECKPOINTS[name]

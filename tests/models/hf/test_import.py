@@ -184,7 +184,7 @@ def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
 def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
     """Configs on the Hub have fields that the classes of transformers lack.
 
-    An export also writes the fields that transformers lacks.
+    An import accepts these fields, and an export writes them.
     """
     folder = checkpoint(name)
     before = load_pretrained(folder, attention="naive")
@@ -206,7 +206,7 @@ def test_every_field_that_transformers_writes_is_known(checkpoint):
     "attention", [flash_attention, partial(chunked_attention, chunk_size=8)], ids=["flash", "chunked"]
 )
 def test_losses_and_gradients_are_transformers(name, attention, checkpoint, device):
-    """Tests soft caps, windows and the embedding's scale in the backward, with every memory lever."""
+    """Tests the backward of soft caps, windows and the embedding's scale, with checkpointing and chunks."""
     folder, stream = checkpoint(name), tokens().to(device)
     loss = LinearCrossEntropy(chunk_size=10, z_loss=0.1, label_smoothing=0.2)
     memory = Memory("full", offload=False, mlp_chunk=5, loss=loss)

@@ -46,8 +46,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 class Case:
     """attention: a key of `ATTENTIONS`. packing: a key of `BOUNDARIES`. feature: a key of `FEATURES`.
 
-    accumulation: micro-batches per step and context group. data: the number of context groups. context: the ranks of
-    each group. memory: a key of `MEMORIES`.
+    accumulation: micro-batches in a step of one context group. data: the number of context groups. context: the ranks
+    of each group. memory: a key of `MEMORIES`.
     """
 
     attention: str
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """Whether the attention supports the feature. GPT has no sinks, so SinkGPT adds them, for flash attention."""
+        """Whether the attention supports the feature. Only flash attention supports sinks."""
         impossible = {"cap": ["sdpa"], "sinks": ["naive", "sdpa", "chunked"]}
         return self.attention not in impossible.get(self.feature, [])
 
@@ -112,8 +112,7 @@ class SinkGPT(GPT):
 class GradientRecorder(Recorder):
     """Records the gradients that the optimizer gets.
 
-    LitGPT rescales them before the optimizer's step, because the loss of a micro-batch is divided by the number of its
-    tokens, including padding.
+    LitGPT rescales the gradients to a mean over the step's labels before the optimizer uses them.
     """
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -137,7 +136,7 @@ def build(case: Case, device: str) -> GPT:
         model = kind(
             attention=ATTENTIONS[case.attention], loss=memory.loss, memory=memory, **sizes | FEATURES[case.feature]
         )
-    # torch.compile leaves chunked attention out, which breaks the graph
+    # chunked attention is not compiled, so the graph has breaks
     return compile_blocks(model, fullgraph=case.attention != "chunked") if case.compiled else model
 
 
@@ -156,7 +155,7 @@ def micro_batches(packing: str, number: int) -> list[dict[str, Tensor]]:
 
 
 def train(case: Case, rank: int | None = None) -> Recorder:
-    """Trains on the streams of this rank, or on all streams in this process alone if rank is None."""
+    """Trains on the streams of this rank. If rank is None, trains on all streams in this process."""
     alone = rank is None
     lit_gpt = LitGPT(
         build(case, "cpu" if alone else "meta"),

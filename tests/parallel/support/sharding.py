@@ -31,7 +31,7 @@ from tests.support.training import composed
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
 RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")  # the attributes of a Recorder
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
-COPIES = {2: "ddp", 4: "hsdp"}  # for each number of ranks, a strategy that trains several copies of the model
+COPIES = {2: "ddp", 4: "hsdp"}  # a strategy with several copies of the model, by number of ranks
 MEMORIES: dict[str, Memory] = {
     "none": levers(),
     "selective": levers("selective", mlp_chunk=8),
@@ -214,7 +214,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     flipped = difference(copies, rank, FlipBit())
     Path(folder, f"flipped.{len(environments)}.{rank}.txt").write_text(flipped)
     if copies.strategy == "hsdp":
-        # makes the norms of the two replicas differ, as sums in different orders could
+        # gives the two replicas different norms, as if they had added in different orders
         with patch("fa_train.lit_gpt.whole", lambda norm: whole(norm) * (1.001 if rank < 2 else 1)):
             Path(folder, f"norms.{rank}.txt").write_text(difference(copies, rank))
     if len(environments) == 2:

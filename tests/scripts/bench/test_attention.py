@@ -203,7 +203,7 @@ def test_rates_have_a_group_of_bars_a_workload(tmp_path: Path) -> None:
     ]
     figure = draw_rates(rows, "made up")
     (forward, wide), (backward, nothing) = (figure.axes[i : i + 2] for i in (0, 2))
-    middle = 0.85 / 4  # the center of one of two bars, relative to the center of its group
+    middle = 0.85 / 4  # distance from the center of a bar to the center of its group of two bars
     assert [bar.get_center()[0] for bar in bars(forward)] == pytest.approx([-middle, middle, 1 + middle, 2 + middle])
     assert [bar.get_height() for bar in bars(forward)] == [10.0, 20.0, 30.0, 40.0]
     assert [x.get_text() for x in backward.get_xticklabels()] == ["1 × 1024", "1 × 4096", "3 documents, log-normal"]
@@ -312,7 +312,9 @@ def test_time_is_the_gpus_alone() -> None:
 
 
 def test_candidates_run_in_random_order(monkeypatch) -> None:
-    """The test uses a fake clock. A run takes twice as long directly after the slow candidate, which heats the GPU."""
+    """The test uses a fake clock. The slow candidate heats the GPU, so the next run of another candidate takes twice as
+    long.
+    """
     clock, ran = 0.0, ["nothing"]
 
     class Event:

@@ -27,9 +27,9 @@ from scripts.bench.io_traffic import (
 
 
 def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
-    """Returns how many key rows all query tiles load, or how many query rows all key tiles load.
+    """Returns how many key rows the query tiles load in total, or how many query rows the key tiles load.
 
-    If one row of a block forms a visible (query, key) pair with a tile, all rows of the block count for that tile.
+    A tile loads all rows of a block if one of them forms a visible (query, key) pair with the tile.
     """
     total = 0
     for first in range(0, seqlen, own_block):

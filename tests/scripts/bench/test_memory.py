@@ -143,7 +143,7 @@ def test_the_optimizers_host_memory_counts():
     model = GPT.__new__(GPT)
     torch.nn.Module.__init__(model)
     model.offload = None
-    # bytes of weights, gradients and two moments, and of the step counter
+    # weights, gradients, two moments and the step counter, in bytes
     assert host_bytes(model, Offloaded()) == 4 * 10 * 4 + 4
 
 

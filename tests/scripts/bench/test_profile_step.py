@@ -160,10 +160,7 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """Every attention kernel that a launcher starts counts for one of attention's two passes.
-
-    The kernels in `forward` belong to the forward pass, and all others to the backward pass.
-    """
+    """The kernels in `forward` belong to attention's forward pass, and all its other kernels to the backward pass."""
     forward = {
         "_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel", "_schedule_kernel",
     }  # fmt: skip

@@ -44,7 +44,7 @@ RUN = Run(WORKLOAD, ("ddp",), gpus=2, rows=1, steps=6, cpu=True)
 ALONE = Row("nano", 64, "", "auto", 1, gpu=0, tokens_per_s=1000.0, tokens_per_s_min=900.0, tokens_per_s_max=1100.0)
 DDP = replace(ALONE, strategy="ddp", gpus=2, gpu=None, tokens_per_s=1900.0, peaks=(10.0, 8.0), predicted_gib=9.6)
 FAILED = Row("nano", 128, "", "fsdp", 2, "failed: a | b")
-# replaces train.py: writes the results of a run, or fails, or does not end
+# runs in place of train.py; depending on its settings, it succeeds, fails or hangs
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
