@@ -23,7 +23,7 @@ MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConf
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks run_name first
 OmegaConf.register_new_resolver("sweep_group", sweep_group, replace=True)
-# use_cache=True: a run creates only one folder, although Hydra reads the config several times
+# with use_cache, a run creates one folder, although Hydra reads the config several times
 OmegaConf.register_new_resolver(
     "fresh_folder",
     lambda wanted: decided_by_rank_zero("folder", partial(fresh_folder, wanted)),

@@ -28,7 +28,7 @@ NEEDED = {
 
 
 TOGETHER = ("attention", "callbacks", "data", "logger", "memory", "scheduler", "trainer")
-ALONE = ("adapter", "optimizer", "strategy")  # each option of these groups has its own run, because some exclude others
+ALONE = ("adapter", "optimizer", "strategy")  # each option has its own run, because some exclude others
 
 
 def options():

@@ -54,7 +54,7 @@ def test_every_fragment_runs(page):
 
 @cache
 def composes(*overrides: str) -> None:
-    """Composes and checks the config. Pages repeat commands, so a config that was composed is not composed again."""
+    """Composes and checks the config. A config is composed only once, although pages repeat commands."""
     composed([*overrides])
 
 

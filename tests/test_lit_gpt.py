@@ -105,7 +105,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("ends", "one"), [((0, TOTAL), True), ((0, 9, TOTAL), False), ((0, TOTAL, TOTAL), False)])
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
-    """The shape of cu_seqlens shows that a batch has one document, so the host need not wait for the GPU.
+    """The host sees from the shape of cu_seqlens that a batch has one document, and does not wait for the GPU.
 
     For a batch of one document, SDPA needs no mask tensor of shape (queries, keys).
     """

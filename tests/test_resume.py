@@ -177,7 +177,7 @@ DDP = ("strategy=ddp", "trainer.devices=2")
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
     """Trains as one of two ranks, and makes the checks that need two ranks.
 
-    The name of each run's folder says what the run tests.
+    A run is named after what it tests.
     """
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)

@@ -72,8 +72,8 @@ def test_validation_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
-    """With bf16 weights, Lightning converts floating-point buffers to bf16, which cannot represent most counts above
-    256.
+    """With bf16 weights, Lightning converts floating-point buffers to bf16. This dtype cannot represent most counts
+    above 256.
     """
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
         trainer, lit_gpt, _ = training.build(cfg)
@@ -158,7 +158,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
-    """A killed run saves nothing more, so it continues from its newest checkpoint and repeats the steps after it."""
+    """A killed run cannot save its last steps. It continues from its newest checkpoint, and repeats these steps."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
     overrides = [*tiny(tmp_path, *settings, "run_name=killed", "max_steps=16"), *RECORDED]
     _, folder = run(tmp_path, *settings, "max_steps=16", *RECORDED)

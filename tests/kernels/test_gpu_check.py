@@ -1,6 +1,4 @@
-"""Tests `make gpu-check`: it covers every tile size, finds wrong kernels, accepts right ones, and continues after a
-process dies.
-"""
+"""`make gpu-check` covers every tile size, finds wrong kernels, accepts right ones, and continues after a process dies."""
 
 import os
 from functools import partial

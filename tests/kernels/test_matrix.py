@@ -70,8 +70,8 @@ def combinations(dtype, width, round_):
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     """Returns the lengths of the documents' queries and of the documents' keys.
 
-    `pair` holds the numbers of queries and of keys of one document. Without "varlen" in `layout`, this document occurs
-    once or twice. With "varlen", empty, short and random documents are added.
+    `pair` is the length of one document: its numbers of queries and keys. If `layout` contains "varlen", empty, short
+    and random documents are added. Otherwise, the only document occurs once or twice.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)

@@ -126,8 +126,8 @@ def test_empty_inputs_launch_no_program(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
-    """In one step, all programs together read a limited number of tiles. The tests above have more tiles, so they need
-    several steps.
+    """The programs read a limited number of tiles in each step. The tests above have more tiles, so they need several
+    steps.
     """
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)

@@ -25,7 +25,7 @@ OF_GRADIENTS = ("query_start", "query_end", "key_tiles")
 def require_equal(*documents, keys_in_order=False, gradients=True):
     """Compares the tensors of the schedule that the kernel builds with those that torch operators build.
 
-    `documents` are cu_seqlens_q, cu_seqlens_k, total_q, total_k and the window.
+    documents: cu_seqlens_q, cu_seqlens_k, total_q, total_k and the window.
     """
     wanted = tensors_by_torch(*documents, keys_in_order=keys_in_order)
     tiles = {"work_tile": schedules.WORK_TILE, "wide_tile": schedules.WIDE_TILE}
@@ -166,7 +166,7 @@ def test_the_gpu_gives_the_tensors_of_torch(n_docs, window):
 
 @pytest.mark.gpu
 def test_fresh_documents_need_no_wait_and_no_compilation(monkeypatch):
-    """A call with other documents uses the kernels of earlier calls, and the host does not wait for the GPU."""
+    """A call with new document lengths compiles no kernels, and the host does not wait for the GPU."""
     q, k, v = torch.randn(3, 2048, 4, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     compiled = []
     batches = [cumulative([2048 // n] * n) for n in (16, 32, 64, 8, 128, 4, 256)]

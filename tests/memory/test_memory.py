@@ -69,7 +69,7 @@ def test_all_levers_around_compiled_blocks(checkpointing, device):
 
 @pytest.mark.usefixtures("bf16_matmul")
 def test_all_levers_under_autocast(device):
-    """The results with and without levers must differ by less than 1e-2 of their norm.
+    """The difference between the results with and without levers must be less than 1e-2 of their norm.
 
     bf16 has a relative error of 4e-3, and the sums over chunks are in fp32.
     """

@@ -63,7 +63,7 @@ def test_everything(qk_norm, mlp_chunk, compiled, device):
 
 
 class Watched(nn.Module):
-    """Wraps a block, and records the storages of its inputs."""
+    """Wraps a block, and records the storage of its first input."""
 
     def __init__(self, block: nn.Module, states: list[StorageWeakRef]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
 
 def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
-    """In the backward, device memory holds only the state of one block and the state that is being copied."""
+    """In the backward, only the state of one block and the state that is being copied are in device memory."""
     model = small_gpt(levers("full", offload=True), device, n_layers=6)
     alive = []
     get = offload._State.get

@@ -153,7 +153,7 @@ def test_the_future_does_not_leak(device):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_window_ends_what_a_token_sees(attention, device):
-    """Each of the two layers has a window of 4 tokens, and thus reaches back 3 tokens.
+    """Both layers have a window of 4 tokens: a token sees itself and the 3 tokens before it.
 
     A layer without a window sees all earlier tokens.
     """

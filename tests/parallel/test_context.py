@@ -206,7 +206,7 @@ def compare(rank, group, attention, features, checkpointing, compiled, determini
 def attend(rank, group, names, window, softcap, head_groups, context):
     """Returns the errors of o, dq, dk, dv and the gradients of sinks, relative to the largest element of the reference.
 
-    The error of o, dq, dk and dv is the largest of all ranks.
+    Each error of o, dq, dk and dv is the largest on any rank.
     """
     torch.manual_seed(0)
     boundaries = np.array(BOUNDARIES)
@@ -242,8 +242,8 @@ def attend(rank, group, names, window, softcap, head_groups, context):
 
 
 def perturb(rank):
-    """Changes the tokens of the first document. Returns whether the logits of each token stayed bitwise equal, for the
-    first document and for all later tokens.
+    """Changes the tokens of the first document. Returns for each token whether its logits stayed bitwise equal: first
+    the tokens of this document, then all later ones.
     """
     model = gpt(naive_attention, "plain", "none")
     model.share_context(f"of {RANKS}")

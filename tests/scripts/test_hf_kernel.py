@@ -1,5 +1,5 @@
-"""Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes. The process may have imported
-fa_kernels before.
+"""Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes. This works even if the process
+has already imported fa_kernels.
 
 `make install-dev` installs `kernels` in a folder that is not on Python's path. Only the process that
 `run_with_library` starts has this folder on its path.

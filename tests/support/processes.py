@@ -90,7 +90,7 @@ def finish(
         if process.exitcode is None:
             process.kill()
             assert process.pid is not None
-            with suppress(ProcessLookupError):  # a process that has just started has no session yet
+            with suppress(ProcessLookupError):  # a new process may not have its session yet
                 os.killpg(process.pid, signal.SIGKILL)
             raise subprocess.TimeoutExpired(command, timeout, out.read_text(), errors.read_text())
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), errors.read_text())
@@ -131,7 +131,7 @@ def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str
             GlobalHydra.instance().clear()  # Hydra is not initialised in a new interpreter, but may be in this one
             exec(arguments[-1])
         finally:
-            os._exit(0)  # the server ends with SystemExit, which must not reach the program's own code
+            os._exit(0)  # the server raises SystemExit at its end; it must not reach the program's own code
     return process
 
 

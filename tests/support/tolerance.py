@@ -6,8 +6,7 @@ from torch import Tensor
 def assert_as_accurate(
     name: str, ours: Tensor, exact: Tensor, baseline: Tensor, factor: float = 2.0, floor: float = 0.0
 ) -> None:
-    """Requires that the error of `ours` is at most `factor` times the sum of the error of `baseline` and one rounding
-    error.
+    """Requires that the error of `ours` is at most `factor * (error of baseline + one rounding error) + floor`.
 
     Args:
         name: what is compared, for the error message.

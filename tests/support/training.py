@@ -22,7 +22,7 @@ from tests.support import processes
 from tests.support.processes import REPOSITORY
 
 CONF = REPOSITORY / "conf"
-# 20 thousand parameters and rows of 64 bytes, so that each step takes a few milliseconds
+# with 20 thousand parameters and rows of 64 bytes, a step takes a few milliseconds
 TINY = (
     "preset=cpu", "seq_len=64", "max_steps=20", "batch_size=4", "logger=csv", "model.n_layers=2", "model.dim=32",
     "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64", "data=text", "data.val_rows=4", "data.num_workers=0",
@@ -97,7 +97,7 @@ RECORDED = ("+callbacks.rows._target_=tests.support.training.RowRecorder", "+cal
 def recorded_rows(folder: Path) -> dict[int, list[str]]:
     """Returns a dictionary from step to the sorted hashes of all ranks' rows. The first step is 0.
 
-    The hashes are sorted, because the order in which ranks get the rows does not matter.
+    The hashes are sorted, because ranks may get the rows in any order.
     """
     rows: dict[int, list[str]] = {}
     for path in folder.glob("rows_*.jsonl"):

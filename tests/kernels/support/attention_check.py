@@ -64,8 +64,8 @@ def left_by_rounding(
 
     Our backward pass computes P from lse, so an error of lse scales P and dS in its row. Our backward pass also
     computes delta from o, so an error of o changes delta. The effects of both errors are linear in the gradients of o
-    and lse, so autograd can compute them. Torch's own backward pass keeps P, and does not use lse. If a row sees few
-    keys or its lse is far from 0, our error can therefore exceed twice torch's error.
+    and lse, so autograd can compute them. Torch's own backward pass keeps P, and does not use lse. Our error can
+    therefore exceed twice torch's error in rows that see few keys or have an lse far from 0.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
     factor = torch.expm1(lse - lse.float().to(truth))

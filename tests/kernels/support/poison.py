@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from fa_kernels import torch_private
 
-RECORDER = "fa_kernels.launch.record"  # the recorder must not record the operators that fill memory
+RECORDER = "fa_kernels.launch.record"  # must not record the operators that fill memory
 
 
 @contextmanager

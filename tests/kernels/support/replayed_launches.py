@@ -158,7 +158,7 @@ def _noting(source: str) -> SimpleNamespace:
 
 
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
-    """Replaces the addresses in launches by names: "input 2 + 64" for an input with an offset, "new 3" for other
+    """Replaces the addresses in launches by names. "input 2 + 64" is an input with an offset, and "new 3" is other
     memory.
     """
     names: dict[int, str] = {}
@@ -355,7 +355,7 @@ def schedules() -> list[str]:
 
 
 def held() -> list[str]:
-    """Returns an error message for each tensor that a recording or an encoded descriptor keeps alive after a call."""
+    """Returns an error message for each tensor that a recording or an encoded descriptor keeps alive."""
     record.forget()
     left: list[StorageWeakRef] = []
     for _ in range(3):

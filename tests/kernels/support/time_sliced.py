@@ -3,8 +3,7 @@
     python -m tests.kernels.support.time_sliced HEAD_DIM DTYPE SOFTCAP    # one of the processes.
 
 The process prints "ready" when its kernels are compiled, waits for a line on stdin, and then runs both passes for
-`SECONDS` seconds. At the end, the process prints as JSON how many results of each pass were right and how many were
-wrong.
+`SECONDS` seconds. At the end, the process prints JSON: the number of right results and of wrong results for each pass.
 """
 
 import json

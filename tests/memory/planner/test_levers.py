@@ -91,7 +91,7 @@ STEP_MS = {
 def test_auto_ranks_levers_as_they_were_measured(tokens):
     """Levers whose measured times differ by at least 2% are ranked correctly.
 
-    The error of each predicted difference is at most 2% of the step's time.
+    Predicted differences are wrong by at most 2% of the step's time.
     """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     measured = STEP_MS[tokens]

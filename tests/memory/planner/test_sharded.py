@@ -77,8 +77,8 @@ def simulated_peak(plan: Plan) -> int:
     """Returns the peak bytes of a micro-batch of one document. Gathered weights are counted.
 
     The rank's shards of the weights are not counted, and the simulation has no optimizer states. The micro-batch is the
-    second one, because FSDP2 allocates differently in its first one. If the plan accumulates, the two micro-batches
-    form one step.
+    second one, because FSDP2 allocates other memory in the first. If the plan accumulates, the two micro-batches form
+    one step.
     """
     run = plan.run
     autocast = torch.autocast("cpu", torch.bfloat16) if run.precision == "bf16-mixed" else nullcontext()

@@ -1,6 +1,4 @@
-"""Memory plans for tests of the planner: those of two published models, and a function that changes some of their
-fields.
-"""
+"""Memory plans of two published models, and a function that changes a plan's fields, for tests of the planner."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace

@@ -3,7 +3,7 @@
 The real model runs, so torch's storages have their real sizes and lifetimes. Caches of autograd and autocast are
 included. Fake tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators,
 so the simulation replaces each by its Python code. `_attention_backward` makes the allocations of attention's backward
-pass. As on CUDA, RMSNorm is one operator in the forward and one in the backward.
+pass. RMSNorm is one operator in the forward and one in the backward, as on CUDA.
 """
 
 import weakref
