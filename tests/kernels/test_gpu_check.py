@@ -1,4 +1,4 @@
-"""`make gpu-check` covers every tile size, finds wrong kernels, accepts right ones, and continues after a process dies."""
+"""`make gpu-check` covers all tile sizes, finds wrong kernels, accepts right ones, and goes on after a process dies."""
 
 import os
 from functools import partial
