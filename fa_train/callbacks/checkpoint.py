@@ -51,9 +51,10 @@ class Checkpoint(CheckpointCallback):
     lowest val/loss is kept in addition to the newest ones.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With this
     setting, a run of one process also saves a checkpoint after an error, unless the error occurred while the weights
-    were updated. asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this
-    setting. The ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the
-    checkpoint is written. If a rank cannot write its part, the run ends.
+    were updated.
+    asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this setting. The
+    ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is
+    written. If a rank cannot write its part, the run ends.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
     Logs perf/save_s, the duration of a save in seconds. Logs perf/save_stall_s, the seconds for which the save paused
@@ -132,7 +133,7 @@ class Checkpoint(CheckpointCallback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt ensures this.
         # Diverged weights must not replace an older checkpoint.
-        self._logs_times = False  # Record has closed the W&B run
+        self._logs_times = False  # the callback Record has already closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
         # An update of the weights increases global_step at its end. If global_step has not increased since the newest
         # update started, this update failed. Some weights may then be new and others old.
@@ -140,7 +141,7 @@ class Checkpoint(CheckpointCallback):
         alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)
         try:
-            if stopped or isinstance(exception, DivergedError):  # raised on all ranks at the same step
+            if stopped or isinstance(exception, DivergedError):  # all ranks raise these at the same step
                 self._end_background(trainer)
             else:
                 self._finish_alone()

@@ -66,7 +66,7 @@ class CommunicationTimer:
 
     @contextmanager
     def _span(self) -> Iterator[None]:
-        """Adds the device's time within this context to the spans."""
+        """Adds a span for the work that the device does within this context."""
         start = Timestamp(self._device)
         yield
         self._spans.append((start, Timestamp(self._device)))

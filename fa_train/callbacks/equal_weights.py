@@ -41,7 +41,7 @@ class EqualWeights(Callback):
 
     def __init__(self, every_n_steps: PositiveInt) -> None:
         self.every_n_steps = every_n_steps
-        self._check: Check | None = None  # the newest check, until its hashes are compared
+        self._check: Check | None = None  # the newest check, or None once its hashes are compared
         self._checked_step = -1  # the step of the newest check
         self._equal_step: int | None = None  # the newest step whose weights were equal
 

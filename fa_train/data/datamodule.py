@@ -31,8 +31,8 @@ class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens and labels.
 
     The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
-    of step trainer.global_step, so a checkpoint needs no state of the data. In each step, the rows are distributed so
-    that all ranks have similar attention costs.
+    of step trainer.global_step, so a checkpoint does not store the state of the data. In each step, the rows are
+    distributed so that all ranks have similar attention costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
     val_rows: the maximum number of rows in a validation.

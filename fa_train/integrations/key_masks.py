@@ -106,8 +106,8 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
 class Keys(NamedTuple):
     """The unmasked keys of a padded batch. The method `ordered` makes the unmasked keys of each row contiguous."""
 
-    first: Tensor  # (batch,) int32, the index of the first unmasked key, after `ordered`
-    end: Tensor  # (batch,) int32, 1 + the index of the last unmasked key, after `ordered`
+    first: Tensor  # (batch,) int32, the index of the first unmasked key in the result of `ordered`
+    end: Tensor  # (batch,) int32, 1 + the index of the last unmasked key in the result of `ordered`
     order: Tensor | None  # (batch, seqlen_k), indices that put unmasked keys first, or None to keep the order
 
     @classmethod
@@ -147,7 +147,7 @@ class Padding(NamedTuple):
     """
 
     keys: Keys
-    query_order: Tensor | None  # (batch, seqlen_q), indices that put unmasked queries first, or None
+    query_order: Tensor | None  # (batch, seqlen_q), indices that put unmasked queries first, or None to keep the order
     schedule: Schedule
 
     @classmethod

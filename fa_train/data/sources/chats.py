@@ -148,7 +148,7 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
 
 
 def _messages(value: Any, where: str, name: str = "messages") -> list[Message]:
-    """Returns the messages of a list. name: the name of the list, for error messages."""
+    """Checks and returns a list of messages. name: the name of the list, for error messages."""
     return [_message(message, f"{where}, message {i}") for i, message in enumerate(_list(value, name, where))]
 
 

@@ -22,7 +22,7 @@ class FileRow(NamedTuple):
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     """Finds the files to read. path: a file, a folder or a glob.
 
-    Returns the folder that document keys are relative to, and the sorted files.
+    Returns the root folder of the document keys, and the sorted files.
     Raises: ValueError if no file has one of the suffixes.
     """
     listed = ", ".join(suffixes)
