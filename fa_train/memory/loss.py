@@ -109,7 +109,7 @@ def _torch_cross_entropy(
 
     Shapes: logits (tokens, vocab), labels (tokens,) -> losses (tokens,) fp32, gradient (tokens, vocab).
     The gradient is `p * (1 + 2 * z_loss * lse) - target`, where p is the softmax and target is the smoothed label. With
-    a soft cap, the gradient is multiplied by the slope of the cap.
+    a soft cap, the gradient is multiplied by the derivative of the cap.
     """
     ignored = labels == IGNORE_INDEX
     target = labels.masked_fill(ignored, 0)[:, None]
@@ -136,10 +136,9 @@ def _torch_cross_entropy(
 def _liger_cross_entropy(
     logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes the same as `_torch_cross_entropy` with Liger's kernel, which overwrites the logits with their gradient.
+    """Returns the same as `_torch_cross_entropy`. Liger's kernel overwrites the logits with their gradient.
 
-    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call. Liger's
-    wrapper waits for values that a summed loss does not need.
+    The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # this import needs a GPU
 
@@ -183,7 +182,7 @@ def _liger_cross_entropy(
 def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds a @ b to `accumulated`, an fp32 tensor. a and b may have a lower precision."""
     if a.is_cuda and a.dtype != torch.float32:
-        # torch.addmm accumulates in fp32, without a temporary tensor as large as the weight
+        # torch.addmm accumulates in fp32 and needs no temporary tensor
         torch.addmm(accumulated, a, b, out_dtype=torch.float32, out=accumulated)
     else:
         accumulated += a @ b
@@ -215,7 +214,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
     d_hidden, d_weight = ctx.saved_tensors
-    # multiply in place, because the result is as large as the weight
+    # multiply in place to save memory
     of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
     of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None
     return of_hidden, of_weight, *[None] * 8

@@ -37,7 +37,7 @@ class Levers:
         return self.offload == "all"
 
     def overrides(self, others: "Levers") -> list[str]:
-        """Returns command-line overrides of train.py for the settings that differ from those in `others`."""
+        """Returns command-line overrides of train.py for each setting that has another value in `others`."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
 
@@ -48,7 +48,7 @@ class Memory:
 
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
     auto: whether train.py replaces the levers with the fastest levers that fit (fa_train.memory.planner.levers).
-    Raises the errors of Levers.
+    Raises: ValueError in the same cases as Levers.
     """
 
     checkpointing: Checkpointing

@@ -1,23 +1,21 @@
 """Offloads activations: moves them to host memory, and copies them back to the GPU for the backward pass.
 
 memory.offload=true offloads the input of each block except the last. With full activation checkpointing, a block saves
-only its input. Offloading the inputs then frees most of the memory of very long sequences. memory.offload=all offloads
-all large tensors that blocks save, except those of the last block. It requires checkpointing=none, so nothing is
-recomputed. Copies run on a side stream while other blocks compute.
+only its input, so almost all saved memory moves to the host. memory.offload=all offloads all large tensors that blocks
+save, except those of the last block. offload=all requires checkpointing=none. Copies run on a side stream while other
+blocks compute.
 
 Saved-tensor hooks around each block replace saved tensors with a `_View`, which refers to a `_State`. With
 offload=true, the hooks replace the block's input. With offload=all, the hooks replace every large tensor that has one
-row per token. A `_State` holds a whole storage, because q, k and v are views of one storage. autograd owns these
-objects, and frees them together with its graph. The hooks work with every wrapper around a block, including
-torch.compile.
+row per token. q, k and v are views of one storage, so a `_State` holds a whole storage. autograd owns these objects,
+and frees them together with its graph. The hooks work with every wrapper around a block, including torch.compile.
 
-A copy to the host starts after the compute stream has written the storage. If block `i` starts the copy, the compute
-stream waits for the copy at the start of block `i + 2`, or with offload=all, at the start of block `i + IN_FLIGHT + 1`.
-The storage's GPU memory is then freed. For a copy back to the GPU, the compute stream allocates memory,
-the side stream copies, and the compute stream waits for the copy. When autograd's graph is freed, host buffers return
-to a pool. All copies use one stream, so the last copy out of a buffer ends before the next copy into the buffer. The
-host never waits. Tensor.record_stream is not used, because it would free memory later, at a time that depends on the
-host.
+A copy to the host starts after the compute stream has written the storage. The copies of block `i` must end before
+block `i + 2` starts. With offload=all, they must end before block `i + IN_FLIGHT + 1` starts. The storage's GPU memory
+is then freed. For a copy back to the GPU, the compute stream allocates memory, and later waits for the copy. When
+autograd's graph is freed, host buffers return to a pool. All copies run in order on one stream, so a buffer is never
+overwritten before it has been read. The host never waits. Tensor.record_stream is not used, because it delays when
+memory is freed, and the delay depends on the host.
 """
 
 import mmap
@@ -34,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 Offloaded = bool | Literal["all"]  # "all": all large saved tensors; True: only hidden states between blocks
-IN_FLIGHT = 2  # with offload=all, copies to the host may still run for this many earlier blocks
+IN_FLIGHT = 2  # with offload=all, the number of earlier blocks whose copies to the host may still run
 
 
 def require_offload(offload: Offloaded, checkpointing: str) -> None:
@@ -89,8 +87,8 @@ class Offload:
     def forward_pass(self, x: Tensor) -> "ForwardPass":
         """Starts a forward pass. x: the input of the first block. Only the size and the device of x are used.
 
-        Raises: ValueError if the host has too little memory. With `everything`, the first block raises this error
-        instead.
+        Raises: ValueError if the host has too little memory. With `everything`, the check runs at the end of the first
+        block.
         """
         if self.pool is None:
             self.pool = HostPool(pinned=x.is_cuda)
@@ -117,7 +115,7 @@ class HostPool:
     def take(self, nbytes: int) -> Tensor:
         """Returns a uint8 buffer of at least nbytes bytes: the smallest free buffer that is large enough, or a new one.
 
-        A new buffer replaces the largest free buffer, which was too small.
+        If no free buffer is large enough, the new buffer replaces the largest of them.
         """
         self.free.sort(key=Tensor.numel)
         for place, buffer in enumerate(self.free):
@@ -164,8 +162,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies to the host may still run at this point. The GPU memory of the copied tensors is then
-        released only when the backward pass has computed the gradient of x.
+        With offload=all, copies to the host may still run at this point. The copied tensors therefore stay on the GPU
+        until the backward pass has computed the gradient of x.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
@@ -187,7 +185,7 @@ class ForwardPass:
 class _Underway:
     """Holds the GPU memory of storages while their copies to the host may still run.
 
-    blocks: when a new block starts, the storages of this many earlier blocks are kept.
+    blocks: the number of earlier blocks whose storages are kept when a new block starts.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -217,7 +215,7 @@ class _Underway:
 class _State:
     """The storage of a saved tensor, on GPU or host.
 
-    below: the storages that the backward pass needs after this one.
+    below: the storages of the previous block, which the backward pass needs next.
     """
 
     def __init__(self, storage: Tensor, below: "list[_State]") -> None:
@@ -280,8 +278,7 @@ class _State:
             self.arrived = None
 
     def __del__(self) -> None:
-        # The storage may have been fetched but never used. The copy must end before the GPU memory is used for
-        # something else.
+        # If the storage was fetched but never used, the copy must end before its GPU memory is reused.
         self._await()
         if self.pool is not None:
             self.pool.give(self.buffer)
@@ -301,7 +298,7 @@ class _View:
 class _Pack:
     """The pack hook of saved_tensors_hooks, which replaces the tensors that a block saves.
 
-    autograd keeps the hook alive after the forward pass. `release` therefore removes the hook's references to tensors.
+    autograd keeps the hook alive after the forward pass, so `release` removes the hook's references to tensors.
     """
 
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:

@@ -23,7 +23,7 @@ def trains_plainly(linear: nn.Linear) -> bool:
 
 
 def swiglu_down(projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Tensor:
-    """Computes down(silu(gate) * value). Saves `projected` for the backward pass, and not the activations.
+    """Computes down(silu(gate) * value). Saves `projected` for the backward pass, but not the activations.
 
     Shapes: projected (total, 2 * ffn_dim) holds gate and then value; down (dim, ffn_dim); down_bias (dim,); returns
     (total, dim). The result has autocast's dtype, or the arguments' dtype without autocast. The gradients are rounded
@@ -49,6 +49,6 @@ class _SwigluDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         projected, down = ctx.saved_tensors
-        activated = dy @ down  # the gradient of the activations, which swiglu_gradient overwrites with the activations
+        activated = dy @ down  # first the gradient of the activations; swiglu_gradient then writes the activations here
         d_projected = swiglu_gradient(projected, activated)
         return d_projected, dy.T @ activated, dy.sum(0) if ctx.needs_input_grad[2] else None

@@ -105,7 +105,7 @@ def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """The autograd node for keep=True. The backward of this node repeats no matmul of the forward."""
+    """The autograd node for keep=True. Its backward does not compute up(x) again."""
 
     @staticmethod
     def forward(

@@ -26,7 +26,7 @@ class Block:
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
-        # FSDP2 gathers a block's weights in autocast's dtype, which is then also the dtype of their gradients
+        # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
         self.gradient_bytes = c if run.ranks > 1 else run.weight_bytes
         self.qkv_weight, self.out_weight, self.up_weight, self.down_weight = model.block_matrices
@@ -62,19 +62,19 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that the block saves from the hidden states after attention up to the FFN's output.
 
-        Compiled code does not save the hidden states after attention, but recomputes them as the sum of the block's
-        input and attention's output.
+        Compiled code recomputes the hidden states after attention as the sum of the block's input and attention's
+        output.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # TorchChunkedFFN saves slices of the norm's output, which is not yet rounded
+            # TorchChunkedFFN saves slices of the norm's output before the output is rounded
             return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
     def activated(self) -> int:
         """Returns the bytes of the activations.
 
-        In eager mode, a gated activation needs a second tensor of the same size, for the gate.
+        In eager mode, the gate of a gated activation needs a second tensor of the same size.
         """
         return self.hidden * (2 if self.model.gated and self.eager else 1)
 
@@ -131,7 +131,7 @@ class Block:
     def _argument(self) -> int:
         """Returns the bytes of a norm's fp32 output.
 
-        The output exists while attention or the FFN uses a rounded copy of it.
+        This tensor exists while attention or the FFN uses its rounded copy.
         """
         return self.x if self.run.mixed and self.eager else 0
 
@@ -140,15 +140,15 @@ class Block:
         groups = self.run.head_groups
         if groups == 1:  # attention's output does not exist yet while keys are gathered
             gathering, in_kernel = self._gathering() - self.q - self.lse, self._gathered()
-        else:  # the outputs of a group are copied to the whole output
+        else:  # the output of each group of heads is copied into the full output
             gathering, in_kernel = self._gathering(), self._gathered() + (self.q + self.lse) // groups
         return self.attention_kept() + self._argument() + max(self.x_rounded, in_kernel, gathering)
 
     def _gathered(self) -> int:
-        """Returns the bytes of the gathered keys and values of one group of heads, or 0 if ranks share no stream.
+        """Returns an upper bound on the bytes of gathered keys and values for one group of heads.
 
-        If the stream is one document, the rank with the document's last token gathers the keys of the whole stream. If
-        the stream has several documents, a rank may gather fewer, so the result is an upper bound.
+        If the stream is one document, one rank gathers the keys of the whole stream. Otherwise, a rank may gather fewer
+        keys. The result is 0 if ranks do not share a stream.
         """
         return 2 * self.kv * self.run.context // self.run.head_groups if self.run.context > 1 else 0
 
@@ -168,7 +168,7 @@ class Block:
         return held + max(self.activated(), self.hidden + self.x_rounded)
 
     def _chunk_forward(self) -> int:
-        """Returns the bytes of a tiled FFN's rounded weights and of one chunk's temporary tensors in the forward."""
+        """Returns the bytes of temporary tensors in a tiled FFN's forward, including its rounded weights."""
         if not self.levers.mlp_chunk:
             return 0
         # GELU overwrites its input, unless the input is saved
@@ -181,9 +181,9 @@ class Block:
         """Returns the peak bytes of the FFN's backward."""
         held = self.kept() + self.x
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
-            held -= self.attention_kept() - self.saved()  # compiled code has not yet recomputed q, k and v
+            held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v later
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
-        if self.run.adapters:  # two gradients of the activations: through the frozen weight and through A
+        if self.run.adapters:  # the activations get one gradient through the frozen weight and one through A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantized()
@@ -203,17 +203,16 @@ class Block:
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk
-        if self.run.compute_bytes == 4:  # bf16 products are accumulated without a temporary
+        if self.run.compute_bytes == 4:  # only fp32 products need a temporary tensor
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
         if self.gradient_bytes != 4:  # the fp32 sums are rounded after the loop
             chunks = max(chunks, weights // 2)
         return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
 
     def _norm_backward(self) -> int:
-        """Returns the peak bytes of the backward of the FFN's norm.
+        """Returns the peak bytes while the backward of the FFN's norm runs.
 
-        The peak includes the input of the norm and three gradients: of the norm's output, of its input and of the
-        residual.
+        The peak includes the norm's input and three gradients: those of the norm's output, its input and the residual.
         """
         between = self.x if self.eager else self.x_rounded
         return self.attention_kept() + between + self.statistics + 3 * self.x
@@ -228,31 +227,31 @@ class Block:
         if self.run.context == 1:
             return held + workspace + self.qkv
         groups = self.run.head_groups
-        d_own = (self.q + 2 * self.kv) // groups  # the gradients of own q, K and V of one group
-        # K, V and their gradients; the gradient of q
+        d_own = (self.q + 2 * self.kv) // groups  # the gradients of this rank's q, k and v for one group of heads
+        # the gathered keys and values, their gradients, and the gradient of q
         in_kernel = 2 * self._gathered() + (self.q + workspace) // groups
-        if groups > 1:  # a group's part of the output and of its gradient is copied, because both must be contiguous
+        if groups > 1:  # the kernel needs contiguous copies of a group's output and of its gradient
             in_kernel += 2 * self.q // groups
-            held += self.qkv  # the whole gradients of q, K and V
+            held += self.qkv  # the gradients of q, k and v for all heads
         return held + max(self._gathering(), in_kernel, self._gathering() + d_own)
 
     def _held_by_compiled_code(self) -> int:
-        """Returns the bytes that eager code has freed before attention's backward, but compiled code still holds.
+        """Returns the bytes that compiled code still holds in attention's backward, but eager code has already freed.
 
         The formula assumes the order of operations that inductor in torch 2.11 chooses on an H200.
         """
         held = self.x  # a compiled block is one autograd node, which holds the gradient of the block's output
         if self.run.adapters:
             return held
-        # The last kernel computes both norms' weight gradients from attention's projected output and the FFN's input
-        # gradient. With GPT.may_add_later, a block holds one tensor less, but no peak was measured for this case.
+        # The last kernel computes the weight gradients of both norms, so two inputs of this kernel are still held. With
+        # GPT.may_add_later, a block holds one tensor less. No peak was measured for this case.
         held += 2 * self.x_rounded + self.statistics
-        # attention's output, which the gradient of the output projection needs
+        # attention's output is needed for the weight gradient of the output projection
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
         return held + (self.up_weight + self.down_weight) * self.gradient_bytes  # weight gradients
 
     def _chunk(self, tokens: int) -> int:
-        """Returns the bytes of a (chunk, ffn_dim) tensor, or of (tokens, ffn_dim) if there are fewer tokens."""
+        """Returns the bytes of a (chunk, ffn_dim) tensor. The chunk has at most `tokens` tokens."""
         return min(self.levers.mlp_chunk or self.run.tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
     def _dequantized(self) -> int:

@@ -1,4 +1,4 @@
-"""Finds memory levers (settings that reduce GPU memory) with which a run fits, and the longest sequence that fits.
+"""Finds memory levers (settings that reduce GPU memory) that make a run fit, and the longest sequence that fits.
 
 The search predicts the memory of every combination of levers. `memory=auto` chooses the fastest combination that fits.
 A formula estimates the extra time of each combination. tests/memory/planner/test_levers.py compares these estimates
@@ -22,8 +22,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# The cost of copies as a fraction of compute time, and the cost of a chunk in seconds. Both are too small to measure.
-# They make chunks win over equally fast copies, because copies need pinned memory.
+# BESIDE_COPIES is the cost of copies as a fraction of compute time, and LAUNCH is the cost of a chunk in seconds. Both
+# are too small to measure. They make chunks win over equally fast copies, which need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -83,7 +83,7 @@ def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
 
 
 def extra_seconds(plan: Plan) -> float:
-    """Estimates the seconds that the levers add to a micro-batch of one document.
+    """Estimates how many seconds the levers add to a micro-batch that is one document.
 
     The additional time is spent on recomputing activations, and on waiting for copies between GPU and host.
     """
@@ -117,10 +117,10 @@ def fastest_that_fits(plan: Plan, gpu_bytes: int, host_bytes: int) -> Levers | N
 
 
 def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:
-    """Returns the plan of a sharded run in which blocks stay gathered between forward and backward.
+    """Returns a plan in which the blocks of a sharded run stay gathered between forward and backward.
 
-    Returns `plan` unchanged if the run is not sharded, or if the step would then need more than `GATHERED_SHARE` of the
-    GPU's memory. strategy.reshard_after_forward=auto uses the result.
+    Returns `plan` unchanged if the run is not sharded, or if a step with gathered blocks would need more
+    than `GATHERED_SHARE` of the GPU's memory. strategy.reshard_after_forward=auto uses the result.
     """
     gathered = resized(plan, reshard_after_forward=False)
     return gathered if plan.run.ranks > 1 and predict(gathered).gpu_bytes <= GATHERED_SHARE * gpu_bytes else plan
@@ -129,8 +129,8 @@ def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
-    The function first tries to free gathered blocks, then fewer rows per micro-batch, then other levers, then to gather
-    the keys of one KV head at a time, then smaller optimizer states and a lower precision. If all these changes are not
+    The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, other
+    levers, attention with one KV head at a time, smaller optimizer states, and a lower precision. If none of them is
     enough, the overrides also set seq_len to the longest sequence that fits.
     """
     if plan.run.ranks > 1 and not plan.run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
@@ -162,7 +162,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
     """Returns changes of head_groups, optimizer and precision that save memory, the cheapest first.
 
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. In the first change, both are empty.
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is empty.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
     """
     run = plan.run

@@ -14,7 +14,7 @@ from fa_train.memory.planner.weights import block_sizes, trained_sizes
 class Moment:
     """The bytes that exist at one point in time of a step.
 
-    The parameters and optimizer states that a rank always holds (its shards, in a sharded run) are not counted.
+    Parameters and optimizer states are not counted, because a rank holds them (or its shards of them) all the time.
 
     weights: the weights that FSDP2 has gathered; 0 in a run that is not sharded.
     gradients: includes the buffers of DDP and FSDP2.
@@ -59,15 +59,14 @@ class _Step:
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # at the end of the backward pass
-        # the bytes that this rank allocates for its shard of the gradient of the embedding (an untied head needs as
-        # many) and of learned positions; 0 if memory for all gradients already exists
+        # the bytes that this rank allocates for its shards of two gradients; 0 if the memory already exists
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
-        # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to this one
+        # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to it
         self.of_head = self.embeddings if model.tied or (run.ranks == 1 and not run.gradients_in_place) else 0
         # FSDP2 shards the gradient of an untied head as soon as it exists
         self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
-        # the batch has 3 int64 tensors, or 4 if ranks share it; attention has 4 int32 tensors of ranges
+        # the batch has 3 int64 tensors (4 if ranks share it), and the ranges of attention are 4 int32 tensors
         self.data = run.tokens * ((3 if run.context == 1 else 4) * 8 + 4 * 4)
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
@@ -75,9 +74,9 @@ class _Step:
         self.lagging = self.underway if levers.offloads_all else 0  # what remains of `underway` after the last block
 
     def around_the_loss(self) -> list[Moment]:
-        """Returns the bytes at three points in time: the last block's forward, the loss, and the last norm's backward.
+        """Returns the Moments of the last block's forward, of the loss, and of the last norm's backward.
 
-        The saved tensors of all blocks exist at all three points.
+        At these three points in time, the saved tensors of all blocks exist.
         """
         block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         rounded = block.rounded_weights()
@@ -119,10 +118,10 @@ class _Step:
         ]
 
     def backward_of_blocks(self) -> list[Moment]:
-        """Returns the bytes during the backward of some blocks.
+        """Returns one Moment for the backward of each block in `_some_blocks`.
 
-        The backward of a block frees the block's activations. The backward of a block allocates the gradients of the
-        block's weights, unless memory for them already exists.
+        The backward of a block frees the block's activations. It allocates the gradients of the block's weights, unless
+        memory for them already exists.
         """
         block = self.block
         backward, in_backward = max(block.backward().items(), key=_nbytes)
@@ -141,7 +140,7 @@ class _Step:
         ]
 
     def embeddings_backward(self) -> list[Moment]:
-        """Returns the bytes in the embedding's backward. The saved tensors of all blocks have been freed."""
+        """Returns the Moment of the embedding's backward. The saved tensors of all blocks have been freed."""
         # if the weight is tied, the embedding's gradient is added to the head's gradient in place
         gradients = 2 * self.embeddings if self.model.tied else self.embeddings
         return [
@@ -157,7 +156,10 @@ class _Step:
         ]
 
     def ends_of_blocks(self) -> list[Moment]:
-        """Returns the bytes at the end of the backward of some blocks. All gradients of the block exist, unsharded."""
+        """Returns one Moment for each block in `_some_blocks`: the end of the block's backward.
+
+        All gradients of the block then exist and are not sharded yet.
+        """
         sharded = self.sharded
         return [
             Moment(
@@ -175,7 +177,7 @@ class _Step:
         ]
 
     def averaging(self) -> list[Moment]:
-        """Returns the bytes while FSDP2 averages the gradients of an untied head, of the embedding and of positions."""
+        """Returns the Moments in which FSDP2 averages the gradients of head, embedding and positions."""
         block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         return [
             Moment(
@@ -201,7 +203,7 @@ class _Step:
         ]
 
     def update(self) -> Moment:
-        """Returns the bytes during the optimizer's update."""
+        """Returns the Moment of the optimizer's update."""
         return Moment(
             "the optimizer",
             gradients=self.gradients * (2 if self.run.buckets == "copies" else 1),
@@ -210,30 +212,29 @@ class _Step:
         )
 
     def _some_blocks(self) -> list[tuple[str, int]]:
-        """Returns (name, left) for the blocks that can have the highest peak: last, second to last, second and first.
+        """Returns the names of the blocks that can have the highest peak, each with a number `left`.
 
-        left: the number of blocks, including this one, that have not finished their backward. Between the second to
-        last and the second block, the peak changes by the same number of bytes per block, so no block between these two
-        has a higher peak than both of them.
+        left: how many blocks, including this one, have not finished their backward. The blocks between the second to
+        last and the second block are left out, because the peak changes linearly there.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
         return [(which, left) for left, which in lefts.items() if 1 <= left <= n_layers]
 
     def _activations(self, left: int) -> int:
-        """Returns the bytes on the GPU that the first `left` blocks have saved."""
+        """Returns the bytes that the first `left` blocks have saved and not offloaded."""
         return left * self.block.saved() - (left - 1) * self.block.offloaded()
 
     def _fetched(self, left: int) -> int:
-        """Returns the offloaded bytes that the next block's backward needs, which are fetched early."""
+        """Returns the bytes that are fetched early from the host, for the next block's backward."""
         return self.block.offloaded() if self.fetches_early and left > 1 else 0
 
     def _gradients_of_others(self) -> int:
-        """Returns the bytes of all gradients, without those of the embedding and positions if they do not exist yet."""
+        """Returns the bytes of the gradients that exist before the embedding's backward."""
         return self.all_gradients - self.embedding_shard - self.positions_shard
 
     def _gradients_before(self, left: int) -> int:
-        """Returns the bytes of the gradients that exist when `left` blocks have not finished their backward."""
+        """Returns the bytes of the gradients that exist while `left` blocks have not finished their backward."""
         if self.run.gradients_in_place:
             return self.sharded.whole_gradients or self.all_gradients
         of_block = sum(block_sizes(self.model)) * self.run.weight_bytes // self.run.ranks
@@ -261,7 +262,7 @@ def loss_bytes(plan: Plan) -> int:
         of_weight = product = result = 0
     if run.compute_bytes != 4:  # accumulated without a temporary
         product = 0
-    if weight_bytes == 4:  # the fp32 sum is the gradient, without a rounded copy
+    if weight_bytes == 4:  # the gradient is the fp32 sum itself
         result = 0
     in_loop = rounded_hidden + logits + max(hidden, product)
     return of_weight + rounded_weight + max(in_loop, result) + run.tokens * 4

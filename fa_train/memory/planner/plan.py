@@ -27,8 +27,8 @@ class Adapters:
 
     sizes: the number of elements of each matrix A and each matrix B. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
-    attention_joined, ffn_joined: the number of elements of all A and B of a block, in attention and in the FFN. If a
-    linear layer has several adapters, the A and the B into which they are joined count.
+    attention_joined, ffn_joined: the number of elements of a block's matrices A and B, in attention and in the FFN. The
+    adapters of one linear layer are joined before their elements are counted.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
     """
 
@@ -45,15 +45,15 @@ class RunSize:
     """The properties of a run that determine its memory, except for the model and the memory levers.
 
     Units: seq_len and loss_chunk in tokens; rows is data.micro_batch_size.
-    accumulates: whether a step has several micro-batches. Gradients then exist from the second one on.
+    accumulates: whether a step has several micro-batches, so that a backward pass may add to existing gradients.
     adapters: the sizes of LoRA adapters, or None if all weights are trained.
     ranks: the number of GPUs over which weights, gradients and optimizer states are sharded (fa_train.parallel.fsdp),
     or 1 without sharding. reshard_after_forward, reduce_once: the settings of strategy=fsdp.
     context: the number of GPUs that share each micro-batch (fa_train.parallel.context). head_groups: the number of
     groups of KV heads (strategy.head_groups).
-    buckets: whether the run has DDP's communication buckets, which are as large as all gradients and exist during the
-    whole training. "none": the run does not use DDP. "views": after the last micro-batch of a step, the gradients are
-    views of the buckets (gradient_as_bucket_view=true). "copies": gradients are always separate tensors.
+    buckets: how the run uses DDP's communication buckets, which always exist and have the size of all gradients.
+    "none": the run does not use DDP. "views": at the end of a step, the gradients are views of the buckets
+    (gradient_as_bucket_view=true). "copies": gradients and buckets are always separate tensors.
     arch: the GPU's architecture, which determines the attention kernels.
     float8: whether the blocks' linear layers compute in float8. Float8 excludes some levers. The formulas ignore
     float8.
@@ -96,7 +96,7 @@ class RunSize:
 
     @property
     def gradient_copies(self) -> int:
-        """The maximum number of copies of all gradients: 2 if gradients and DDP's buckets are separate, otherwise 1.
+        """How many copies of all gradients exist: 2 if gradients and DDP's buckets are separate tensors, otherwise 1.
 
         DDP moves gradients to its buckets only in the last micro-batch of a step. If a step has several micro-batches,
         gradients are separate tensors until then.

@@ -6,7 +6,7 @@ tests/memory/planner/test_planner.py compares the prediction with the memory of 
 peaks that were measured on GPUs.
 
 The prediction assumes attention=flash. Other kinds of attention need at least as much memory as flash attention.
-The prediction also assumes matrix products in bf16 or fp32, even if the run has lit_gpt.float8.
+The formulas assume matrix products in bf16 or fp32, even with lit_gpt.float8.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ COMPONENTS = (
 
 
 def predict(plan: Plan) -> Prediction:
-    """Predicts the peak memory of the second or a later training step, by component."""
+    """Predicts the peak memory, by component, of every training step after the first."""
     largest = max(moments_of(plan), key=Moment.total)
     weights = weights_bytes(plan)
     optimizer, host = optimizer_bytes(plan)

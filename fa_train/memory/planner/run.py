@@ -108,10 +108,10 @@ def plan_memory(
 
     processes: the number of processes that share this machine's memory.
     auto: whether to choose the fastest memory levers (settings that reduce memory) that fit, as memory=auto does.
-    auto_reshard: whether blocks stay gathered if memory allows, as strategy.reshard_after_forward=auto means. On the
-    CPU, blocks never stay gathered.
+    auto_reshard: whether blocks stay gathered if memory allows it (strategy.reshard_after_forward=auto). On the CPU,
+    blocks never stay gathered.
     attention: the name of the chosen option of conf/attention.
-    say: called with what was chosen, and on a GPU also with a summary of the prediction.
+    say: a function that prints the chosen settings and, on a GPU, a summary of the prediction.
     Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
     running out of memory is a result of the sweep.
     """
@@ -119,7 +119,7 @@ def plan_memory(
         chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
         plan = with_levers(plan, Levers(**chosen))
         say(f"memory=auto: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
-    searched = plan  # blocks that stay gathered would make the longest sequence shorter
+    searched = plan  # a run with the longest sequence does not keep blocks gathered
     if auto_reshard and device.type == "cuda":
         resharded = decided_by_rank_zero(
             "reshard_after_forward",
@@ -149,7 +149,7 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
     """Returns the memory levers that memory=auto chooses on this device. On the CPU, all levers are off.
 
     processes: the number of processes that share this machine's memory.
-    Raises: ValueError if the run fits with no combination of levers.
+    Raises: ValueError if no combination of levers makes the run fit.
     """
     if device.type != "cuda":
         return Levers("none", False, None)
@@ -208,9 +208,8 @@ def summary(
 
     There are three lines. A run with float8 gets a fourth line, because the prediction does not include the effects of
     float8. The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
-    auto: if true, the reported seq_len is the longest that fits with any combination of levers. If false, it is the
-    longest that fits with the run's levers.
-    searched: the plan for which the longest seq_len is searched. The default is the plan of the prediction.
+    auto: whether the longest seq_len is searched for all combinations of levers, or only for the run's levers.
+    searched: the plan whose seq_len is varied in this search; by default the plan of the prediction.
     """
     searched = searched or prediction.plan
     gpu, host = device_bytes(device), available_host_bytes() // processes

@@ -2,28 +2,27 @@
 
 fa_train.parallel.fsdp.shard makes these groups of weights: each block, an untied token embedding, an untied head, the
 learned positions, and the root. The root has the last norm, and the token embedding if the head shares its weight.
-FSDP2 gathers and frees the weights of a group together:
+FSDP2 gathers and frees the weights of a group together.
 
-- The forward of a block or of the head gathers into a buffer and copies the weights out of it. The buffer lives until
-  the next group is gathered, or until the model's forward ends.
-- Before the backward of a block starts, FSDP2 also gathers the group that precedes the block in the model. At the end
-  of its backward, the block's weights are freed.
-- The root stays gathered for the whole micro-batch, from the start of the forward to the end of the backward.
+In the forward, a block or the head gathers its weights into a buffer, and copies the weights out of the buffer. The
+buffer lives until the next group is gathered, or until the model's forward ends. Before the backward of a block starts,
+FSDP2 also gathers the group that precedes the block in the model. The weights of a block are freed at the end of the
+block's backward. The root stays gathered for the whole micro-batch.
 
-After the backward of a group, FSDP2 copies the group's gradients to a buffer, and averages the buffer into the shards.
-The buffer lives until the next group has finished its backward. After the copy, FSDP2 frees all gradients of the group
-except the last one. A loop variable of FSDP2's function foreach_reduce keeps the last gradient alive until the function
-returns.
+After the backward of a group, FSDP2 copies the group's gradients to a buffer, averages the buffer over the ranks, and
+keeps the rank's shard of the average. The buffer lives until the next group has finished its backward. After the copy,
+FSDP2 frees all gradients of the group except the last one. A loop variable of FSDP2's foreach_reduce keeps the last one
+alive until the average is computed.
 
 tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
-peaks_h200.json have peaks that were measured on two and on four GPUs. No peak with reduce_once, adapters or replicas
-was measured.
+peaks_h200.json have peaks that were measured on two and on four GPUs. Peaks with reduce_once, adapters or replicas were
+not measured.
 """
 
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import block_sizes, norm_size, trained_sizes
 
-REDUCED_BYTES = 4  # per element of the buffer that is averaged; strategy.reduce_dtype=bfloat16 needs only 2
+REDUCED_BYTES = 4  # bytes per element of the averaging buffer; 2 would be enough for strategy.reduce_dtype=bfloat16
 
 
 class Sharded:
@@ -45,7 +44,7 @@ class Sharded:
         # with reduce_once, gradients stay whole until the last micro-batch of a step
         is_whole = is_sharded and run.reduce_once and run.accumulates
         self.whole_gradients = sum(trained_sizes(plan)) * REDUCED_BYTES if is_whole else 0
-        # per element of the gradients of the embedding and of learned positions
+        # bytes per element of the gradients of the embedding and the learned positions
         self.gradient_bytes = REDUCED_BYTES if is_whole else run.weight_bytes
         # the number of elements that have a gradient
         self.trained_embedding = embedding * is_trained
@@ -54,11 +53,11 @@ class Sharded:
         self.trained_block //= 1 if is_trained else self.n_layers
 
     def weights_in_forward(self) -> int:
-        """Returns the bytes of gathered weights in the forward of the last block, including its buffer."""
+        """Returns the bytes of gathered weights during the last block's forward, including the block's buffer."""
         return self.root + self.block * (1 if self.resharded else self.n_layers) + self.block
 
     def weights_at_the_loss(self) -> int:
-        """Returns the bytes of gathered weights at the loss, including the buffer of the head or the last block."""
+        """Returns the bytes of gathered weights at the loss, including the last buffer."""
         buffer = self.block if self.tied else self.head
         return self.root + self.head + buffer + (0 if self.resharded else self.n_layers * self.block)
 
@@ -67,9 +66,9 @@ class Sharded:
         return self.root + self.block * (1 if self.resharded else self.n_layers)
 
     def weights_in_backward(self, left: int) -> int:
-        """Returns the bytes of gathered weights in the backward of the last of `left` blocks."""
+        """Returns the bytes of gathered weights while `left` blocks have not finished their backward."""
         blocks = min(2, left) if self.resharded else left
-        before = self.positions or self.embedding  # the first block gathers it early
+        before = self.positions or self.embedding  # gathered early, in the first block's backward
         return self.root + self.block * blocks + (before if left == 1 else 0)
 
     def weights_in_embedding(self) -> int:
@@ -77,17 +76,17 @@ class Sharded:
         return self.root + self.embedding + self.positions
 
     def buffer_in_backward(self, left: int) -> int:
-        """Returns the bytes of the buffer that is averaged during the backward of the last of `left` blocks.
+        """Returns the bytes of the averaging buffer while `left` blocks have not finished their backward.
 
-        If the rank holds whole gradients (reduce_once with several micro-batches), the result is 0. The buffer takes
-        the place of gradients of the same size, which `whole_gradients` counts.
+        With reduce_once and several micro-batches, the result is 0. The buffer then replaces gradients of the same
+        size, which `whole_gradients` already counts.
         """
-        before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before that of any block
+        before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged first
         elements = before if left == self.n_layers else self.trained_block
         return 0 if self.whole_gradients else elements * REDUCED_BYTES
 
     def positions_gradient(self) -> int:
-        """Returns the bytes of the gradient of learned positions, which is averaged after the backward."""
+        """Returns the bytes of the learned positions' gradient. FSDP2 averages this gradient after the backward."""
         return self.trained_positions * self.run.weight_bytes
 
     def gradients_of_block(self) -> int:
@@ -97,7 +96,7 @@ class Sharded:
     def averaged_head(self) -> int:
         """Returns the peak bytes while an untied head's gradient is averaged.
 
-        If the rank holds whole gradients, the gradient itself is not counted here: `whole_gradients` counts it.
+        The gradient itself is not counted here if `whole_gradients` counts it.
         """
         if self.tied:
             return 0
@@ -108,14 +107,14 @@ class Sharded:
         return self._averaged(self.trained_embedding, self.gradient_bytes, is_last=not self.tied)
 
     def averaged_positions(self) -> int:
-        """Returns the bytes of the gradient of learned positions while it is averaged."""
+        """Returns the bytes of the learned positions' gradient while it is averaged."""
         return self._averaged(self.trained_positions, self.gradient_bytes)
 
     def _averaged(self, elements: int, gradient_bytes: int, is_last: bool = True) -> int:
         """Returns the peak bytes while a gradient is averaged: the gradient, its buffer, the average and the new shard.
 
-        is_last: whether the gradient is the last one of its group, which lives until the averaging ends. The last
-        gradient of the root is that of the norm.
+        is_last: whether the gradient is the last one of its group, so that it lives until the average is computed. In
+        the root, the norm's gradient is the last one.
         """
         gradient, buffer = elements * gradient_bytes, elements * REDUCED_BYTES
         rounded = 0 if self.run.weight_bytes == REDUCED_BYTES else elements * self.run.weight_bytes
