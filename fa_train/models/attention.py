@@ -85,7 +85,7 @@ def naive_attention(
     scores = _rows_by_kv_head(q, n_kv_heads) @ k.transpose(0, 1).mT * _scale(q, softmax_scale)  # [n_kv_heads, G * M, N]
     scores = soft_capped(scores, softcap)
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0])
-    # with -inf instead of the lowest finite value, dv would be NaN if a query sees no key
+    # masked scores are finite, because -inf would make dv NaN if a query sees no key
     scores = scores.unflatten(1, (n_heads // n_kv_heads, -1)).masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = scores.float().softmax(dim=-1).to(v.dtype)
     o = _heads_by_row(weights.flatten(1, 2) @ v.transpose(0, 1), q.shape[0])
@@ -151,7 +151,7 @@ def chunked_attention(
     """
     if chunk_size < 1:
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
-    # k and v are split before the loop: a slice that is made in the loop would have a gradient as large as k
+    # k and v are split before the loop, because each slice in the loop would need a gradient as large as k
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [
@@ -175,14 +175,14 @@ def _attend_chunk(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """Computes attention of one chunk of queries, (M, n_heads, head_dim), to all chunks of keys.
+    """Computes the attention outputs of one chunk of queries, (M, n_heads, head_dim), from all keys.
 
     The softmax is computed with a running maximum and a running sum.
     """
     n_kv_heads = keys[0].shape[1]
     rows = _rows_by_kv_head(q, n_kv_heads)
     total = rows.new_zeros(*rows.shape[:2], 1, dtype=torch.float32)
-    # the first maximum is finite: with -inf, the difference of two maxima could be NaN
+    # the first maximum is finite, because -inf - (-inf) is NaN
     running = (torch.full_like(total, torch.finfo(torch.float32).min), total, torch.zeros_like(rows, dtype=total.dtype))
     first_key = 0
     for k, v in zip(keys, values, strict=True):
@@ -216,7 +216,7 @@ def _add_keys(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds a chunk of keys to the running maximum and sum, (n_kv_heads, G * M, 1) each, and to the weighted values."""
+    """Updates the running maximum, the running sum and the weighted sum of values with a chunk of keys."""
     scores = soft_capped((rows @ k.transpose(0, 1).mT).float() * scale, softcap)  # [n_kv_heads, G * M, N]
     visible = _visible(start, end, k.shape[0])
     scores = scores.unflatten(1, (-1, start.shape[0])).masked_fill(~visible, float("-inf")).flatten(1, 2)
@@ -233,7 +233,7 @@ def soft_capped(scores: Tensor, softcap: float) -> Tensor:
 
 
 def function_of(attention: Attention) -> object:
-    """Returns the function inside a functools.partial, which configs use. Returns any other `attention` unchanged."""
+    """Returns the function inside `attention` if it is a functools.partial, and otherwise `attention` itself."""
     return attention.func if isinstance(attention, partial) else attention
 
 
@@ -248,7 +248,7 @@ def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """Returns True for queries that see no key, (total,) bool: those after the last document."""
+    """Returns True for the queries after the last document, which see no key, (total,) bool."""
     return schedule.key_start >= schedule.key_end
 
 

@@ -72,7 +72,7 @@ class ModelConfig:
     rope_theta: the base of RoPE's frequencies.
     rope_scaling: the rule that scales RoPE's frequencies. The keys of rope_scaling are those of `rope_parameters` in
     Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
-    Raises: ValueError if a size is not positive or does not divide another size as needed, an option is unknown, or a
+    Raises: ValueError if a size is not positive, n_heads is not a multiple of n_kv_heads, an option is unknown, or a
     list in `family` does not have one entry per layer.
     """
 
@@ -111,10 +111,10 @@ class ModelConfig:
             self._require_positive("max_seq_len")
 
     def values(self) -> dict[str, Any]:
-        """Returns the architecture as plain values and lists of them.
+        """Returns all fields of the architecture as numbers, strings, None or lists.
 
-        Defaults that follow from other fields are filled in. The keys of `family` and `rope_scaling` are named as on
-        the command line, for example family.softcap.
+        Fields with a computed default, such as head_dim, have their actual value. The keys of `family` and
+        `rope_scaling` are named as on the command line, for example family.softcap.
         """
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
         whole |= {"n_kv_heads": self.heads.kv, "head_dim": self.heads.dim}
@@ -128,7 +128,7 @@ class ModelConfig:
 
     @property
     def heads(self) -> Heads:
-        """The sizes of attention, with the defaults of n_kv_heads and head_dim filled in."""
+        """The sizes of attention. If n_kv_heads or head_dim is None, its default is used."""
         kv = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
         return Heads(self.n_heads, kv, self.dim // self.n_heads if self.head_dim is None else self.head_dim)
 
@@ -139,7 +139,7 @@ class ModelConfig:
 
     @property
     def kv_dim(self) -> int:
-        """The number of channels of all key heads together. The value heads have the same number."""
+        """The number of channels of all key heads together, or of all value heads together."""
         return self.heads.kv * self.heads.dim
 
     @property
@@ -154,7 +154,7 @@ class ModelConfig:
 
     @property
     def block_matrices(self) -> tuple[int, int, int, int]:
-        """The sizes in elements of the four matrices of a block: attention.qkv, attention.out, ffn.up and ffn.down."""
+        """The number of elements of each matrix of a block: attention.qkv, attention.out, ffn.up and ffn.down."""
         qkv, out = self.dim * (self.query_dim + 2 * self.kv_dim), self.query_dim * self.dim
         return qkv, out, self.dim * self.up_dim, self.ffn_dim * self.dim
 

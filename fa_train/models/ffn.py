@@ -123,8 +123,7 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
 
 
-# In compiled code, torch 2.11 saves tensors that pass between nested checkpoints. A compiled block therefore has no
-# checkpoint inside a checkpoint.
+# A compiled block has no checkpoint inside a checkpoint, because torch 2.11 would save the tensors between the two.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 
@@ -149,7 +148,7 @@ def _swiglu_down_compiled(projected: Tensor, down: nn.Linear) -> Tensor:
     return _swiglu_down(projected, down)
 
 
-# in eager mode, use autograd's own path: the planner models its memory
+# eager mode uses torch's autograd functions, whose memory the planner predicts
 ACTIVATED_DOWN: dict[Activation, Callable[[Tensor, nn.Linear], Tensor]] = {
     "swiglu": EagerOrCompiled(_swiglu_down, _swiglu_down_compiled),
     "gelu": _gelu_down,

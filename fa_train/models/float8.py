@@ -2,8 +2,8 @@
 
 Weights, gradients and optimizer states keep their dtypes. Embeddings, norms, attention itself and the head do not use
 float8. In every product, both operands are multiplied by a scale and rounded to 8 bits: inputs and weights to e4m3,
-gradients of outputs to e5m2. A tensor has one scale. At each use, the scale is computed again from the tensor's largest
-magnitude. Float8 therefore has no state, and checkpoints have the same format as without float8.
+gradients of outputs to e5m2. Each tensor has one scale, which is computed from the tensor's largest magnitude at each
+use. Float8 therefore has no state, and checkpoints have the same format as without float8.
 """
 
 from dataclasses import replace

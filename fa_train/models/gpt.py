@@ -34,7 +34,7 @@ SplitHeads = Callable[["SelfAttention", Tensor, RotaryTable | None], QKV]
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face checkpoint that the model's weights come from, and its config files, which an export needs."""
+    """The Hugging Face checkpoint of the model's weights. An export copies its config files."""
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any] | None
@@ -54,7 +54,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
-    random_base_hash: str | None = None  # set by LoRA if the frozen weights are random: their hash
+    random_base_hash: str | None = None  # the hash of the frozen weights if they are random; LoRA sets it
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any
@@ -66,8 +66,8 @@ class GPT(nn.Module):
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # A checkpointed or offloaded block saves its input as one tensor. The previous block must therefore not leave
-        # its last residual addition to this block.
+        # A checkpointed or offloaded block saves its input as one tensor, so the previous block must compute its last
+        # residual addition.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -123,9 +123,9 @@ class GPT(nn.Module):
                 module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
 
     def add_source(self, source: "Callable[[GPT], None]") -> None:
-        """Registers a function that sets parameters. Calls the function, unless the model is on the meta device.
+        """Registers a function that sets parameters, and calls it.
 
-        In a model on the meta device, `materialise` calls the function.
+        If the model is on the meta device, `materialise` calls the function later.
         """
         self.sources.append(source)
         if not self.token_embedding.weight.is_meta:
@@ -179,13 +179,14 @@ class GPT(nn.Module):
         logits (total, vocab_size), or the loss, a scalar in fp32. The loss is in nats and is the sum over all labels
         except -100.
         cu_seqlens: the start of each document and the end of the last document, or None for one document.
-        position_ids: each token's position; by default its position in its document.
+        position_ids: the position of each token; by default, positions are counted from the start of each document.
         mean_seqlen: the mean document length in tokens, which determines attention's kernels; by default total /
         n_docs.
-        traffic: for each attention window, the keys that this rank of a context group sends and receives
-        (share_context). If `traffic` is given, all other tensors except cu_seqlens hold only the rank's own tokens.
-        last_positions: the last position in each token's document; by default it is found in position_ids. It must be
-        given with `traffic`, because a rank of a context group does not hold whole documents.
+        traffic: for each attention window, the keys that this rank of a context group sends and receives. See
+        `share_context`. With `traffic`, cu_seqlens describes the whole stream, and the other tensors hold only the
+        rank's own tokens.
+        last_positions: the last position in each token's document; by default it is found in position_ids. Ranks of a
+        context group do not hold whole documents, so last_positions must be given with `traffic`.
         Raises: ValueError if shapes do not match, traffic is given without last_positions, or a single document has
         more tokens than the model has learned positions. If there are several documents, their lengths are not checked,
         because these lengths are on the GPU. Call `require_seq_len` before training.
@@ -233,7 +234,7 @@ class GPT(nn.Module):
         return x if self.position_embedding is None else x + self.position_embedding(position_ids)
 
     def require_seq_len(self, seq_len: int) -> None:
-        """Raises: ValueError if the model has learned positions, but fewer than seq_len."""
+        """Raises: ValueError if the model has fewer learned positions than seq_len."""
         if self.position_embedding is not None and seq_len > self.position_embedding.num_embeddings:
             raise ValueError(
                 "model.positions=learned needs documents of at most "
@@ -241,7 +242,7 @@ class GPT(nn.Module):
             )
 
     def choose_ffns(self) -> None:
-        """Chooses the class of each block's FFN again. Call `choose_ffns` after replacing linear layers of the FFNs."""
+        """Chooses each block's FFN class again. Call this method after you replace linear layers of the FFNs."""
         for block in self._blocks():
             ffn = choose_ffn(block.ffn.up, block.ffn.down, self.config.activation, self.memory)
             block.ffn = ffn.train(block.ffn.training)
@@ -258,9 +259,9 @@ class GPT(nn.Module):
     def compile_blocks(self, **options: Any) -> None:
         """Compiles each block with torch.compile(**options).
 
-        Blocks share one graph, because their code and shapes are equal. Unless blocks are checkpointed or offload their
-        inputs, a compiled block leaves its last residual addition to the next block. The next block fuses this addition
-        with its first norm.
+        Blocks share one graph, because their code and shapes are equal. A compiled block leaves out its last residual
+        addition, unless blocks are checkpointed or offload their inputs. The next block computes this sum together with
+        its first norm.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:
@@ -293,10 +294,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the hidden states, and either a tensor that the next block must add to them or None.
+        """Returns two tensors whose sum is the hidden states. The second one may be None.
 
-        x, added: (total, dim). If `added` is given, this block first adds it to x, and leaves its last residual
-        addition to the next block.
+        x, added: the input in the same form, (total, dim) each. If `added` is None, the block computes all its residual
+        additions, and the second result is also None.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)
@@ -312,14 +313,14 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, normed = add_and_norm(x, added, self.attention_norm, keep_sum=True)
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
-        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # False: the first add_and_norm saves x anyway
+        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm has already saved x
         return x, self.ffn_post_norm(self.ffn(normed))
 
 
 class Head(nn.Linear):
     """The last linear layer and the loss.
 
-    FSDP gathers the weight for this module's forward, so this forward also computes the loss.
+    FSDP gathers the weight only during this module's forward, so the loss is computed here.
 
     softcap: the soft cap on the logits, or 0.
     """
@@ -392,7 +393,7 @@ def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# Compiled activation checkpointing uses `_rotated_first`. With `_rotated`, torch 2.11 would save q, k and v, because an
+# With compiled activation checkpointing, torch 2.11 would save the q, k and v of `_rotated`, because an
 # autograd.Function returns them.
 _rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
 

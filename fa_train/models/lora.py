@@ -45,9 +45,9 @@ def whole_model(model: GPT) -> GPT:
 
 @dataclass(frozen=True)
 class LoRA:
-    """The settings of LoRA adapters. Call them with a model to freeze the model and add adapters to its linear layers.
+    """The settings of LoRA adapters. `LoRA(...)(model)` freezes the model and adds adapters to its linear layers.
 
-    r: the rank, which is the number of rows of A and of columns of B.
+    r: the rank. A has r rows, and B has r columns.
     lora_alpha: the product `B A` is multiplied by `lora_alpha / r`, or by `lora_alpha / sqrt(r)` with use_rslora
     (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
@@ -55,8 +55,8 @@ class LoRA:
     linear layers of the blocks. Any other string in target_modules is a regular expression that full module names must
     match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
-    path: the folder of a peft adapter whose training continues. The adapter_config.json in this folder replaces r,
-    lora_alpha, use_rslora and target_modules.
+    path: the folder of a peft adapter that is trained further, or None for new adapters. Its adapter_config.json
+    replaces r, lora_alpha, use_rslora and target_modules.
     A is initialised like nn.Linear's weight. B is 0, so that training starts from the base model. A and B are stored in
     fp32, as in peft, because bf16 would lose small updates. Matrix products with A and B use the dtype of x.
     Raises: ValueError if a setting is out of range, a name in target_modules matches no layer, or torchao is not
@@ -152,11 +152,11 @@ class LoRA:
 class LoRALinear(nn.Linear):
     """A frozen linear layer with adapters, quantized weights, or both. Computes `x W^T + scale * (x A^T) B^T`.
 
-    lora_A, lora_B: the matrices A, (r, in_features), and B, (rows, r), of each adapter, in fp32. The keys of lora_A and
-    lora_B are the last parts of Hugging Face's module names, such as q_proj. An adapter changes only those rows of W
-    that belong to its module.
+    lora_A, lora_B: the fp32 matrices A and B of each adapter. A is (r, in_features), and B is (rows, r). The keys of
+    lora_A and lora_B are the last parts of Hugging Face's module names, such as q_proj. An adapter changes only those
+    rows of W that belong to its module.
     If W is quantized, `weight` holds the 4-bit codes, (out_features * in_features / 2,) uint8 with two codes per byte.
-    `nf4` then holds the scales and the table of values, under the names in torchao's NF4Tensor.
+    `nf4` then holds the scales and the table of values, with the same names as in torchao's NF4Tensor.
     """
 
     def __init__(self, linear: nn.Linear, path: str, parts: Mapping[str, Place], settings: LoRA) -> None:
@@ -223,7 +223,7 @@ class LoRALinear(nn.Linear):
         return down, torch.block_diag(*blocks, down.new_zeros(self.out_features - end, 0))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoRALinear":
-        """Moves adapters and scales to another device without changing their dtype, even with precision=bf16-true."""
+        """Moves adapters and scales to another device. They keep their dtype, even with precision=bf16-true."""
 
         def keeping_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -252,7 +252,7 @@ def init_adapters(model: GPT) -> None:
 def adapters_of(model: GPT) -> Adapters | None:
     """Returns the sizes of a model's adapters for the memory planner, or None for a model without adapters.
 
-    The sizes per block are those of the block whose adapters are largest.
+    If blocks differ, the sizes per block are the maximum over all blocks.
     """
     sizes, quantized = [], False
     found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [ranks, elements]}
@@ -357,8 +357,8 @@ def load_adapter(model: GPT, folder: Path) -> None:
             own.copy_(tensor[rows])
 
 
-# `READ` lists the fields of adapter_config.json that are used, `IRRELEVANT` those that can have any value, and
-# `REQUIRED` those that must have one of the listed values. All other fields must be unset.
+# Fields of adapter_config.json: those in `READ` are used, those in `IRRELEVANT` can have any value, and those in
+# `REQUIRED` must have one of the listed values. All other fields must be unset.
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
@@ -369,7 +369,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # other values change frozen weights
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),  # others change frozen weights
 }
 
 
@@ -398,12 +398,15 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Draws the random weights again to hash them, because parameters can be bf16 copies or only this rank's rows."""
+    """Draws the random weights again and hashes them. The parameters may be bf16 copies or only this rank's rows."""
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:
-    """Returns the linear layers of the blocks: {module name: {Hugging Face name of a part: its place}}."""
+    """Returns which matrices of a checkpoint each linear layer of the blocks holds.
+
+    The result is {module name: {Hugging Face name: place}}.
+    """
     modules = dict(model.named_modules())
     linears: dict[str, dict[str, Place]] = {}
     for name, place in tensor_places(model).items():

@@ -10,7 +10,7 @@ from torch import Tensor
 from fa_train.private_names import TESTED
 
 BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and the largest number of scales per second-level scale
-# besides its codes, a 4-bit weight has these tensors: three for the scales, and the table of values
+# a 4-bit weight consists of its codes and these tensors: three for the scales, and the table of values
 NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
 
@@ -69,8 +69,8 @@ def _nf4_weight_fake(
 def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Quantizes a matrix to NF4. Returns the 4-bit codes, two per byte, and a dict with the tensors in NF4_PARTS.
 
-    The scales are quantized as well (QLoRA's "double quantization"). Each second-level scale applies to gcd(256, number
-    of scales) scales. If `weight` is on the meta device, so are the results.
+    The scales are quantized as well (QLoRA's "double quantization"). With n scales, each second-level scale applies to
+    a group of gcd(256, n) scales. If `weight` is on the meta device, so are the results.
     what: the weight's name, for error messages.
     Raises: ValueError if the number of elements is not a multiple of 64. Also raises the errors of require_torchao.
     """

@@ -44,12 +44,12 @@ def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -
 
 
 def zeros_to_add(x: Tensor) -> Tensor:
-    """Returns zeros in the layout of an FFN's output.
+    """Returns zeros that the first block adds to its input.
 
-    The first block adds these zeros to its input, because all blocks share a compiled graph that adds an FFN's output.
+    All blocks share a compiled graph that adds the output of the previous block's FFN to the input.
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
-    return zero.expand(x.shape).contiguous()  # not a leaf, because autograd would accumulate the gradient of a leaf
+    return zero.expand(x.shape).contiguous()  # not a leaf, so that autograd does not store its gradient
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

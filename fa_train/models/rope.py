@@ -29,8 +29,8 @@ class RopeScaling(ABC):
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
         """Returns the changed frequencies in fp64, either (head_dim / 2,) for all tokens, or (total, head_dim / 2).
 
-        position_ids: (total,). last: the last position in each token's document, (total,), or None to find it in
-        position_ids, which must then hold whole documents.
+        position_ids: (total,). last: the last position in each token's document, (total,). If `last` is None, it is
+        found in position_ids, which must then hold whole documents.
         """
 
     @property
@@ -78,8 +78,8 @@ class YarnScaling(RopeScaling):
     original_max_position_embeddings: the original context length in tokens.
     beta_fast, beta_slow: the frequencies at the two ends of the ramp, in rotations per original context length.
     truncate: whether the ends of the ramp are rounded to whole channels.
-    attention_factor: the factor of cos and sin. The default is the paper's `0.1 * ln(factor) + 1`, modified by mscale
-    and mscale_all_dim.
+    attention_factor: the factor that cos and sin are multiplied by. The default is the paper's `0.1 * ln(factor) + 1`,
+    modified by mscale and mscale_all_dim.
     """
 
     factor: float
@@ -114,7 +114,7 @@ class YarnScaling(RopeScaling):
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
 
     def _channel_of(self, rotations: float, theta: float, head_dim: int) -> float:
-        """Returns the channel that makes `rotations` rotations within the original context length."""
+        """Returns the channel whose angle grows by `rotations` full turns within the original context length."""
         original = self.original_max_position_embeddings
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -142,7 +142,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Rope:
-    """The RoPE of one layer: theta, the base of its frequencies, and the rule that scales them."""
+    """The RoPE of one layer: the base of its frequencies (theta), and the rule that scales these frequencies."""
 
     theta: float
     scaling: RopeScaling | None
@@ -191,12 +191,12 @@ def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None
 def document_positions(cu_seqlens: Tensor | None, total: int, device: torch.device) -> Tensor:
     """Returns each token's position in its document, (total,) int64.
 
-    cu_seqlens: (n_docs + 1,) int32, or None for one document. Tokens after the last document form one more document.
+    cu_seqlens: (n_docs + 1,) int32, or None for one document. Tokens after the last document count as another document.
     """
     token = torch.arange(total, device=device)
     if cu_seqlens is None:
         return token
-    # for each token, the number of documents, including empty ones, that end at or before it
+    # the number of documents (including empty ones) that end at or before each token
     document = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(torch.int32), right=True)
     return token - cu_seqlens[document]
 

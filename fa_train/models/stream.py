@@ -1,4 +1,4 @@
-"""Checks the tensors of a packed stream, and builds the schedule, which holds the keys that each query sees."""
+"""Checks the tensors of a packed stream, and builds the schedule, which says which keys each query sees."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def windowed_schedule(
 ) -> Schedule:
     """Builds the causal schedule of the documents.
 
-    window: the number of tokens that a query sees, or None for all.
+    window: the number of tokens that a query sees, or None for all earlier tokens.
     seqlen: the mean document length in tokens, which determines attention's kernels; by default total / n_docs.
     """
     if window is None or window >= total:
@@ -42,7 +42,7 @@ def windowed_schedule(
 def context_schedule(traffic: Traffic, window: int | None, seqlen: int | None) -> SharedSchedule:
     """Builds the schedule of a rank that shares its stream with other ranks.
 
-    window, seqlen: as in windowed_schedule, but seqlen is by default the number of tokens in the padded stream.
+    window, seqlen: as in windowed_schedule. By default, seqlen is the number of tokens in the padded stream.
     """
     seqlen = traffic.sent.shape[0] if seqlen is None else seqlen
     return shared_schedule(traffic, length_class_of(seqlen if window is None else min(seqlen, window)))

@@ -1,7 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
 The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. An
-export needs a GPU in only one case: the run trained an adapter, and a GPU drew the random weights of its base model.
+export needs a GPU only if the run trained an adapter on random base weights that a GPU drew.
 """
 
 import re
@@ -52,7 +52,7 @@ def export_run(
     Each folder is written under another name and renamed when it is complete. Returns the paths of the written
     folders.
     config, metrics: see `write`.
-    Raises: ValueError, which names the checkpoint, if anything fails. The checkpoint stays intact.
+    Raises: ValueError if anything fails. The message names the checkpoint, which stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
@@ -88,15 +88,15 @@ def write(
 
     name: the run's name, for the model card.
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
-    metrics: the latest value of each of the run's metrics, by the metric's name.
-    dtype: the dtype of the written weights. By default, a fine-tuned model is written in the dtype of its base model's
-    config.json, and any other model in the dtype in which it was trained.
+    metrics: the run's metrics by name, each with its latest value.
+    dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
+    config.json, and any other model keeps the dtype of its training.
     adapter: whether to write only the adapter, in fp32, without merging it.
-    Raises: ValueError if `adapter` is True, and either `dtype` is set or the model has no adapter.
+    Raises: ValueError if `adapter` is True but `dtype` is set, or `adapter` is True but the model has no adapter.
     """
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
-    if model.config.max_seq_len is None:  # if the model has no context length, use that of training rows
+    if model.config.max_seq_len is None:  # by default, the length of training rows is the context length
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -26,8 +26,8 @@ class Layout:
 
     layers: the name of a layer in the checkpoint, with {} for its number.
     outer: for modules outside the layers, maps the GPT's name to the checkpoint's name.
-    inner: for modules within a layer, maps the GPT's name to one or more names of the checkpoint. The GPT's module
-    holds the rows of all these modules of the checkpoint, one module after another.
+    inner: for modules within a layer, maps the GPT's name to one or more names of the checkpoint. If there are several
+    names, the GPT concatenates the rows of these modules.
     transposed: whether the checkpoint stores the weights of linear layers as (in, out).
     """
 
@@ -43,7 +43,7 @@ class CheckpointFamily:
 
     arguments: converts transformers' config object to the fields of ModelConfig.
     read: the fields of config.json that `arguments` uses.
-    required: fields that `arguments` does not use, each with its supported values.
+    required: other fields that must have one of the listed values.
     irrelevant: fields that have no effect on the GPT.
     """
 
@@ -69,7 +69,7 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
-    """Returns the family, and transformers' config object with defaults filled in and old field names replaced.
+    """Returns the family and transformers' config object, which has all defaults and uses the new field names.
 
     Raises: ValueError if the family does not know a field of config.json, or does not support its value.
     """
@@ -161,7 +161,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
-    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both this field and sliding_window
+    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has this field in addition to sliding_window
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
     if config.query_pre_attn_scalar <= 0:
@@ -253,8 +253,8 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# `WITH_IMAGES` is the model_type of models that also read images. In their config.json, the fields in
-# `SHARED_WITH_IMAGES` are outside text_config, but also apply to the language model.
+# `WITH_IMAGES` is the model_type of models that also read images. Their language model is described by text_config, and
+# by the fields in `SHARED_WITH_IMAGES` outside text_config.
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",

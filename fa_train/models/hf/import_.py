@@ -64,19 +64,19 @@ def load_pretrained(
     attention: "flash", "sdpa", "naive" or a function with the signature of fa_train.models.attention.Attention.
     vocab_size: the minimum size of the checkpoint's vocabulary in tokens, or None for no minimum.
     dtype: the dtype of the weights (float32, bfloat16, float16), or None to keep the stored dtype.
-    rope_scaling: a RoPE scaling that replaces the checkpoint's, or None. The keys of rope_scaling are those of
+    rope_scaling: the RoPE scaling, or None to keep the checkpoint's scaling. The keys of rope_scaling are those of
     `rope_parameters` in config.json. rope_type="default" removes the scaling. Without rope_type, the new scaling has
     the checkpoint's rope_type, or yarn if the checkpoint has no scaling.
-    rope_theta: a base of RoPE's frequencies that replaces the checkpoint's, or None.
+    rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
     tokens.
-    An export writes changes of RoPE to config.json. Weights are read one by one, to torch's default device. If torch's
-    default device is the meta device, `materialise` reads the weights later, and converts them to the parameters'
-    dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the files are not on this machine yet.
+    If these arguments change RoPE, an export writes the new RoPE to config.json. Weights are read one by one, to
+    torch's default device. If torch's default device is the meta device, `materialise` reads the weights later, and
+    converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the
+    files are not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, its vocabulary is too small, or a tensor or a field of
-    config.json is not supported. Also ValueError if RoPE does not support max_seq_len tokens, even with rope_scaling
-    and rope_theta.
+    config.json is not supported. ValueError if the resulting RoPE does not support max_seq_len tokens.
     """
     device = torch.get_default_device()
     on_meta = device.type == "meta"
@@ -172,8 +172,8 @@ def _with_rope(
 ) -> dict[str, Any]:
     """Returns config.json with another RoPE scaling, RoPE base and max_position_embeddings.
 
-    max_position_embeddings becomes the number of tokens that the new RoPE supports. The fields of RoPE have different
-    names in old and new versions of transformers; the result has the names that `config` has.
+    max_position_embeddings becomes the number of tokens that the new RoPE supports. Old and new versions of
+    transformers use different names for the fields of RoPE. The result uses the same names as `config`.
     """
     _, normalised = understood(config, path)
     if not hasattr(normalised, "rope_parameters"):
@@ -196,7 +196,7 @@ def _with_rope(
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
     is_dynamic = isinstance(
         parsed, DynamicNTKScaling
-    )  # max_position_embeddings must not change here, because the dynamic scaling starts at this length
+    )  # the dynamic scaling starts at max_position_embeddings, which must therefore not change
     if asked is not own:
         reach = fields.get("original_max_position_embeddings", original)
         reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])
@@ -223,10 +223,10 @@ def _with_rope(
 def _asked_scaling(
     scaling: Mapping[str, Any], own: dict[str, Any], original: int, own_reach: int, max_seq_len: int | None
 ) -> dict[str, Any]:
-    """Returns a copy of `scaling`, in which a missing rope_type and a missing factor are filled in.
+    """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
-    If `scaling` has no factor and the checkpoint already supports max_seq_len tokens, returns the checkpoint's scaling,
-    `own`.
+    Returns `own`, the checkpoint's scaling, if `scaling` has no factor and the checkpoint already supports max_seq_len
+    tokens.
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))
@@ -244,7 +244,7 @@ def _asked_scaling(
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
-    """Returns the config.json of the loaded checkpoint, or that of a family with the model's architecture."""
+    """Returns the config.json of the loaded checkpoint, or a new config.json if the model was not loaded."""
     if model.origin is not None:
         return dict(model.origin.config)
     from transformers import __version__
@@ -331,13 +331,13 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
 def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
     """Returns the ids of the special tokens for config.json.
 
-    If the tokenizer lacks one of these tokens, the id is None. transformers then does not use the family's default id.
+    If the tokenizer lacks one of these tokens, its id is None, so that transformers does not use a default id.
     """
     return {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def tensor_places(model: GPT) -> dict[str, Place]:
-    """Returns the place of each checkpoint tensor in the model. The keys are tensor names of the family's checkpoints.
+    """Returns where the model stores each tensor of a checkpoint, by the tensor's name in the checkpoint.
 
     Raises: ValueError if no supported family matches the model.
     """

@@ -140,14 +140,14 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
 
 
 def _read(file: Any, stored: Stored, rows: slice) -> Tensor:
-    """Reads rows of a tensor. If the checkpoint stores the matrix transposed, reads columns and transposes them."""
+    """Reads rows of a matrix. If the checkpoint stores the matrix transposed, these rows are columns of the tensor."""
     header = file.get_slice(stored.name)
     tensor: Tensor = header[:, rows].T if stored.place.transposed else header[rows]
     return tensor
 
 
 def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> torch.dtype:
-    """Checks a tensor's header against its place in a parameter of the given shape. Returns the tensor's dtype.
+    """Checks that a tensor fits its place in a parameter of the given shape. Returns the tensor's dtype.
 
     Raises: ValueError if the shape or the dtype is wrong.
     """
@@ -164,7 +164,7 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 
 
 def _dtype_name(stored: str) -> str:
-    """Returns torch's name for an integer dtype of safetensors. Returns any other name unchanged."""
+    """Converts the name of an integer dtype, such as I64, to torch's name. Other names do not change."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 
@@ -188,7 +188,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """Yields each weight file with the names of the tensors to read from it, or with None for all its tensors."""
+    """Yields each weight file with the names of its tensors, or with None if the checkpoint has no index."""
     if (folder / WEIGHTS).exists():
         yield folder / WEIGHTS, None
         return
@@ -227,8 +227,8 @@ def _stored_names(path: Path, file: Any, names: list[str] | None) -> list[str]:
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
     """Finds the key in `places` that belongs to a tensor's name. Returns None if `places` has no such key.
 
-    A checkpoint without a head, such as OpenAI's GPT-2, omits the first part of each name. A checkpoint of a model that
-    also reads images has the additional part language_model in each name.
+    A checkpoint without a head, such as OpenAI's GPT-2, omits the first part of each name. If the model also reads
+    images, each name has the additional part language_model.
     """
     prefixed = f"{layout.layers.partition('.')[0]}.{name}"
     candidates = name, prefixed, name.replace("language_model.", "", 1)
