@@ -40,7 +40,7 @@ def adamw_8bit(
     """Returns AdamW with 8-bit moments.
 
     The moments have the parameter's dtype if the number of elements is below 4096 or not a multiple of 256.
-    stochastic_rounding: whether to round updates of bf16 weights (trainer.precision=bf16-true) stochastically.
+    stochastic_rounding: whether updated bf16 weights (trainer.precision=bf16-true) are rounded stochastically.
     Stochastic rounding has no effect on fp32 weights.
     """
     from fa_train.optim.low_memory import EightBitAdamW

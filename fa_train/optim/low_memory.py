@@ -26,7 +26,7 @@ _round_stochastically, _dequantize, _quantize, _divide_blocks = (
 )
 
 
-Moment = tuple[Tensor, ...]  # one tensor, or the codes, the scales and the code book of 8-bit values
+Moment = tuple[Tensor, ...]  # either one tensor, or three tensors for 8-bit values: codes, scales and code book
 
 
 def _update(
@@ -75,7 +75,7 @@ def _value(moment: Moment) -> Tensor:
 
 
 def _parts_of(value: Tensor, moment: Moment) -> Moment:
-    """Returns an fp32 value in the form of `moment`, without the code book."""
+    """Converts an fp32 value to the tensors of `moment`, except the code book."""
     if len(moment) == 1:
         return (value.to(moment[0].dtype),)
     codes, scales, book = moment
@@ -92,13 +92,14 @@ def _local(x: Any) -> Any:
 
 
 class _AdamWOfTorchao:
-    """Replaces the `step` of torchao's AdamW. The weights are the same, but the host needs less time.
+    """Replaces the `step` of torchao's AdamW with a `step` that computes the same weights and needs less host time.
 
-    torchao's `step` calls torch.compile for each parameter in each step. This class uses a function that is compiled
-    once for each shape. torchao's `step` also passes DTensors to the compiled function. This class passes their shards.
+    torchao's `step` calls torch.compile for each parameter in each step, and passes DTensors to the compiled function.
+    This class uses a function that is compiled once for each shape, and passes it the shards of DTensors.
 
-    grad_scale, found_inf: as in torch's fused AdamW, `step` divides the gradients by grad_scale, and changes nothing if
-    found_inf is not 0. The host does not wait for these values. Both are fp32 scalars on the device of the weights.
+    grad_scale, found_inf: fp32 scalars on the device of the weights. As in torch's fused AdamW, `step` divides the
+    gradients by grad_scale, and changes nothing if found_inf is not 0. The host does not wait for grad_scale and
+    found_inf.
     The learning rate is a float, as in torch's optimizers.
     """
 
@@ -135,7 +136,7 @@ class _AdamWOfTorchao:
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"] = self._new_buffer(parameter, True)  # True: signed values
             state["exp_avg_sq"] = self._new_buffer(parameter, False)
-        if state["step"].device != weight.device:  # in checkpoints of older versions, it is on the CPU
+        if state["step"].device != weight.device:  # old checkpoints store it on the CPU
             state["step"] = state["step"].to(weight.device)
         if self.grad_scale is None or self.found_inf is None:
             self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
@@ -177,13 +178,13 @@ class OffloadedAdamW(CPUOffloadOptimizer):
     """AdamW that keeps moments and a copy of the weights in host memory, and updates them on the CPU.
 
     `param_groups` holds the parameters on the GPU. Gradients can therefore be scaled and clipped before `step` copies
-    them to the host. torchao's class would copy gradients already during the backward pass, and `param_groups` would
-    hold the host copies.
+    them to the host. torchao's class differs: it copies gradients during the backward pass, and its `param_groups`
+    holds the host copies.
     """
 
     def __init__(self, groups: Groups, **arguments: Any) -> None:
         self._groups = [{**arguments, **group, "params": list(group["params"])} for group in groups]
-        self.state: dict[Tensor, Any] = {}  # must stay empty, because Lightning would move its tensors to the GPU
+        self.state: dict[Tensor, Any] = {}  # stays empty, because Lightning moves all tensors in `state` to the GPU
         self.defaults = dict(arguments)
         super().__init__([dict(group) for group in groups], torch.optim.AdamW, fused=True, **arguments)
         require_names("torchao", self, "param_d2h_map", "optim_dict", "d_opt", "queue", "stream")
@@ -221,7 +222,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
     def _set_hyperparameters(self) -> None:
         """Copies settings such as lr to the inner optimizers. Each large parameter has its own inner optimizer."""
-        # after a state is loaded, torchao's list d_param_groups no longer holds the groups of d_opt
+        # torchao's d_param_groups is not used, because it is outdated after a state is loaded
         small = iter([] if self.d_opt is None else self.d_opt.param_groups)
         for group in self._groups:
             values = _without_parameters(group)
@@ -233,7 +234,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
 
 def _with_states(saved: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns a copy of the state_dict `saved`, with `change` applied to every value of every parameter's state."""
+    """Returns a copy of the state_dict `saved`. `change` is applied to all values in the parameters' states."""
     states = {
         parameter: {name: change(value) for name, value in state.items()} for parameter, state in saved["state"].items()
     }

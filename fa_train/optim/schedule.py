@@ -10,7 +10,7 @@ from fa_train.bounds import Fraction, NonNegativeInt, PositiveInt
 
 
 class LearningRateSchedule(LambdaLR):
-    """A LambdaLR that loads only the step from a checkpoint. The current config sets the peak and curve of the rate."""
+    """A LambdaLR that loads only the step from a checkpoint. The current config defines everything else."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]

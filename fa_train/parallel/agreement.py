@@ -1,4 +1,4 @@
-"""Finds the maximum of one number per rank, for example to decide whether and how all ranks stop the run."""
+"""Finds the largest number that any rank passes. All ranks use the result to stop at the same step."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ class Agreement:
     forever.
     A call of `largest` starts an all-reduce of the answers in a separate gloo group, which does not wait for the GPU.
     The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the result. A flag in torch's
-    TCPStore would not be enough, because the hosts of some ranks can be several steps ahead of the others.
+    TCPStore would not be enough, because some ranks could read it several steps later than others.
     """
 
     def __init__(self) -> None:
@@ -22,9 +22,9 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Returns the largest of the answers that the last all-reduce compared, or 0 in the first call.
+        """Returns the result of the last all-reduce, or 0 in the first call.
 
-        If the result is 0, this call also starts the next all-reduce, in which this rank takes part with `answer`.
+        If the result is 0, this call also starts the next all-reduce with `answer`.
         """
         if self._asked is not None:
             self._asked.wait()

@@ -2,7 +2,7 @@
 
 torch's dcp.async_save is not used, for three reasons. dcp.async_save cannot write a single file, but `strategy=ddp`
 saves single files. The thread of dcp.async_save keeps a process from exiting while another rank hangs. dcp.async_save
-also allocates host memory again for each checkpoint.
+also allocates new host memory for each checkpoint.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import Tensor
 from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, rename_into_place
 
 PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part
-PINNED_FROM = 2**20  # bytes; smaller copies are not pinned: they are fast anyway, and can share pages
+PINNED_FROM = 2**20  # bytes; smaller tensors are not pinned, because they are copied fast and may share a page
 Key = tuple[Any, ...]
 
 
@@ -45,7 +45,7 @@ class BackgroundSave:
         self.seconds = 0.0  # how long this rank took to write the last checkpoint
 
     def start(self, state: Any, write: Callable[[Any], None], partial: Path) -> None:
-        """Copies `state` and returns. The thread calls write(copy), and rank 0 then gives `partial` its final name."""
+        """Copies `state` and returns. The thread calls write(copy). On rank 0, it then renames `partial`."""
         assert self._thread is None, "the last checkpoint must be finished first"
         self._error = None
         arguments = (self._copies.of(state), write, partial)
@@ -54,9 +54,9 @@ class BackgroundSave:
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns whether all ranks had already finished at the previous call of this method.
+        """Returns whether all ranks had already finished when they last called this method.
 
-        All ranks must call this method equally often.
+        All ranks must call this method the same number of times.
         """
         if self._asked is not None:
             self._asked.wait()
@@ -164,7 +164,10 @@ class HostCopies:
         return host
 
     def _allocated(self, x: Tensor) -> Tensor:
-        """Returns host memory for a copy of x. Torch's own pinned memory would be rounded up to powers of two."""
+        """Returns host memory for a copy of x.
+
+        It is not from torch's pinned allocator, which rounds up to powers of two.
+        """
         host = torch.empty_like(x, device="cpu")
         if x.is_cuda and host.nbytes >= PINNED_FROM:
             error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1))  # 1: on all GPUs

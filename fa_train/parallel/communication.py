@@ -33,6 +33,6 @@ def configure(trainer: L.Trainer) -> None:
 
 
 def set_unless_given(value: str, name: str, *older_names: str) -> None:
-    """Sets an environment variable, unless `name` or an older name of this variable is already set."""
+    """Sets the environment variable `name`, unless it is already set under this name or an older name."""
     if not os.environ.keys() & {name, *older_names}:
         os.environ[name] = value

@@ -14,7 +14,7 @@ from fa_train.parallel.context.traffic import Traffic
 
 
 class SharedSchedule(NamedTuple):
-    """The schedule of a rank's queries over its buffer of keys, and the moves that fill the buffer."""
+    """The schedule of a rank's queries for the keys in its buffer, and the moves that fill this buffer."""
 
     own: Schedule
     moves: Moves
@@ -37,7 +37,7 @@ def unshared(attention: Any) -> Attention:
 class ContextAttention:
     """An attention function that gathers the keys and values of other ranks before it calls another attention.
 
-    With flash attention, gathered keys are not kept for the backward pass, but gathered again.
+    With flash attention, the backward pass gathers keys and values again, so that they are not kept.
 
     inner: the attention over the gathered keys. group: the name of the process group (operators.register_group).
     head_groups: the number of groups of KV heads. Flash attention gathers the keys and values of one group at a time,
@@ -62,16 +62,16 @@ class ContextAttention:
     ) -> Tensor:
         """Shapes: q (local, n_heads, head_dim); k, v (local, n_kv_heads, head_dim); returns the shape of q.
 
-        sinks, alibi_slopes: (n_heads,) fp32, as in fa_kernels.flash_attention.interface.flash_attn_func. The gradient
-        of sinks must be summed over the ranks of the group, as the gradients of all weights are.
-        Raises: ValueError if sinks, alibi_slopes or several head_groups are given and the inner attention is not flash
-        attention, if alibi_slopes has another shape or dtype, or if head_groups does not divide the KV heads.
+        sinks, alibi_slopes: (n_heads,) fp32, as in fa_kernels.flash_attention.interface.flash_attn_func. Each rank
+        computes only its part of the gradient of sinks, so the caller must sum this gradient over the group.
+        Raises: ValueError if alibi_slopes has another shape or dtype, or head_groups does not divide the KV heads. If
+        the inner attention is not flash attention, sinks, alibi_slopes and several head_groups also raise ValueError.
         """
         own, moves = schedule
         if function_of(self.inner) is flash_attention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
             alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, q, own)
-            sinks = None if sinks is None else sinks.contiguous()  # kernels do not know the stride of sinks
+            sinks = None if sinks is None else sinks.contiguous()  # kernels assume that sinks is contiguous
             o, _ = context_forward(
                 q, k, v, own.tensors(), alibi, sinks, moves, self.group, scale, softcap, own.length_class,
                 self.head_groups,
@@ -84,7 +84,7 @@ class ContextAttention:
 
 
 def _alibi(slopes: Tensor, q: Tensor, own: Schedule) -> list[Tensor]:
-    """Returns the three tensors of Features.alibi. The last key that a query sees is the query's own token."""
+    """Returns the tensors that Features.alibi needs. The last key that a query sees is the query's own token."""
     if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.device != q.device:
         raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32 on {q.device}; got {described(slopes)}")
     return [slopes[None].contiguous(), own.key_end - 1, torch.zeros_like(own.key_end)]

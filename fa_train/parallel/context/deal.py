@@ -16,9 +16,9 @@ import numpy as np
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 512  # if chunks pad a stream by more than this fraction, smaller chunks are used
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
-RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # the numbers of chunks that an exchange can swap
-TRIED = 32  # the traffic of at most this many exchanges is compared for each run length
-FIXED_COST = 4  # the cost of any exchange, in chunks of keys; favours one large exchange over several small ones
+RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # possible run lengths in chunks
+TRIED = 32  # for each run length, at most this many swaps are compared
+FIXED_COST = 4  # an extra cost of each swap, in chunks of keys; favours one large swap over small ones
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def padded_total(total: int, ranks: int, chunk_size: int) -> int:
 def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = True) -> Deal:
     """Assigns the chunks of a stream to ranks. The result is the same on every rank.
 
-    boundaries: (n_docs + 1,), the first token of each document, then the end of the last document, which is at most
-    `total`.
+    boundaries: (n_docs + 1,), the start of each document and the end of the last document, in tokens. The last document
+    may end before `total`.
     balanced: whether ranks exchange chunks; otherwise, their shares stay contiguous. Contiguous shares are best if all
     layers have windows, because each token then has about the same work.
     """
@@ -95,8 +95,8 @@ def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.nd
     """Returns the arguments `work` and `first` of `exchange`. Each chunk has `size` tokens.
 
     start, end: from causal_ranges.
-    The queries of a chunk that is all padding see no key. `first` is then the index of the next chunk, so that
-    received_chunks counts no keys for the padding.
+    A chunk of padding has no work. Its `first` is the index of the next chunk, so that received_chunks counts no keys
+    for this chunk.
     """
     work = (end - start).reshape(-1, size).sum(axis=1)
     return work, np.where(work > 0, start[::size] // size, np.arange(1, len(work) + 1))
@@ -107,14 +107,14 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 
     A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and
     another rank swap two runs of equal length. Among the other ranks with possible swaps, the rank with the least work
-    is chosen. A swap moves at most half of the work by which the two ranks differ. Many swaps are compared. The chosen
+    is chosen. If the work of two ranks differs by d, a swap moves at most d / 2. Many swaps are compared. The chosen
     swap moves the most work per additional chunk of received keys. A run of several chunks can hold a whole document,
     whose keys then need not be sent.
 
-    owner: (n_chunks,), as in Deal. `exchange` changes it in place.
-    work: (n_chunks,), for each chunk, the number of pairs of a query of the chunk and a key that the query sees.
-    first: (n_chunks,), for each chunk, the index of the chunk with the first key that its queries see, or of
-    the next chunk if they see none.
+    owner: (n_chunks,), as in Deal. It is changed in place.
+    work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
+    first: (n_chunks,), the index of the first chunk whose keys a chunk's queries see. If they see no key, it is the
+    index of the next chunk.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     mean = load.mean()
@@ -131,7 +131,7 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
         for i, (length, gives, takes) in enumerate(zip(swaps.length, swaps.gives, swaps.takes, strict=True)):
             after[:, i, gives : gives + length] = [[False], [True]]
             after[:, i, takes : takes + length] = [[True], [False]]
-        # of the two ranks, the one that receives more chunks determines the time
+        # the rank that receives more chunks determines the time
         before, received = (received_chunks(x, first).max(axis=0) for x in (held, after))
         useful = np.minimum(swaps.moved, load[most] - mean)
         best = int((useful / np.maximum(received - before + FIXED_COST, 1)).argmax())
@@ -144,7 +144,7 @@ class Swaps(NamedTuple):
     """Possible exchanges between two ranks. Each exchange swaps two runs of consecutive chunks.
 
     All fields are (n,) int64. length: the number of chunks in each of the two runs.
-    gives, takes: the first chunk of the run that the busier rank gives, and of the run that the busier rank takes.
+    gives: the first chunk of the run that the busier rank gives away. takes: the first chunk of the run that it gets.
     moved: the work that the exchange takes away from the busier rank.
     """
 
@@ -155,10 +155,10 @@ class Swaps(NamedTuple):
 
 
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
-    """Returns swaps between rank `most` and rank `least` that move some work, but at most `limit`.
+    """Returns swaps that move some work from rank `most` to rank `least`, but at most `limit`.
 
     Each swap exchanges two runs of equal length. For each length in `RUN_LENGTHS`, the result has at most `TRIED`
-    swaps: those that move the most work. In each of them, rank `most` gives a different run.
+    swaps: those that move the most work. They all use different runs of rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -166,8 +166,7 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run to give, find the run to take: the one with the least work that lets the swap move at most
-        # `limit`.
+        # For each run to give, find the run to take with the least work. The swap must not move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]
@@ -179,7 +178,7 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
 
 
 def received_chunks(held: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Returns how many chunks of keys a rank receives from other ranks if the rank holds the chunks `held`.
+    """Returns how many chunks of keys a rank must receive from other ranks if it holds the chunks in `held`.
 
     Shapes: held (..., n_chunks) bool -> (...,). first: as for exchange.
     """

@@ -28,10 +28,10 @@ def register_group(name: str, group: ProcessGroup) -> None:
 
 @contextmanager
 def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Within this context, each wait for an exchange runs inside a new context `span()`.
+    """Within this context, each wait for an exchange runs inside `with span()`.
 
-    On a GPU, the current stream waits and the host does not. On a CPU, the host waits. `span` is called by all threads
-    of the process, because autograd runs backward passes on a GPU in its own threads.
+    On a GPU, the current stream waits and the host does not. On a CPU, the host waits. Several threads call `span`,
+    because autograd runs the backward pass of a GPU in a separate thread.
     """
     global _span_of_wait
     outer, _span_of_wait = _span_of_wait, span
@@ -44,8 +44,8 @@ def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterat
 class Moves(NamedTuple):
     """The fields of Traffic that say which rows to move, as tensors. See Traffic for their meaning.
 
-    `sizes` (2, ranks) and `counts` (3,) are int64 tensors on the CPU. If they were lists of integers, a compiled model
-    would be compiled again for each new value.
+    `sizes` (2, ranks) and `counts` (3,) are int64 tensors on the CPU. As lists of integers, they would make
+    torch.compile compile the model again for each new value.
     """
 
     sent: Tensor
@@ -115,7 +115,7 @@ def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> lis
     buffers = [x.new_empty(n_rows, *x.shape[1:]) for x in xs]
     copy_rows(xs, buffers, to_rows=moves.own)
     for buffer in buffers:
-        buffer[moves.counts[2].item() :].zero_()  # also clears the last row, which received padding tokens
+        buffer[moves.counts[2].item() :].zero_()  # also clears the last row, where copy_rows has put padding tokens
     with _span_of_wait():
         exchange.wait()
     del leaving
@@ -126,7 +126,7 @@ def gathered(xs: Sequence[Tensor], moves: Moves, n_rows: int, group: str) -> lis
 def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Tensor]:
     """Returns the gradients of this rank's rows for each tensor. The sums are in fp32, always in the same order.
 
-    ds: the gradients of buffers, (n_rows, heads, head_dim) -> (local, heads, head_dim).
+    ds: the gradients of the buffers. Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()
     leaving, parts = _joined(ds, sum(receives))
@@ -171,9 +171,8 @@ def context_forward(
     """Gathers keys and values, and computes flash attention of this rank's queries.
 
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
-    alibi, sinks: as in fa_kernels.flash_attention.features.Features. The tensor `aligned` of alibi holds rows of the
-    buffer of keys. head_groups: the number of groups of KV heads; only the keys and values of one group are gathered at
-    a time.
+    alibi, sinks: as in fa_kernels.flash_attention.features.Features. `aligned` in alibi holds buffer rows. head_groups:
+    the number of groups of KV heads; only the keys and values of one group are gathered at a time.
     """
     moved = Moves(*moves)
     n_keys = int(moved.counts[0])
@@ -305,7 +304,7 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
 
 
 def _alibi_of(alibi: Sequence[Tensor], heads: slice) -> list[Tensor]:
-    """Returns the tensors of Features.alibi for some of the query heads."""
+    """Returns the tensors of Features.alibi for the query heads in `heads`."""
     return [alibi[0][:, heads].contiguous(), *alibi[1:]] if alibi else []
 
 

@@ -18,7 +18,7 @@ from fa_train.parallel.context.traffic import traffic
 class ContextShard:
     """One rank of a context group.
 
-    windows: the distinct attention windows of the model's layers, in tokens; None stands for no window.
+    windows: the distinct attention windows of the model's layers, in tokens. None means no window.
     """
 
     rank: int
@@ -26,18 +26,18 @@ class ContextShard:
     windows: Sequence[int | None]
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the rank's tokens, labels and positions, the last position in each token's document, and the traffic
-        of each window.
+        """Returns the rank's part of a batch, and adds the traffic of each window.
 
-        cu_seqlens still describes the whole stream. If needed, the stream is padded at its end, so that all ranks hold
-        the same number of tokens. Padding has no labels, and no query sees padding.
+        last_positions has the last position in each token's document. cu_seqlens still describes the whole stream. If
+        needed, the stream is padded at its end, so that all ranks hold the same number of tokens. Padding has no
+        labels, and no query sees padding.
         """
         boundaries = batch["cu_seqlens"].numpy().astype(np.int64)
         total = batch["tokens"].numel()
         sees_all = any(window is None or window >= total for window in self.windows)
         dealt = deal(boundaries, total, self.ranks, balanced=sees_all)
         own = torch.from_numpy(dealt.positions(self.rank))
-        # a rank holds parts of documents, which do not show where the documents end
+        # a rank's own tokens do not show where documents end
         whole: Batch = {**batch, "last_positions": last_positions(batch["position_ids"])}
         padding = {"tokens": 0, "labels": IGNORE_INDEX, "position_ids": 0, "last_positions": 0}
         shards = {

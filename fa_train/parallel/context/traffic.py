@@ -1,9 +1,9 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
 A rank receives only the keys that its queries see. A buffer holds these keys together with the rank's own keys, in
-stream order, so the keys that a query sees form one contiguous range of the buffer. Zeros follow the last key. The
-first call with a new number of buffer rows costs more host time. The number of buffer rows is therefore rounded up, so
-that only few different numbers occur.
+stream order, so the keys that a query sees form one contiguous range of the buffer. The remaining rows of the buffer
+are 0. The first call with a new number of buffer rows costs more host time. The number of buffer rows is therefore
+rounded up, so that only few different numbers occur.
 """
 
 from typing import NamedTuple
@@ -14,17 +14,16 @@ from torch import Tensor
 
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
-STEPS = 32  # the buffers of a stream can have about this many different numbers of rows
-STEP = 128  # the smallest difference between two numbers of rows
+STEPS = 32  # about how many different numbers of buffer rows can occur for a stream
+STEP = 128  # the number of buffer rows is a multiple of this
 
 
 class Traffic(NamedTuple):
     """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
 
-    `total` is the number of tokens in the padded stream, `local` is the number of tokens that the rank holds (its own
-    tokens), and `capacity` is buffer_rows(total, total). Tensors are padded with 0 to these sizes. The shapes therefore
-    depend only on `total` and the number of ranks, and a compiled model is not compiled again if documents have other
-    lengths.
+    `total` is the number of tokens in the padded stream. `local` is the number of the rank's own tokens. `capacity` is
+    buffer_rows(total, total). Tensors are padded with 0, so that their shapes do not depend on the lengths of
+    documents. A compiled model is therefore not compiled again for other lengths.
     """
 
     key_start: Tensor  # (local,) int32, the buffer row of the first key that each own query sees
@@ -33,7 +32,7 @@ class Traffic(NamedTuple):
     own: Tensor  # (local,) int32, the buffer row of each own token; for padding, a row that no query sees
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
     shared: Tensor  # (local,) int32, the indices of own tokens that other ranks receive, ascending
-    entries: Tensor  # (total,) int32, indices into `sent`: one group per token, groups in the order of `shared`
+    entries: Tensor  # (total,) int32, for each token in `shared`, all its positions in `sent`
     offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
     counts: list[int]  # three counts: rows of the buffer, tokens in `shared`, and keys in the buffer
@@ -80,7 +79,7 @@ def buffer_rows(n_keys: int, total: int) -> int:
 
 
 def _needed_by(deal: Deal, rank: int, held: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Returns the ascending indices into `held` (stream positions) of the tokens that queries of `rank` see."""
+    """Returns indices into `held`, ascending. Queries of `rank` see the tokens at these stream positions."""
     return np.flatnonzero(keys_needed(deal.positions(rank), start, end, deal.total)[held])
 
 
