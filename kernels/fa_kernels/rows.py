@@ -97,7 +97,7 @@ def copy_rows(
     """Copies rows: for each i and each pair of a source and a target, target[to_rows[i]] = source[from_rows[i]].
 
     sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a target's row must be contiguous.
-    from_rows, to_rows: (n,) int32; None means 0, 1, 2 and so on. If both are None, n is the source's number of rows.
+    from_rows, to_rows: (n,) int32; None means 0, 1, 2 and so on. If both are None, all rows of the sources are copied.
     Raises: ValueError if the heads of a target's row are not contiguous.
     """
     sources = [_with_contiguous_rows(source) for source in sources]
@@ -112,8 +112,8 @@ def copy_rows(
 def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor) -> None:
     """Adds rows of `added` to rows of `totals`, by index.
 
-    For each i, the function adds rows entries[offsets[i]], ..., entries[offsets[i + 1] - 1] of `added` to row rows[i]
-    of `totals`. A sum is computed in fp32, in the order of the entries, and rounded once.
+    Row rows[i] of `totals` gets a sum: its old value plus the rows entries[offsets[i] : offsets[i + 1]] of `added`. The
+    sum is computed in fp32, in the order of the entries, and rounded once.
     totals, added: one or two tensors each, (rows, heads, head_dim). The heads of a total's row must be contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.
     Raises: ValueError if the heads of a total's row are not contiguous.

@@ -1,9 +1,9 @@
 """SwiGLU (arXiv:2002.05202): silu(gate) * value. Each row of the input (rows, 2 ffn_dim) is the gate, then the value.
 
-The forward and the backward pass are one kernel each. The backward kernel also computes the activations (the output of
-SwiGLU) again, and overwrites their gradient with them. The caller needs these activations for the gradient of the next
-linear layer's weight. The forward pass therefore does not have to save them. The gradient of the input overwrites the
-input, or is written to a new tensor.
+The forward and the backward pass are one kernel each. The backward kernel also computes the output of SwiGLU, the
+activations, again. The forward pass therefore does not have to save them. The caller needs the activations for the
+gradient of the next linear layer's weight. The backward kernel writes them over their gradient. It writes the gradient
+of the input over the input, or to a new tensor.
 """
 
 import torch
@@ -73,8 +73,8 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
     """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
-    swiglu_backward is one torch operator. A simulation of GPU memory that runs on the CPU therefore does not see the
-    temporaries of `_backward_plainly`, which the GPU kernel does not need.
+    swiglu_backward is one torch operator, so a simulation of GPU memory on the CPU does not look inside it. It would
+    otherwise count the temporaries of `_backward_plainly`, which the GPU kernel does not need.
     """
     _backward(projected, d_activated, d_projected=projected)
 
@@ -84,7 +84,8 @@ def swiglu_gradient(projected: Tensor, d_activated: Tensor) -> Tensor:
     """Returns the gradient of `projected`, and overwrites `d_activated` with the activations.
 
     Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all contiguous.
-    swiglu_gradient is a torch operator, so torch.compile copies d_activated only if later code reads the old values.
+    swiglu_gradient is a torch operator. torch.compile therefore copies d_activated only if later code reads the old
+    values.
     """
     d_projected = torch.empty_like(projected)
     _backward(projected, d_activated, d_projected)

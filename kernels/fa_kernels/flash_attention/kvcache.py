@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, n
 from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
 
-PAGE_UNIT = 16  # tokens in the smallest block of keys that kernels read; a page size must be a multiple of 16
+PAGE_UNIT = 16  # tokens; kernels read blocks of 16 keys or more, so page sizes must be multiples of 16
 
 
 @torch.no_grad()
@@ -50,8 +50,8 @@ def flash_attn_with_kvcache(
         v_cache: like k_cache, but its head_dim may differ.
         k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
         v: like k, but with the head_dim of v_cache.
-        rotary_cos: (positions, rotary_dim / 2). `positions` must be at least the number of tokens per sequence for
-            which the cache has room. rotary_dim must be a multiple of 16.
+        rotary_cos: (positions, rotary_dim / 2). `positions` must be at least the capacity of the cache, in tokens per
+            sequence. rotary_dim must be a multiple of 16.
         rotary_sin: like rotary_cos.
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
             length of the cache.
@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
         cache_leftpad: (batch,) int32, the first position that queries are allowed to see.
         block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether to hide all keys to the right of the key that a query is aligned with.
+        causal: whether a query sees no keys after its aligned key.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
         rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If rotary_interleaved is
@@ -267,7 +267,7 @@ def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.d
 def _page_table(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> Tensor | None:
-    """Returns each sequence's page indices, (batch, pages per sequence) int32, or None if sequence i has only page i.
+    """Returns the page indices of each sequence, (batch, pages per sequence) int32, or None if page i is sequence i.
 
     In the result, the last dimension has stride 1. A cache without pages counts as a cache with one page per sequence.
     """

@@ -16,7 +16,9 @@ ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so it can check
 
 @triton.jit
 def isolate_nan(x):
-    """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N] that is NaN for rows with inf or NaN, else 0.
+    """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N].
+
+    The vector is NaN for each row that contains inf or NaN, and 0 for the other rows.
 
     In the next matmul, rows of x that a query does not see have weight 0. But 0 * NaN is NaN. Without `isolate_nan`,
     NaN would therefore reach other documents. The caller adds the returned vector to the weights of visible rows, so
@@ -29,7 +31,7 @@ def isolate_nan(x):
 
 @triton.jit
 def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
-    """Returns whether a NaN mark is set for any of the `ROWS` rows of a head that begin at row `first`.
+    """Returns whether a tile has a NaN mark. The tile is the `ROWS` rows of a head that begin at row `first`.
 
     marks_ptr points to the result of `new_marks`. If head and first are tensors, the function checks many tiles at
     once.
@@ -41,10 +43,10 @@ def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
 
 @triton.jit
 def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, LOOK: tl.constexpr):
-    """Returns whether a NaN mark is set in any of the program's next `LOOK` work items, starting with `item`.
+    """Returns whether any of the program's next `LOOK` work items has a NaN mark.
 
-    Item i is tile `i % n_tiles` of head `i // n_tiles`. The indices of a program's consecutive items are `num_programs`
-    apart.
+    Item i is tile `i % n_tiles` of head `i // n_tiles`. The program's next items are `item`, `item + num_programs`, and
+    so on.
     """
     items = tl.minimum(item + tl.arange(0, LOOK) * tl.num_programs(0), n_items - 1)
     marked = is_marked(marks_ptr, items // n_tiles, items % n_tiles * ROWS, total, ROWS)

@@ -15,8 +15,8 @@ that run:
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
 A call is observed if code outside this file could watch operators (see `_observed`). The backward pass calls
-`_observed` again. Operators of torch accept no Schedule and no Features. Operators receive a Schedule as its seven
-tensors. They receive ALiBi as a list of three tensors, which is empty without ALiBi.
+`_observed` again. Operators of torch accept no Schedule and no Features. They receive the seven tensors of the Schedule
+instead. They receive ALiBi as a list of three tensors, which is empty without ALiBi.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from fa_kernels.torch_private import (
     without_dead_wrapper,
 )
 
-_PLAIN = {Tensor, Parameter, type(None)}  # types of arguments that do not override torch operators
+_PLAIN = {Tensor, Parameter, type(None)}  # these types do not override torch operators; other tensor types may
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -204,8 +204,8 @@ class _Attention(torch.autograd.Function):
         schedule, features, _, deterministic, _ = options
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # The schedule is not saved with save_for_backward. All layers share its tensors, so hooks that offload saved
-        # tensors need not see them.
+        # Hooks may offload tensors that are saved with save_for_backward. The schedule is not saved there, because all
+        # layers share it.
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
         return (o, lse) if wants_lse else o
@@ -281,8 +281,8 @@ def flash_attention_forward(
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
     (batch, seqlen_q, n_heads, v_head_dim).
-    Raises: ValueError in the cases of require_consistent and require_differentiable; NotImplementedError if an input
-    has a forward-mode tangent.
+    Raises: ValueError if require_consistent or require_differentiable raises it. NotImplementedError if an input has a
+    forward-mode tangent.
     """
     sinks = features.sinks
     # Without this check, forward-mode tangents would be lost silently. Even the registered operator drops them if no

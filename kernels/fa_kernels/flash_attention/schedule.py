@@ -15,29 +15,32 @@ from torch import Tensor
 
 from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
-WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; a multiple of the block size of kernels that read them
+WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each length class uses.
+# Bounds between length classes, as numbers of keys that a query may see. docs/hopper.md says which kernels each length
+# class uses.
 SHORT_DOCUMENT = 2**9  # below this length, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
-VERY_LONG_DOCUMENT = 2**16  # from this length on, Hopper's forward kernel processes only a few heads at a time
+VERY_LONG_DOCUMENT = 2**16  # at this length or above, Hopper's forward kernel processes only a few heads at a time
 
 LengthClass = Literal["short", "medium", "long", "very_long"]
 
 
 class Schedule(NamedTuple):
-    """The visible ranges of one packed batch, as global token indices (int32), on the device of q, k and v.
+    """The range that each token of a packed batch sees, and the order of tiles.
 
-    Query i sees key j if and only if `key_start[i] <= j < key_end[i]`. This condition is true exactly if
-    `query_start[j] <= i < query_end[j]` is true.
+    All tensors are int32, on the device of q, k and v. Tokens are counted over the whole batch.
+
+    Query i sees key j if and only if `key_start[i] <= j < key_end[i]`. An equivalent condition is
+    `query_start[j] <= i < query_end[j]`.
     """
 
     key_start: Tensor  # (total_q,)
     key_end: Tensor  # (total_q,)
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
-    query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), tile indices by document, the longest document first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), the longest document first, or ascending if documents are short
+    query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), tile indices; tiles of the longest document come first
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), like query_tiles; if documents are short, in ascending order
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
     # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,
@@ -53,7 +56,7 @@ class Schedule(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """Returns a Schedule of seven tensors, given in the order in which the method `tensors` returns them.
+        """Returns a Schedule that holds the given tensors. They must be in the order of the method `tensors`.
 
         Only the forward pass needs `length_class`.
         """
@@ -119,7 +122,7 @@ def tensors_by_torch(
 ) -> tuple[Tensor, ...]:
     """Computes the seven tensors of a Schedule with torch operators, which compilers can trace and all devices support.
 
-    On a GPU, schedule_kernel.schedule_tensors computes the same values if its argument `gradients` is true.
+    schedule_kernel.schedule_tensors computes the same values on a GPU, if it is called with gradients=True.
     """
     left, right = window
     # Clamping keeps the ranges inside q, k and v even if cu_seqlens are wrong.
@@ -150,11 +153,11 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     """
     key = torch.arange(total_k, dtype=torch.int32, device=key_start.device)
     # query_start is the number of queries that see only keys before `key`. query_end is the number of queries whose
-    # first visible key is `key` or an earlier key.
+    # first visible key is not after `key`.
     query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
-    # Queries with the same first key count as one document, and the last of them sees the most keys. With a window,
+    # Queries with the same first key count as one document. Its last query sees the most keys. With a window,
     # the first keys of most queries differ, so most queries count as one document each.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
@@ -255,8 +258,8 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # A token's document, counted from 1, is the number of documents that begin at or before the token. No token
-        # gets the number of an empty document.
+        # Documents are counted from 1. The document of a token is the number of documents that begin at or before it.
+        # No token belongs to an empty document of cu_seqlens.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 
@@ -266,7 +269,7 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for each token, the start and end of its document and its aligned token, all on the other side.
+    """Returns three positions on the other side for each token: its document's start and end, and its aligned token.
 
     If `own` is the side of the queries, `other` is the side of the keys, and vice versa. Each of the three results is
     (total,) int32, with one value per token of `own`.
@@ -300,12 +303,12 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
     With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. If a tile holds several documents, its place depends on the longer of its first and its last document.
+    run last. A tile that holds several documents is sorted by the longer one of its first and last document.
 
     Args:
         length: (total,), the length of each token's document on the other side (keys for queries, and vice versa).
-        last_first: whether a document's last tile comes first. Under a causal mask, the last queries of a document see
-            the most keys, and the first keys are seen by the most queries.
+        last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
+            has the most work, and so has its first tile of keys.
     """
     of_last = length[tile - 1 :: tile]
     if length.numel() % tile:

@@ -28,8 +28,8 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     if torch.compiler.is_compiling() or may_have_dispatch_mode():
         return None  # a dispatch mode may create fake tensors, or count operations
     if isinstance(device, torch.device) and device.type == "cuda":
-        # The device is replaced by its index, because `cuda` means another device after set_device. The stream does
-        # not tell the devices apart: the default stream of every device is 0.
+        # The device is replaced by its index, because `cuda` means another device after set_device. The address of the
+        # stream does not identify the device, because the default stream of every device is 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0

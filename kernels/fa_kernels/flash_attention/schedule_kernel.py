@@ -4,7 +4,7 @@ torch would need more than thirty operators to compute a schedule. These operato
 attention over short documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the
 other programs computes positions of tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
 finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
-before this tile. For this, the program itself finds the documents of all tiles, so programs do not communicate.
+before this tile. The program finds the documents of all tiles itself, so programs do not communicate.
 
 No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
 """
@@ -27,7 +27,7 @@ TOKENS = 512  # one program computes the ranges of this many tokens
 TILES = 32  # one program computes the positions of this many tiles
 OTHERS = 256  # a program compares its own tiles with this many other tiles at a time
 WARPS = 8  # per program
-ALIGNMENT = 32  # int32 elements: each tensor begins at a multiple of 128 bytes in the common buffer
+ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer begins at a multiple of this
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _document_of(tokens, cu_ptr, n_edges, stride):
 
     No token gets the number of an empty document.
 
-    stride: the highest power of two that is at most n_edges, the number of elements of cu_seqlens.
+    n_edges: the number of elements of cu_seqlens. stride: the largest power of two that is not above n_edges.
     """
     document = tl.zeros_like(tokens)
     while stride > 0:
@@ -84,7 +84,8 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 def _length_of(tiles, side, total, TILE: tl.constexpr):
     """Returns for each tile the length of its first or its last document, whichever is longer.
 
-    A document's length is its number of keys if the tiles hold queries, and its number of queries if they hold keys.
+    For tiles of queries, the length of a document is its number of keys. For tiles of keys, it is its number of
+    queries.
     """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
@@ -144,7 +145,7 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # programs are numbered by the tensor that they compute; each value is the first id after such a range
+    # The programs of one tensor have consecutive ids. Each value is the first id after the programs of one tensor.
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)
@@ -168,11 +169,11 @@ def _schedule_kernel(
 
 
 class _Layout(NamedTuple):
-    """How the tensors of a schedule lie in one buffer of int32, and how many programs fill the buffer."""
+    """The layout of a schedule's tensors in one int32 buffer, and the number of programs that fill the buffer."""
 
     size: int  # the size of the buffer in elements
     sizes: list[int]  # the size of each part of the buffer. All empty tensors share the first part, which has size 0
-    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the tensors, in the order of Schedule's fields
+    pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # returns the tensors in the order of Schedule's fields
     programs: int
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, like triton.jit's choice of the interpreter
+_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, when triton.jit chooses its interpreter
 
 
 @triton.jit
@@ -15,8 +15,8 @@ def tanh(x, dtype: tl.constexpr):
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
     narrower dtypes use the approximate instruction `tanh.approx`, whose relative error of 2^-11 is below the rounding
     error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`. If all scores of a key are close to the soft cap,
-    dK of the key is a sum of small terms with the factor `1 - tanh(x)^2`. In this case, `tanh.approx` could make the
-    error of dK in fp16 more than twice the error of torch's dK.
+    its dK is a sum of small terms, because each term has the factor `1 - tanh(x)^2`. With `tanh.approx`, the error of
+    dK in fp16 could then exceed twice the error of torch.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -31,7 +31,7 @@ def tanh(x, dtype: tl.constexpr):
 def _reciprocal(x):
     """Computes 1 / x for x from 1 to infinity, within one unit in the last place.
 
-    A division in Triton compiles to four times as much code.
+    Triton's division would compile to four times as much code as this instruction.
     """
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -50,7 +50,7 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 def alibi_bias(slope, aligned, keys):
     """Computes ALiBi's bias in log2 units: -slope times the distance between key and aligned key (arXiv:2108.12409).
 
-    slope and aligned have one value per query, and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
+    slope and aligned have one value per query. They broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
     The last query of a document is aligned with the document's last key.
     """
     return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)

@@ -11,8 +11,8 @@ from torch import Tensor
 from fa_kernels.device import ceil_div
 from fa_kernels.flash_attention.schedule import WORK_TILE
 
-KEYS_IN_L2 = 32 * 2**20  # the most bytes of K and V in a section of heads; an H200 has 50 MB of L2
-QUERIES_IN_L2 = 16 * 2**20  # the most bytes of Q, dO and fp32 dQ in a section of heads; the fastest value on an H200
+KEYS_IN_L2 = 32 * 2**20  # maximum bytes of K and V in a section of heads; an H200 has 50 MB of L2
+QUERIES_IN_L2 = 16 * 2**20  # maximum bytes of Q, dO and fp32 dQ in a section of heads; other values were slower on H200
 
 
 @triton.jit
@@ -49,7 +49,10 @@ def grid_of_tiles(work_tiles: Tensor, n_heads: int, block: int) -> tuple[int, in
 
 
 def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
-    """Returns how many query heads form a section whose K and V fit in L2. A section holds whole GQA groups."""
+    """Returns the number of query heads in a section. A section holds whole GQA groups.
+
+    K and V of a section fit in L2, unless one KV head is already too large.
+    """
     total, n_kv_heads, head_dim = k.shape
     bytes_per_kv_head = max(1, total * (head_dim + v.shape[-1]) * k.element_size())
     kv_heads = min(n_kv_heads, max(1, KEYS_IN_L2 // bytes_per_kv_head))
@@ -57,11 +60,11 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 
 
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, fewest: int = 1) -> int:
-    """Returns how many KV heads form a section, so that Q, dO and dQ of their query heads fit in L2.
+    """Returns the number of KV heads in a section. If possible, Q, dO and dQ of their query heads fit in L2.
 
-    A section has at least `fewest` KV heads. A section also has at least two tiles for each of the `programs` that run
-    at the same time. n_tiles is the number of tiles per KV head. If sections were smaller, the longest tiles of the
-    last section would start late, and most programs would wait for these tiles.
+    A section has at least `fewest` KV heads. A section also has about two tiles or more for each program. `programs` is
+    the number of programs that run at the same time. n_tiles is the number of tiles per KV head. If sections were
+    smaller, the longest tiles of the last section would start late, and most programs would wait for these tiles.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)

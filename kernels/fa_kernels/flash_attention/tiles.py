@@ -25,7 +25,7 @@ class TileConfig:
 
 
 # Tiles for 1- and 2-byte dtypes, by (arch, largest head_dim, pass). Only tiles of sm90 are measured. Tiles of sm80
-# also fit GPUs with 99 KiB of shared memory. If dk and dv are listed in addition to dkdv, only repair.py uses dkdv.
+# also fit GPUs with 99 KiB of shared memory. If the table lists dk and dv, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -113,14 +113,14 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
 }
 
-# Shared memory per program in bytes. If GPUs of an architecture differ, the table has the smallest value.
+# Shared memory per program in bytes. The values are those of the architecture's GPU with the least shared memory.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, for several tiles per input
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
@@ -132,8 +132,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
     Two passes compute the scores twice, so they need five matmuls instead of four. The pass for dK and the pass for dV
-    each have half as many accumulators as one pass that computes both. Tiles can therefore be twice as long as in one
-    pass, and the rows of the scores can be divided between two warpgroups.
+    each have half as many accumulators as one pass that computes both. Tiles can therefore be twice as long, and two
+    warpgroups can divide the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
@@ -227,7 +227,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # Triton's code for this device may be like its code for any known architecture
+    if arch == "unknown":  # the code for this device may need as much as the code for any known architecture
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -236,12 +236,12 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
-    """Returns the shared memory (bytes) if each fp32 matmul is three TF32 products of its inputs' halves.
+    """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
-    An fp32 value is split into an upper and a lower half. Shared memory holds both halves of the tiles that a program
-    keeps, and of the block in use. Blocks are prefetched in fp32, and split into halves in registers, one column block
-    at a time. Kernels with mma.sync read the halves of the block in use from registers, so shared memory holds this
-    block only once. The kernels for dK and dV also store this block transposed.
+    Each fp32 value is split into an upper and a lower half. Shared memory holds both halves of the tiles that a
+    program keeps. It also holds both halves of the block in use. Blocks are prefetched in fp32, and split into halves
+    in registers, one column block at a time. Kernels with mma.sync keep the halves of the block in use in registers, so
+    shared memory holds this block only once. The kernels for dK and dV also store this block transposed.
     The decode kernel uses the tiles of the forward pass. It can hold K, V and two copies of the scores at the same
     time.
     """
@@ -263,7 +263,7 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """Returns the shared memory (bytes) if each matmul is one product.
+    """Returns the bytes of shared memory, if each matmul is computed as one product.
 
     The sum counts the tiles that a program keeps, the blocks that it loads, and the memory for changes of layout.
 
@@ -276,7 +276,7 @@ def _shared_of_one_product(
     block = read_rows * (qk_width + v_width) * itemsize
     row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # mma.sync: a block is copied to registers before the next one is awaited
+    if arch == "sm80" or kept_rows < 64:  # mma.sync: programs copy a block to registers before they wait for the next
         in_flight = max(1, tiles.num_stages - 1)
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
     else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive
@@ -296,7 +296,7 @@ def _shared_of_one_product(
 
 
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
-    """Returns the bytes of shared memory for the operands of tcgen05 that the program itself writes to shared memory.
+    """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
 
     These operands are P and dS, which the program computes, and loaded blocks in which the program replaces NaN by 0.
     """
@@ -311,10 +311,10 @@ def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, di
 def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
-    For fp32, the default "tf32x3" adds three TF32 products of the upper and lower halves of the inputs, as in torch's
-    own attention. "tf32x3" is as accurate as FMA instructions ("ieee") and three times as fast. A single product
-    ("tf32") is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same results as with FMA.
-    Values in the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
+    For fp32, the default is "tf32x3": the sum of three TF32 products of the upper and lower halves of the inputs.
+    Torch's own attention does the same. This is as accurate as FMA instructions ("ieee"), and three times as fast. A
+    single product ("tf32") is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same
+    results as with FMA. Values in the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"

@@ -1,8 +1,8 @@
 """Files of tile sizes that a user measured on their GPU. scripts/bench/tune_tiles.py writes such files.
 
-The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. If the variable is not set,
-the launch reads the installed file of the GPU, if there is one (`installed_file`). The tile sizes in the file replace
-those in tiles.py. A file for another GPU raises an error. An empty variable means that no file is read.
+The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. Without this variable, the
+launch reads the installed file of the GPU, if there is one (`installed_file`). The tile sizes in the file replace those
+in tiles.py. A file for another GPU raises an error. An empty variable means that no file is read.
 """
 
 import json

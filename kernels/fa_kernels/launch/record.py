@@ -13,9 +13,9 @@ launchers of the compiled kernels directly.
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
 multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters.
-A call cannot be recorded in two cases: it runs a torch operator other than torch.empty or a view, or a launch contains
-an address that belongs to no known tensor or to two overlapping tensors. If recording a call fails, all later calls
-with its key run without recording.
+A call cannot be recorded if it runs a torch operator other than torch.empty or a view. It also cannot be recorded if
+the recorder does not know which tensor an address belongs to. If recording a call fails, all later calls with its key
+run without recording.
 Tile tables and other module globals are not part of a key: call `forget()` after changing them.
 """
 
@@ -47,21 +47,21 @@ from fa_kernels.launch.triton_launcher import (
     prepared,
 )
 
-VARIABLE = "FA_TRAIN_REPLAY"  # an environment variable, read at the first call; 0 switches recording off
-MAX_KEYS = 512  # with more keys, all recordings are removed, because many may be for lengths that no longer occur
-MAX_MAPS = 8192  # cached TMA descriptors, of about 500 bytes each; a training step has up to 23 per layer
-MAX_ARGUMENTS = 1024  # cached lists of launch arguments, of 1 to 7 KB each; a training step has two per layer
-ALIGNMENT = 16  # bytes: Triton compiles different code for pointers that are not a multiple of 16
+VARIABLE = "FA_TRAIN_REPLAY"  # environment variable that switches recording off if it is 0 at the first call
+MAX_KEYS = 512  # at this number of keys, all recordings are removed, because many may never be used again
+MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 500 bytes); a training step has up to 23 per layer
+MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
+ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
 # Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. If a
 # temporary is larger, the GPU works long enough to hide the cost of the allocation.
 SHARED_BYTES = 2**24
-SLICE_ALIGNMENT = 512  # bytes: torch's allocator uses the same alignment
+SLICE_ALIGNMENT = 512  # bytes, as in torch's allocator
 
 _Function = TypeVar("_Function", bound=Callable[..., tuple[Tensor, ...]])
 
 
 class _Known(Enum):
-    """What is known about a key that has no recording."""
+    """The state of a key that has no recording."""
 
     SEEN_ONCE = "the key may never come again, so nothing is recorded yet"
     UNCLEAR = "its launches cannot be repeated"
@@ -163,9 +163,9 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
     """Launches a kernel in less host time than `launch`.
 
     The kernel is compiled once for each device and set of constants.
-    Each call can pass other numbers and another grid, but a recorded call is repeated with the recorded numbers and
-    grid. The first argument must be a tensor. Numbers must be int32 and listed in the kernel's do_not_specialize.
-    Pointers must be listed in do_not_specialize_on_alignment, unless they are always aligned to `ALIGNMENT` bytes.
+    Each call may pass different numbers and a different grid. A recording always repeats the recorded numbers and grid.
+    The first argument must be a tensor. Numbers must be int32 and listed in the kernel's do_not_specialize. Pointers
+    must be listed in do_not_specialize_on_alignment, unless they are always aligned to `ALIGNMENT` bytes.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
@@ -184,9 +184,9 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 
 
 def lasting(x: Tensor) -> Tensor:
-    """Returns x, and tells the recording in progress that repeated calls must use this very tensor, not a new one.
+    """Returns x. If a recording is in progress, its repeated calls will use this very tensor, not a new one.
 
-    The tensor is neither an input of the call nor allocated by it, for example the counter of a work queue.
+    Use `lasting` for tensors that are neither inputs nor new, such as the counter of a work queue.
     """
     recorder = _WATCHED.recorder
     if recorder is not None and all(x is not known for known in recorder.tensors):  # x is new to the recorder
@@ -265,14 +265,14 @@ class _Recording:
     Lists of addresses have this order: inputs that launches read, allocations, slices of the last allocation.
     """
 
-    read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # given all inputs, returns those that launches read
+    read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
     allocations: list[Callable[[], Tensor]]  # small temporaries are slices of the last allocation
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
-    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # given the allocations, returns the outputs
+    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
     same: list[tuple[int, int]]  # pairs of indices whose addresses were equal in the recorded call
-    slices: list[tuple[int, int]]  # for each slice, the index of its allocation's address, and an offset in bytes
+    slices: list[tuple[int, int]]  # for each slice: its allocation (an index of an address), and its offset in bytes
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
         """Repeats the launches for inputs at `addresses`, and returns the outputs.
@@ -404,7 +404,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Returns the indices of all tensors whose addresses the launches need or `same` compares."""
+        """Returns the indices of all tensors whose addresses occur in the launches or in `same`."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
         return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
 
@@ -451,12 +451,12 @@ class _Recorder(torch_private.TorchDispatchMode):
         return "constant", len(self.constants) - 1
 
     def _place(self, address: int) -> tuple[int, int]:
-        """Returns the index of the tensor whose first row contains `address`, and the offset in this tensor in bytes.
+        """Returns the index of the tensor whose first row contains `address`, and the offset from its start in bytes.
 
-        Only the first row of each tensor is searched, because the later rows of two views can overlap in memory. For
-        example, q, k and v can be views of one projection. If several tensors start at the same address, `same` records
-        that their addresses must also be equal in a repeated call.
-        Raises: _Unclear if no tensor fits, or if several fit with different offsets.
+        Only the first row of each tensor is searched, because later rows of two tensors can overlap in memory. For
+        example, q, k and v can be views of one projection. Several tensors can start at the same address. Their
+        addresses must then be equal in repeated calls too, which `same` records.
+        Raises: _Unclear if `address` is in no first row, or in several first rows at different offsets.
         """
         found = []
         for i, x in enumerate(self.tensors):
@@ -478,7 +478,7 @@ def _allocation(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Returns the starts of slices with these sizes in one allocation, and the end of the last slice, all in bytes."""
+    """Places slices of these sizes in one allocation. Returns their offsets and the size of the allocation in bytes."""
     *starts, end = accumulate((-(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for size in sizes), initial=0)
     return starts, end
 

@@ -1,11 +1,11 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
 This module relies on the following private details of Triton. A launch returns its CompiledKernel.
-`driver.active.launcher_cls(source, metadata)` makes a launcher like CompiledKernel.run. `prepared` fixes the launcher's
-first nine arguments. If the kernel needs no scratch memory, the launcher would only pass its arguments to the function
-`launcher.launch`, so `prepared` uses `launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton
-encodes descriptors at each launch, but record.py caches one encoding for each address. Our launcher therefore has a
-signature that lists the parts of an encoded descriptor.
+CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes another launcher. `prepared`
+binds the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and
+calls the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes
+descriptors at each launch, but record.py caches one encoding for each address. Our launcher therefore has a signature
+that lists the parts of an encoded descriptor.
 """
 
 import re
@@ -81,8 +81,8 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return partial(launcher, *where, *how)
-    # If a kernel needs no scratch memory, Triton's launcher would only add constant arguments, and take 1 us for this.
-    # The constant arguments are therefore added here.
+    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. They are therefore added
+    # here, and the launcher is skipped.
     where += launcher.launch_cooperative_grid, launcher.launch_pdl
     launch, no_scratch = launcher.launch, (None, None)
     if triton.__version__.startswith("3.6."):

@@ -1,9 +1,10 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
 The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
-dP, so there are seven matmuls, up from five in one fused kernel. Every output is computed by exactly one program. The
-kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in the
-registers together, the first kernel runs twice: once for dK and once for dV. In this case, there are eight matmuls.
+dP. Together they need seven matmuls, while one fused kernel would need five. Every output is computed by exactly one
+program. The kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit
+in the registers together, the first kernel runs twice: once for dK and once for dV. In this case, there are eight
+matmuls.
 """
 
 from typing import Any
@@ -66,7 +67,7 @@ def _accumulate_dk_dv(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_COLUMNS: tl.constexpr,
     DV: tl.constexpr, DV_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of one head's queries, from `start` to `end - 1`, to dK and dV of a tile of keys.
+    """Processes the queries `start` to `end - 1` of one head: adds their contribution to dK and dV of a tile of keys.
 
     Scores are [N, M].
     """
@@ -96,8 +97,8 @@ def _accumulate_dk_dv(
         lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
-            # For a query that sees no key, lse is -inf and p is inf. The mask is therefore applied to p. Scores of -inf
-            # would not mask such a query, because -inf - -inf is NaN.
+            # For a query that sees no key, lse is -inf and p is inf. The mask is therefore applied to p. Setting the
+            # scores to -inf would not help, because -inf - -inf is NaN.
             visible = is_visible(queries, query_start, query_end)
             if ISOLATE_NAN and HAS_DV:
                 p += nan_rows[None, :]
@@ -126,7 +127,7 @@ def dkdv_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK (if HAS_DK) and dV (if HAS_DV) of the BLOCK_N keys from `first` on, for one KV head.
+    """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, starting with key `first`.
 
     The program loops over the query heads of the KV head. With `PHASES=3`, only the blocks at both ends of the range of
     queries are masked. With `PHASES=1`, all blocks are masked, so the compiled code is shorter. Without `ISOLATE_NAN`,
@@ -218,7 +219,7 @@ def _accumulate_dq(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of the keys from `start` to `end - 1` to dQ of one tile of queries."""
+    """Processes the keys `start` to `end - 1`: adds their contribution to dQ of a tile of queries."""
     for n in range(start, end, BLOCK_N):
         k = load_block(k_ptr, n, stride_kt, total_k, 0, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[0]]
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)
@@ -256,7 +257,10 @@ def dq_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dQ of the BLOCK_M queries from `first` on, for one head. See `dkdv_tile` for `PHASES`, `ISOLATE_NAN`."""
+    """Computes dQ of BLOCK_M queries of one head, starting with query `first`.
+
+    `dkdv_tile` explains `PHASES` and `ISOLATE_NAN`.
+    """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
     key_start = tl.load(key_start_ptr + rows, mask=inside, other=0)
@@ -367,7 +371,10 @@ def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, 
 
 
 def backward_constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
-    """Returns the constexpr arguments, except tile sizes, that the kernels of this file and repair_backward share."""
+    """Returns the constexpr arguments that the kernels of this file and repair_backward share.
+
+    Tile sizes are not included.
+    """
     return dict(
         HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],
         D=q.shape[2], D_COLUMNS=columns_of(q.shape[2]), DV=v.shape[2], DV_COLUMNS=columns_of(v.shape[2]),

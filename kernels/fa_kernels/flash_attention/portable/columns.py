@@ -1,9 +1,9 @@
 """Tiles of a head as column blocks: a head of 96 columns has a block of 64 and a block of 32.
 
-The width of a Triton block must be a power of two, but a head may have any width. `COLUMNS` is a tuple with the widths
-of the one or two blocks that hold a head of `WIDTH` columns (columns_of_head.py). A tile is a tuple of blocks, one for
-each width in `COLUMNS`. Kernels that read two tensors load block 0 of both, then block 1 of both. The compiler keeps
-this order.
+The width of a Triton block must be a power of two, but a head may have any width. A head of `WIDTH` columns is
+therefore divided into one or two blocks. `COLUMNS` is the tuple of their widths (columns_of_head.py). A tile is a tuple
+of blocks, one for each width in `COLUMNS`. Kernels that read two tensors load block 0 of both, then block 1 of both.
+The compiler keeps this order.
 """
 
 import triton
@@ -15,7 +15,7 @@ from fa_kernels.flash_attention.nan_isolation import isolate_nan
 @triton.jit
 def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                  MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads `ROWS` rows from `first` on, as a tuple of blocks [ROWS, COLUMNS[i]].
+    """Loads `ROWS` rows, starting with row `first`. Returns a tuple of blocks [ROWS, COLUMNS[i]].
 
     `load_block` explains the arguments.
     """
@@ -42,7 +42,7 @@ def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.cons
 @triton.jit
 def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads all blocks except the first, and returns `block` (the first block) and these blocks as one tuple."""
+    """Returns a tile as a tuple of blocks. The first block is `block`, and the other blocks are loaded."""
     blocks = (block,)
     for i in tl.static_range(1, len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)
@@ -52,10 +52,10 @@ def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl
 @triton.jit
 def load_block(ptr, first, stride, total, INDEX: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
                ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads one column block [ROWS, COLUMNS[INDEX]] of the rows from `first` on.
+    """Loads one column block [ROWS, COLUMNS[INDEX]], starting with row `first`.
 
-    Columns from `WIDTH` on are 0. With `MASK_ROWS`, rows from `total` on are 0. Without `MASK_ROWS`, all rows must
-    exist.
+    The tensor has `total` rows and `WIDTH` columns. Columns outside of the tensor are 0. With `MASK_ROWS`, rows outside
+    of the tensor are also 0. Without `MASK_ROWS`, all rows must exist.
     """
     FROM: tl.constexpr = 0 if INDEX == 0 else COLUMNS[0]
     rows = tl.arange(0, ROWS)
@@ -142,7 +142,7 @@ def isolate_nan_columns(blocks):
 
 @triton.jit
 def by_block(a, b):
-    """Regroups two tuples of blocks by column block: returns ((a[:1], b[:1]), (a[1:], b[1:]))."""
+    """Returns the first blocks of a and b, then their other blocks: ((a[:1], b[:1]), (a[1:], b[1:]))."""
     return (a[:1], b[:1]), (a[1:], b[1:])
 
 

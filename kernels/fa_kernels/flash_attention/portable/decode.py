@@ -1,9 +1,9 @@
 """Decoding: attention of a few queries over a long cache of keys and values.
 
 If each sequence has one query, there are too few tiles of queries to fill a GPU. The keys of a sequence are therefore
-split over several programs, and a second kernel merges the fp32 partial outputs by lse (Flash-Decoding,
-pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads that share a KV head, so
-that each key is read once. Another kernel appends new keys and values to the cache.
+split over several programs, which write their outputs in fp32. A second kernel merges these outputs by their lse. The
+method is Flash-Decoding (pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads
+that share a KV head, so that each key is read once. Another kernel appends new keys and values to the cache.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from fa_kernels.flash_attention.softmax import online_softmax_step
 from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile_config
 
 MAX_SPLITS = 128
-MIN_SPLIT = 256  # keys: for a smaller split, merging costs more time than splitting saves
+MIN_SPLIT = 256  # minimum number of keys per split; with fewer keys, merging costs more time than splitting saves
 APPEND_ROWS = 16  # new tokens that one program appends
 
 
@@ -37,7 +37,7 @@ class Cache:
     k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
     v: Tensor  # like k; its head_dim may differ
     seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new ones
-    table: Tensor | None  # (batch, pages per sequence) int32, or None if sequence i is page i
+    table: Tensor | None  # (batch, pages per sequence) int32, or None if page i is sequence i
     leftpad: Tensor | None  # (batch,) int32, the first position after the padding, or None for 0
 
     @property
@@ -71,8 +71,8 @@ def _load_rotated(
 ):  # fmt: skip
     """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
 
-    The first `ROTARY` columns are rotated. The result is 0 in rows that are not `inside`, and in columns from `D` on.
-    If the table of angles ends before a row's position, the row is not rotated.
+    The first `ROTARY` columns are rotated. Rows that are not `inside` are 0 in the result, and so are columns after the
+    first `D`. If the table of angles ends before a row's position, the row is not rotated.
     """
     cols = tl.arange(0, BLOCK_D)
     tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
@@ -174,7 +174,7 @@ def _attend(
     for n_64 in range(start, end, BLOCK_N):
         n = tl.cast(n_64, tl.int32)
         if PAGED:  # the page size is a multiple of `BLOCK_N`, so a block lies in one page
-            # A wrong entry in the table may read another page, but never memory outside of the cache.
+            # If an entry of the table is wrong, another page may be read, but never memory outside of the cache.
             page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
             within = (n % page_size).to(tl.int64)
         else:
@@ -219,13 +219,13 @@ def _decode_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M rows of one sequence and one KV head, over one of the n_splits parts of the keys.
+    """One program computes BLOCK_M rows of one sequence and one KV head. It reads one of n_splits parts of the keys.
 
     A row is a query of one head: row r is token `r // GROUP` and head `r % GROUP` of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
     the final result. Heads of k have D columns, padded with zeros to BLOCK_D, a power of two. Heads of v have DV
-    columns, padded to BLOCK_DV. Two column blocks per head do not work in this kernel. With two blocks, if K or V
-    reaches shared memory through registers, ptxas 12.8 computes matrix descriptors from the wrong uniform register.
+    columns, padded to BLOCK_DV. This kernel cannot use two column blocks per head. With two blocks, ptxas 12.8
+    generates wrong matrix descriptors if K or V reaches shared memory through registers.
     """
     program = tl.program_id(0)
     tile = program % n_tiles
@@ -234,7 +234,7 @@ def _decode_kernel(
     sequence = program // (n_tiles * n_splits * n_kv_heads)
     sequence_64, kv_head_64 = sequence.to(tl.int64), kv_head.to(tl.int64)
 
-    # Visible keys have positions from first_key up to n_keys, exclusive.
+    # Keys at the positions from first_key to n_keys - 1 can be visible.
     cached = tl.load(seqlens_ptr + sequence)
     n_keys = tl.minimum(tl.maximum(cached, 0) + seqlen_new, capacity)
     first_key = 0
@@ -302,7 +302,7 @@ def _decode_kernel(
     divisor = tl.where(sees, row_sum, 1.0)[:, None]
     lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     n_heads = n_kv_heads * GROUP
-    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # after earlier splits and sequences
+    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # rows of earlier splits come first
     o_ptrs = o_ptr + (first_row + token.to(tl.int64) * n_heads + head) * DV  # [M]
     cols = tl.arange(0, BLOCK_DV)
     mask = inside[:, None] & (cols[None, :] < DV)
@@ -421,19 +421,21 @@ def _merge_splits(partial: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor) 
 
 
 def padded_width(width: int) -> int:
-    """Returns the width of the block that holds a head: a power of two, and at least 16 as tl.dot requires."""
+    """Returns the width of the block that holds a head: a power of two, and at least 16, the minimum of tl.dot."""
     return max(16, triton.next_power_of_2(width))
 
 
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows rows of a KV head: those of the forward pass, or shorter tiles if n_rows is small.
+    """Returns the tiles for n_rows rows of a KV head. Short tiles are used if n_rows is small.
+
+    Otherwise, the tiles are those of the forward pass.
 
     limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small: short inputs have several tiles
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, for several tiles per input
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)
@@ -449,7 +451,9 @@ def decode_tiles(
 
 
 def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
-    """Returns the number of splits, for about two programs per multiprocessor and at least `MIN_SPLIT` keys per split.
+    """Returns the number of splits.
+
+    There should be about two programs per multiprocessor, and at least `MIN_SPLIT` keys per split.
 
     n_keys: an upper bound of the number of keys that a tile sees. The host does not know the exact number.
     """

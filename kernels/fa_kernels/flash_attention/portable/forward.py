@@ -55,7 +55,7 @@ def _attend(
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_columns(v_ptr, n, stride_vt, total_k, DV_COLUMNS, DV, BLOCK_N, MASKED)
         if v_ptr.dtype.element_ty == tl.float8e4nv:
-            v = in_fp16(v)  # fp16 represents fp8 exactly, and keeps 11 significant bits of p where fp8 would keep 4
+            v = in_fp16(v)  # fp16 represents fp8 exactly, and rounds p to 11 significant bits instead of 4
         if ISOLATE_NAN:
             v, nan_rows = isolate_nan_columns(v)
             p = tl.where(p > 0, p + nan_rows[None, :], p)
@@ -76,7 +76,9 @@ def forward_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ISOLATE_NAN: tl.constexpr,
     PHASES: tl.constexpr,
 ):  # fmt: skip
-    """Computes attention of the BLOCK_M queries from `first` on, for one head. `first` must be below total_q.
+    """Computes attention of BLOCK_M queries of one head, starting with query `first`.
+
+    `first` must be below total_q.
 
     Heads of q and k have D columns, in blocks of D_COLUMNS. Heads of v have DV columns, in blocks of DV_COLUMNS
     (columns.py).

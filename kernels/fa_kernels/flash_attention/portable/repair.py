@@ -1,4 +1,4 @@
-"""Recomputes the tiles that other kernels have marked because results in these tiles are NaN.
+"""Recomputes tiles whose results contain NaN. Other kernels have marked these tiles.
 
 The NaN may have come from another document.
 """
@@ -116,7 +116,7 @@ def repair_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     marks_q: Tensor, marks_k: Tensor, schedule: Schedule, features: Features,
 ) -> None:  # fmt: skip
-    """Computes dq again, in place, for tiles marked in marks_q, and dk and dv for tiles marked in marks_k.
+    """Computes gradients again, in place: dq for the tiles marked in marks_q; dk and dv for those marked in marks_k.
 
     nan_isolation.new_marks describes the marks. dq, dk and dv are contiguous.
     """
@@ -138,7 +138,7 @@ def repair_backward(
 
 
 def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
-    """Returns the number of programs that repair n_items tiles, and how many marks a program reads at a time.
+    """Returns the number of programs for n_items tiles, and the number of marks that a program reads at a time.
 
     There is at most one program per multiprocessor. Usually no tile is marked, so a launch that finds no mark must be
     short.
