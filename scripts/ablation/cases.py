@@ -1,8 +1,8 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
 Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. Times
-are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. For attention
-alone, the forward pass counts `2 * n_heads * head_dim * N**2` FLOPs, and the backward pass 2.5 times as many.
+are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. In attention
+alone, a forward pass has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many.
 """
 
 import os
@@ -30,8 +30,8 @@ from scripts.composed import CONF
 
 GIB = 2**30
 WARMUP = 2  # number of untimed runs at the start of a case
-SHORT = 256  # number of tokens in the first eager step; this step compiles kernels and allocates the optimizer's state
-VOCABULARIES = {"nano": 259}  # vocabulary sizes that no config sets; nano has 256 bytes and 3 special tokens
+SHORT = 256  # tokens of the eager warm-up step, which compiles kernels and allocates optimizer state
+VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; for nano, 256 bytes and 3 special tokens
 GPT2_VOCABULARY = 50257
 REPLACEABLE = ("memory", "optimizer")  # an override can choose another option of these config groups
 Device = Literal["cuda", "cpu"]
@@ -56,7 +56,7 @@ class StepCase:
     device: Device
     precision: Precision
     steps: int  # maximum number of timed steps
-    seconds: float  # time limit of the case; no step starts that would probably exceed it
+    seconds: float  # time limit of the case; a step is not started if it would probably end later
     overrides: tuple[str, ...] = ()
     compiled: bool = False
 
@@ -66,7 +66,7 @@ class StepCase:
 
     @property
     def line(self) -> "StepCase":
-        """Returns this case with seq_len 0, so that cases that differ only in length have the same `line`."""
+        """Returns this case with seq_len 0. Cases that differ only in length have the same `line`."""
         return replace(self, seq_len=0)
 
 
@@ -107,10 +107,10 @@ KINDS: dict[str, type[StepCase] | type[AttentionCase]] = {kind.KIND: kind for ki
 class Result:
     """The measured values of one case.
 
-    If outcome is not "ok", only memory and forward_* can have values; all other values are None. mfu is also None if
-    the peak FLOP/s of the device is unknown. step_ms: the median time of a whole training step, or of attention's
-    forward and backward together. timed_steps: the number of timings whose median is step_ms. forward_*: values of
-    attention's forward pass alone, which are known even if the backward pass ran out of memory.
+    If outcome is not "ok", all values except memory and forward_* are None. mfu is also None if the peak FLOP/s of the
+    device is unknown. step_ms: the median time of a whole training step, or of attention's forward and backward
+    together. timed_steps: the number of timed runs. forward_*: values of attention's forward pass alone, which are
+    known even if the backward pass ran out of memory.
     """
 
     outcome: str  # "ok", "oom", "failed: REASON", "skipped: REASON" or "not run: REASON"
@@ -225,9 +225,7 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions on random inputs: the forward in inference mode, and the forward followed by the
-    backward.
-    """
+    """Returns two functions on random inputs: the forward without autograd, and the forward followed by the backward."""
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
@@ -246,7 +244,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 
 
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
-    """Runs the function repeatedly. Returns the median milliseconds, and the number of runs that the median covers.
+    """Runs the function repeatedly. Returns the median milliseconds of the timed runs, and their number.
 
     Stops if another run would end later than the case's time limit.
     """
@@ -307,7 +305,7 @@ def memory_gib(device: Device) -> tuple[float, float | None]:
 
 
 def capacity(device: Device) -> int:
-    """Returns the largest number of bytes of memory that a case can use.
+    """Returns the memory limit of a case in bytes.
 
     On a GPU, the call creates a CUDA context, which itself uses some memory.
     """

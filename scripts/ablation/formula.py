@@ -1,8 +1,8 @@
 """Computes the minimum memory of naive attention, without running it.
 
 A score is the product of one query and one key in one head. The softmax is computed in fp32, so the scores alone take
-`4 * N**2` bytes per head for N tokens. fa_train.models.attention.naive_attention needs the following bytes per score,
-for inputs of 2 and 4 bytes per element:
+`4 * N**2` bytes per head for N tokens. The table shows the bytes per score that
+fa_train.models.attention.naive_attention needs, if an element of q has 2 or 4 bytes:
 
 | when | 2 | 4 | tensors |
 |:--|--:|--:|:--|
@@ -15,7 +15,7 @@ the mask and the softmax, but no matrix product. Compiled code keeps at least on
 and its backward also needs the gradient of that tensor. The memory of a training step peaks at the start of the
 backward, in the last layer. At this point, the score tensors of all other layers still exist. With activation
 checkpointing, the tensors of only one layer exist at a time. `selective` checkpointing keeps the output of flash
-attention, but no tensor of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two
+attention. It keeps no tensor of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two
 moments. The formula leaves out the memory of hidden states, logits and libraries. If the computed
 minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager mode, the forward of
 naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d` elements (q, k, v and o)
@@ -69,7 +69,7 @@ class Formula:
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:
-        """Returns N / d: the elements of a head's scores (N x N), divided by those of its queries (N x d)."""
+        """Returns N / d, the ratio of the size of a head's scores (N x N) to the size of its queries (N x d)."""
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:

@@ -121,7 +121,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Returns pairs: the name of a measured quantity, and the formula for its minimum."""
+    """Returns the name of each measured quantity, with the formula for its minimum."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 
@@ -140,7 +140,7 @@ def formula_table(
     formulas: Callable[[AnyCase], list[tuple[str, Formula]]],
     device_bytes: int,
 ) -> Table:
-    """Makes a table of the minimum memory of naive attention and the measured values at each length."""
+    """Makes a table that compares the minimum memory of naive attention with its measured memory at each length."""
     shape = tuple(column for column in rows[0][0].COLUMNS if column not in ("attention", "seq_len"))
     cells: dict[tuple[Cell, ...], list[Cell]] = {}
     for case, result in rows:
@@ -299,7 +299,7 @@ def _lengths(rows: list[Row[AnyCase]]) -> list[int]:
 def has(result: Result, quantity: str) -> bool:
     """Returns whether the result holds a measured value of this quantity.
 
-    The peak_gib of a pass that did not complete does not count.
+    If a pass did not complete, its peak_gib does not count as measured.
     """
     return getattr(result, quantity) is not None and (result.outcome == "ok" or quantity in FORWARD)
 
@@ -352,7 +352,7 @@ class Records:
         run.finish()
 
     def summary(self, parts: list[Part], head: dict[str, str]) -> None:
-        """Logs the tables, charts and pictures, and the page that write_files has written to the folder."""
+        """Logs the tables and charts, and the pictures and the page that write_files has written."""
         if self.mode is None:
             return
         import wandb

@@ -155,7 +155,7 @@ def sweep(
 ) -> list[tuple[Case, Result]]:
     """Returns all cases with their results, in the given order.
 
-    Cases that have the outcome ok or oom in the file `path` are not run again.
+    A case is not run again if the file `path` has its result, and the outcome is ok or oom.
 
     A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would
     probably take longer than max_step_seconds, or if the sweep has taken `budget` seconds. `report` is called for every

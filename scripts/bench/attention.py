@@ -9,11 +9,11 @@ Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory,
 (the package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if they are
 installed.
 
-The forward pass counts 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half of that if attention is causal.
-The backward pass counts 2.5 times as many FLOPs as the forward pass. Peak memory is what a pass allocates in addition
-to its inputs (q, k, v and the gradient of o). The peak memory of a backward pass includes the memory of its forward
-pass. Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are
-built before the timing starts, except with the backend `ours`. This backend calls the public function, which builds an
+A forward pass has 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half as many if attention is causal. A
+backward pass has 2.5 times as many FLOPs as its forward pass. Peak memory is what a pass allocates in addition to its
+inputs (q, k, v and the gradient of o). The peak memory of a backward pass includes the memory of its forward pass. Each
+pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are built
+before the timing starts, except with the backend `ours`. This backend calls the public function, which builds an
 attention schedule in every call.
 """
 
@@ -289,7 +289,7 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
     """Measures the forward and backward pass of each backend.
 
-    If a pass fails, the rows of this pass and of the same backend's later passes show the error.
+    If the forward pass fails, the backward pass is not run. The rows of both passes then show the error.
     """
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}
@@ -341,7 +341,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
         if direction == "backward":
             torch.autograd.grad(o, (q, k, v), do)
 
-    run()  # not measured: this call compiles kernels, and compilation needs more memory
+    run()  # compiles kernels; not measured, because compilation needs additional memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()
@@ -356,8 +356,9 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
 
 
 def installed(module: str) -> bool:
-    """Returns whether Python finds the module. To look up a submodule, Python imports the package that contains it, and
-    this import can fail.
+    """Returns whether Python finds the module.
+
+    For a submodule, Python first imports the parent package. This import can fail.
     """
     try:
         return find_spec(module) is not None
@@ -429,7 +430,7 @@ def main() -> None:
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
-    if 1 in args.groups:  # plot only results in which each query head has its own KV head
+    if 1 in args.groups:  # the plots only show results with as many KV heads as query heads
         mask = "causal" if args.causal else "not causal"
         size = f"n_heads × head_dim = {args.model_dim}, at least {args.batch_tokens} tokens per batch"
         title = f"{head['GPU']}, bf16, {mask}, {size}"

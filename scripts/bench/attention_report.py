@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-MODEL_DIM = 2048  # default of n_heads * head_dim; the actual product is sometimes slightly smaller
+MODEL_DIM = 2048  # default upper limit of n_heads * head_dim
 LARGE_GIB = 4.0
 
 Direction = Literal["forward", "backward"]

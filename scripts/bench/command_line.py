@@ -10,8 +10,8 @@ from pathlib import Path
 def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str = "prefix") -> None:
     """Adds --commit and --out.
 
-    default: a path, or a path pattern such as scripts/results/host_<gpu>_<yyyymm>. If `default` is a pattern, --out is
-    None unless the user sets --out.
+    default: a path, or a path pattern such as scripts/results/host_<gpu>_<yyyymm>. With a path pattern, --out is None
+    if the user does not set it.
     """
     path = default if isinstance(default, Path) else None
     parser.add_argument("--commit", help="commit to show in the results; default: that of the git checkout")
@@ -46,14 +46,15 @@ def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str],
 
 
 def overrides_first(arguments: Sequence[str]) -> list[str]:
-    """Moves Hydra's overrides to the front, because an option with several values would take the overrides that follow
-    it as values.
+    """Moves Hydra's overrides to the front.
+
+    Otherwise, an option with several values would also take the overrides after it as values.
     """
     ordered: list[str] = sorted(arguments, key=lambda argument: re.match(r"[\w.+~@/]+=", argument) is None)
     return ordered
 
 
 def shown(path: Path | str) -> str:
-    """Returns a path as the help shows it: relative to the repository if the path is inside the repository."""
+    """Returns a path for help texts. A path inside the repository is shown relative to the repository."""
     root = Path(__file__).parents[2]
     return str(path.relative_to(root)) if isinstance(path, Path) and path.is_relative_to(root) else str(path)

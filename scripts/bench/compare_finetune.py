@@ -1,17 +1,15 @@
-"""Repeats a finished run of experiment=finetune with transformers' model and loss in a plain loop, and compares the
-losses.
+"""Compares the losses of a finished run of experiment=finetune with those of transformers.
 
     python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island.
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
         logger=csv trainer.log_every_n_steps=1                          # trains on them.
     python -m scripts.bench.compare_finetune run runs/finetune/<time>   # table: step, ours, transformers', difference.
 
-Run the command in the folder from which the run was started, because paths in the run's config can be relative to that
-folder.
+Start the script where the run was started, because paths in the run's config can be relative to that folder.
 
-The plain loop uses the data rows, the learning-rate schedule and the gradient clipping of the run. A four-dimensional
-attention mask and position_ids keep packed documents separate. All weights are trained in fp32, with bf16 autocast if
-the run used it.
+The script repeats the run in a plain loop, with transformers' model and loss. The loop uses the data rows, the
+learning-rate schedule and the gradient clipping of the run. A four-dimensional attention mask and position_ids keep
+packed documents separate. All weights are trained in fp32, with bf16 autocast if the run used it.
 """
 
 import argparse
@@ -115,7 +113,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
 
 
 def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
-    """Yields the list of micro-batches of each step, as in a run with a single process."""
+    """Yields the micro-batches of each step as a list. They are those of a run with a single process."""
     data = instantiate(cfg.data)
     rows = PackedRows(data, held_out=False, shuffle=True)
     micro_batches = MicroBatches(rows, data.micro_batch_size, 0, 1, step_rows=data.batch_size)

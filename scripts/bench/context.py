@@ -1,26 +1,26 @@
 """Measures attention under context parallelism on all GPUs of a machine, and compares it with attention on one GPU.
 
-    python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs
+    python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs.
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
     python -m scripts.bench.context --lengths lengths.txt --streams file    # documents of these lengths.
 
-A stream is one document (`one`), documents of log-normal lengths (`log-normal`), documents of 64 to 512 tokens
-(`short`), one document with an attention window of 4096 tokens (`window`), or documents with lengths drawn from a file
-(`file`). As in MagiAttention's benchmarks, a document of `file` has at most a quarter of the stream's tokens.
+The stream `one` is one document. The stream `window` is one document with an attention window of 4096 tokens. The
+stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
+`file` draws lengths from a file, up to a quarter of the stream's tokens, as in MagiAttention's benchmarks.
 
-A time covers a forward and a backward pass, in bf16, on the slowest rank. Every repetition draws new documents, and
-times the parts in random order. A part runs --layers times with the same documents, as the layers of a model do. Its
-time is the mean of these runs, including the first, which needs more host time. The parts are:
+In the part `one`, rank 0 computes the attention of the whole stream. A stream of more than 512k tokens does not fit on
+one GPU. In this case, each rank computes an equal part of the heads, and the time is multiplied by the number of ranks.
+In `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward
+pass of `shared`. In `alone`, each rank computes its share of the attention, and already has the keys and values that it
+needs. In `moved`, the ranks only exchange keys, values and their gradients.
 
-- `one`: rank 0 computes the attention of the whole stream. If the stream has more than 512k tokens, which do not fit on
-  one GPU, each rank computes an equal part of the heads, and the time is multiplied by the number of ranks. The ideal
-  time is the time of this part, divided by the number of ranks.
-- `shared`: all ranks compute the attention together (fa_train.parallel.context). `forward`: its forward pass alone.
-- `alone`: each rank computes its share of the attention, with keys and values that were gathered beforehand.
-- `moved`: the ranks only exchange keys, values and their gradients.
+Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
+documents, as the layers of a model do. Its time is the mean of these runs, on the slowest rank. The first run is
+included, although it needs more host time. Except for `forward`, a time covers a forward and a backward pass, in bf16.
+The ideal time is the time of `one`, divided by the number of ranks.
 
-The script writes OUT.md with the times, and OUT.png with the shares of the ideal speed. With --peer, a repetition of
-the stream `one` also times torch's attention, and torch's context parallelism (scripts/bench/context_peer.py).
+The script writes OUT.md with the times, and OUT.png with the shares of the ideal speed. With --peer, the script also
+times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -60,7 +60,7 @@ from scripts.bench.timing import require_gpu
 WINDOW = 4096  # number of keys that a query of the stream "window" sees
 STREAMS = ("one", "log-normal", "short", "window")
 FROM_FILE = "file"  # the stream whose document lengths come from --lengths
-FITS_ONE_GPU = 2**19  # tokens; longer streams divide the heads of the part `one` among the ranks
+FITS_ONE_GPU = 2**19  # maximum number of tokens for which rank 0 computes the part `one` alone
 START_METHOD = "spawn"
 
 
@@ -68,9 +68,9 @@ START_METHOD = "spawn"
 class Setting:
     """The settings of all cases.
 
-    layers: calls of a part that are timed together. device: cuda or cpu. peer: whether to measure torch's context
-    parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions. head_groups: as in
-    ContextAttention, for the parts `shared` and `forward`.
+    layers: number of calls of a part that are timed together. device: cuda or cpu. peer: whether to measure torch's
+    context parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions. head_groups: as
+    in ContextAttention, for the parts `shared` and `forward`.
     """
 
     n_heads: int
@@ -94,7 +94,7 @@ class Setting:
 
 
 def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """Returns document lengths that add up to `tokens`. lengths: those from which the stream `file` draws."""
+    """Returns document lengths that add up to `tokens`. The stream `file` draws them from `lengths`."""
     generator = np.random.default_rng(seed)
     if stream == "log-normal":
         drawn = generator.lognormal(np.log(1024), 1.2, tokens // 16 + 1).astype(int).clip(16, 32768)
@@ -108,9 +108,9 @@ def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) 
 
 
 def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
-    """Returns the number of pairs of a query and a key that it attends to, in causal attention."""
+    """Returns the number of visible (query, key) pairs in causal attention."""
     n = np.array(lengths, dtype=np.int64)
-    outside = np.maximum(0, n - (window or n.max()))  # queries that do not see their whole document
+    outside = np.maximum(0, n - (window or n.max()))  # queries whose window hides earlier tokens
     return int((n * (n + 1) // 2 - outside * (outside + 1) // 2).sum())
 
 
@@ -123,7 +123,7 @@ class Case:
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
-        mean = round(sum(length**2 for length in lengths) / tokens)  # weighted by length, as in training
+        mean = round(sum(length**2 for length in lengths) / tokens)  # mean document length per token, as in training
         self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")

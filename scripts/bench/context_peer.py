@@ -1,4 +1,4 @@
-"""Torch's own context parallelism, which scripts/bench/context.py compares with ours.
+"""Torch's own context parallelism, for the comparison in scripts/bench/context.py.
 
 torch.distributed.tensor.experimental.context_parallel replaces SDPA with a function that several ranks run together. It
 supports one document that fills the stream, and no attention window. Here, SDPA uses cuDNN's kernel. On Hopper GPUs,
@@ -21,10 +21,11 @@ PEER_PARTS = ("torch one", "torch shared")
 def peer_parts(
     tokens: int, n_heads: int, n_kv_heads: int, head_dim: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """Returns functions that run both passes of causal attention in bf16, by the names in `PEER_PARTS`.
+    """Returns a dictionary that maps a name from `PEER_PARTS` to a function.
 
-    "torch one" computes the attention of the whole stream on rank 0. Other ranks do not have this part. In "torch
-    shared", all ranks compute this attention together. tokens must be a multiple of twice the number of ranks.
+    Each function runs both passes of causal attention in bf16. The function of "torch one" computes the attention of
+    the whole stream on rank 0. Other ranks do not have this function. With the function of "torch shared", all ranks
+    compute this attention together. tokens must be a multiple of twice the number of ranks.
     """
     ranks = dist.get_world_size()
     mesh = DeviceMesh(device.type, list(range(ranks)))

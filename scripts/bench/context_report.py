@@ -11,7 +11,7 @@ from scripts.bench.context_peer import PEER_PARTS
 PARTS = ("one", "shared", "forward", "alone", "moved")
 BACKWARD = 2.5  # FLOPs of a backward pass of attention divided by those of its forward pass
 BARS = {"shared": ("#1f77b4", "with communication"), "alone": ("#c6dbef", "attention alone")}
-WIDTH = 0.4  # of a bar; neighbouring groups of bars are 1 apart
+WIDTH = 0.4  # width of a bar; the distance between two groups of bars is 1
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Result:
     """The medians of one case in milliseconds.
 
     ranks_ms: the time of each rank in the part `alone`, in which ranks do not wait for each other.
-    received: the number of keys that the busiest rank receives, divided by the number of keys on all other ranks.
+    received: the share of the other ranks' keys that the busiest rank receives.
     flops: the FLOPs of a forward pass on all ranks together.
     """
 
@@ -34,9 +34,9 @@ class Result:
 def table(results: Sequence[Result], ranks: int) -> list[str]:
     """Returns the lines of the table of results.
 
-    TFLOP/s are those of one GPU. Masked pairs of queries and keys do not count. A forward pass has 4 * head_dim FLOPs
-    per query head and pair, and a backward pass has `BACKWARD` times as many. The time of the backward pass is the time
-    of `shared` minus that of `forward`.
+    TFLOP/s are per GPU. In a forward pass, each visible (query, key) pair counts 4 * head_dim FLOPs per query head. A
+    backward pass has `BACKWARD` times as many FLOPs. The time of the backward pass is the time of `shared` minus that
+    of `forward`.
     """
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "

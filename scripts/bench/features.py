@@ -64,7 +64,8 @@ class Feature:
 def visible_pairs(length: int, left: int, causal: bool) -> int:
     """Returns the number of visible (query, key) pairs in one document.
 
-    left: with `causal`, the number of earlier tokens that each query sees; a negative number means all of them.
+    left: the number of earlier tokens that each query sees; a negative number means all. Without `causal`, all tokens
+    are visible.
     """
     if not causal:
         return length * length
@@ -212,7 +213,7 @@ def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
 def measure(
     chosen: list[Feature], n_heads: int, head_dim: int, rep: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the milliseconds of each feature, in one dictionary for the forward and one for the backward pass.
+    """Returns the milliseconds of each feature: one dictionary for the forward pass, and one for the backward pass.
 
     With 16 heads, head_dim 256 and 64k tokens, q takes 0.5 GiB of memory, and all inputs together take about 4 GiB.
     Each forward CUDA graph takes 0.5 GiB, or 1.5 GiB with a paged cache. The forward graphs are freed before the
@@ -230,7 +231,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # frees the memory of the call that `captured` makes before it captures
+        torch.cuda.empty_cache()  # frees the memory of the first call in `captured`, which is not part of the graph
     return median_ms(runs, rep=rep)
 
 
