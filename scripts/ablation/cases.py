@@ -225,7 +225,7 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions on random inputs: the forward without autograd, and the forward followed by the backward."""
+    """Returns two functions on random inputs: the forward without autograd, and the forward with the backward."""
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
