@@ -244,7 +244,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 
 
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
-    """Runs the function repeatedly. Returns the median milliseconds of the timed runs, and their number.
+    """Runs the function repeatedly. Returns the median milliseconds of the timed runs, and the number of timed runs.
 
     Stops if another run would end later than the case's time limit.
     """

@@ -69,7 +69,7 @@ class Formula:
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:
-        """Returns N / d, the ratio of the size of a head's scores (N x N) to the size of its queries (N x d)."""
+        """Returns N / d, the size of a head's scores (N x N) relative to the size of its queries (N x d)."""
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:

@@ -267,7 +267,7 @@ def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.d
 def _page_table(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> Tensor | None:
-    """Returns the page indices of each sequence, (batch, pages per sequence) int32, or None if page i is sequence i.
+    """Returns the page indices of each sequence, (batch, pages per sequence) int32, or None if page i holds sequence i.
 
     In the result, the last dimension has stride 1. A cache without pages counts as a cache with one page per sequence.
     """

@@ -62,9 +62,9 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, fewest: int = 1) -> int:
     """Returns the number of KV heads in a section. If possible, Q, dO and dQ of their query heads fit in L2.
 
-    A section has at least `fewest` KV heads. A section also has about two tiles or more for each program. `programs` is
-    the number of programs that run at the same time. n_tiles is the number of tiles per KV head. If sections were
-    smaller, the longest tiles of the last section would start late, and most programs would wait for these tiles.
+    A section has at least `fewest` KV heads. A section also has at least about two tiles per program. `programs` is the
+    number of programs that run at the same time. n_tiles is the number of tiles per KV head. If sections were smaller,
+    the longest tiles of the last section would start late, and most programs would wait for these tiles.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)

@@ -272,7 +272,7 @@ class _Recording:
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
     same: list[tuple[int, int]]  # pairs of indices whose addresses were equal in the recorded call
-    slices: list[tuple[int, int]]  # for each slice: its allocation (an index of an address), and its offset in bytes
+    slices: list[tuple[int, int]]  # (index of the allocation's address, offset in bytes) of each slice
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
         """Repeats the launches for inputs at `addresses`, and returns the outputs.
@@ -454,8 +454,8 @@ class _Recorder(torch_private.TorchDispatchMode):
         """Returns the index of the tensor whose first row contains `address`, and the offset from its start in bytes.
 
         Only the first row of each tensor is searched, because later rows of two tensors can overlap in memory. For
-        example, q, k and v can be views of one projection. Several tensors can start at the same address. Their
-        addresses must then be equal in repeated calls too, which `same` records.
+        example, q, k and v can be views of one projection. Several tensors can start at the same address. In this case,
+        `same` records that their addresses must be equal in repeated calls too.
         Raises: _Unclear if `address` is in no first row, or in several first rows at different offsets.
         """
         found = []

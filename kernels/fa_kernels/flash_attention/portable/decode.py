@@ -37,7 +37,7 @@ class Cache:
     k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
     v: Tensor  # like k; its head_dim may differ
     seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new ones
-    table: Tensor | None  # (batch, pages per sequence) int32, or None if page i is sequence i
+    table: Tensor | None  # (batch, pages per sequence) int32, or None if page i holds sequence i
     leftpad: Tensor | None  # (batch,) int32, the first position after the padding, or None for 0
 
     @property
