@@ -75,7 +75,11 @@ def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(fast_configs, "_lists", {})
-    monkeypatch.setattr(fast_configs, "UNCHANGING", set())
+    for owner, name, original in fast_configs.ORIGINALS:
+        if original is None:
+            monkeypatch.delattr(owner, name)
+        else:
+            monkeypatch.setattr(owner, name, original)
     expected = configs()
     assert not fast_configs._lists and len({*expected}) == len(cases)
     monkeypatch.undo()
