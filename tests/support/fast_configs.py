@@ -2,7 +2,7 @@
 
 An option is the config file that is chosen for a config group, such as `naive` in `attention=naive`. For each
 combination of options, Hydra computes the list of config files and the composed config only once. Other overrides, such
-as `seq_len=8`, are then applied to a copy of this config. OmegaConf reads YAML with libyaml, parses equal
+as `seq_len=8`, are then applied to a copy of this config. OmegaConf reads and writes YAML with libyaml, parses equal
 interpolations once, and copies the metadata of a node without copy.deepcopy. Lightning looks for installed callbacks
 once.
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import omegaconf._utils
 import omegaconf.base
+import omegaconf.omegaconf
 import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -72,6 +73,13 @@ def _parse_rule(text: str, rule: str) -> Any:
     return parse_rule(OverridesParser.create(), text, rule)
 
 
+@cache
+def _dumper() -> Any:
+    """Replaces OmegaConf's function get_omega_conf_dumper."""
+    original = omegaconf._utils.get_omega_conf_dumper()
+    return type("Dumper", (getattr(yaml, "CDumper", yaml.Dumper),), {"yaml_representers": original.yaml_representers})
+
+
 REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (omegaconf.base, "parse", cache(omegaconf.base.parse)),  # a parse tree never changes
     (omegaconf._utils, "parse", cache(omegaconf._utils.parse)),
@@ -79,6 +87,7 @@ REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (OverridesParser, "parse_rule", lambda self, text, rule: copy.copy(_parse_rule(text, rule))),
     (Metadata, "__deepcopy__", _copy_metadata),
     (registry, "entry_points", cache(registry.entry_points)),
+    (omegaconf.omegaconf, "get_omega_conf_dumper", _dumper),
     (yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),  # OmegaConf looks the name up at each load
     (config_loader_impl, "create_defaults_list", _create_defaults_list),
     (ConfigLoaderImpl, "_compose_config_from_defaults_list", _compose),
