@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from fa_train.callbacks.interrupt import exit_status
 from fa_train.callbacks.out_of_memory import is_out_of_memory, out_of_memory_advice
 from fa_train.errors import DivergedError, OutOfMemoryError
+from fa_train.parallel.fsdp import FullyShardedStrategy
 
 
 def fit(
@@ -18,11 +19,14 @@ def fit(
 ) -> bool:
     """Trains the model. Returns False if memory ran out in a run of one rank, and otherwise True.
 
+    Afterwards, the model is empty, unless it is sharded. Only checkpoints hold its weights.
     SIGUSR1 ends the process with exit status 138. Ctrl-C and SIGTERM end the process with exit status 143. If training
     diverges, all ranks raise DivergedError.
     Raises: OutOfMemoryError if this rank ran out of memory in a run of several ranks. The error ends the other ranks,
     which would otherwise wait for this rank.
     """
+    if not isinstance(trainer.strategy, FullyShardedStrategy):
+        empty_before_teardown(trainer, lit_gpt)
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
     except SIGTERMException:  # Lightning alone would exit with status 0
@@ -39,3 +43,21 @@ def fit(
             raise OutOfMemoryError(out_of_memory_advice(trainer)) from error
         return False
     return True
+
+
+def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> None:
+    """Frees the weights and the optimizer states at the end of a run, when Lightning would copy them to the host.
+
+    The copies take seconds per run, and as much host memory as weights and states have GPU memory. Lightning makes them
+    in the teardown of the strategy, also after an error or a signal. By then, all checkpoints are written.
+    """
+    teardown = trainer.strategy.teardown
+
+    def empty_first() -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
+        for parameter in lit_gpt.parameters():
+            parameter.grad, parameter.data = None, parameter.data.new_empty(0)
+        teardown()
+
+    setattr(trainer.strategy, "teardown", empty_first)  # noqa: B010  mypy allows no assignment to a method

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fa_train.callbacks.monitor import memory
 from fa_train.data.datamodule import PackedDataModule
 from fa_train.data.packing.collate import Batch
+from fa_train.fit import empty_before_teardown
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
@@ -105,7 +106,9 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     with device:
         model = our_model(config)
-    trainer.fit(instantiate(config.lit_gpt, model=model), datamodule=data)
+    lit_gpt = instantiate(config.lit_gpt, model=model)
+    empty_before_teardown(trainer, lit_gpt)
+    trainer.fit(lit_gpt, datamodule=data)
     assert times.complete
 
 

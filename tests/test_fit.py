@@ -1,0 +1,69 @@
+"""At the end of a run, weights and optimizer states are freed, and not copied to the host."""
+
+from functools import partial
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
+
+from fa_train.fit import fit
+from fa_train.lit_gpt import LitGPT
+from tests.memory.support.small import levers, small_gpt
+from tests.test_lit_gpt import batches
+
+
+class Batches(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(batches(2), batch_size=None)
+
+
+class Ends(Callback):
+    """Records whether the model and the optimizer hold values when training ends. Can then raise an error."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.held = error, False
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.held = elements(trainer, pl_module) == (True, True)
+        if self.error is not None:
+            raise self.error
+
+
+def elements(trainer: L.Trainer, module: L.LightningModule) -> tuple[bool, bool]:
+    """Returns whether all parameters have elements, and whether all of them have optimizer states."""
+    states = [trainer.optimizers[0].state.get(p, {}) for p in module.parameters()]
+    return all(p.numel() > 0 for p in module.parameters()), all("exp_avg" in state for state in states)
+
+
+@pytest.mark.parametrize("error", [None, ArithmeticError("in a callback")], ids=["finished", "failed"])
+def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch):
+    seen = []
+    lit = LitGPT(
+        small_gpt(levers(), torch.device("cpu"), n_layers=1),
+        lambda m: torch.optim.AdamW(m.parameters()),
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
+        compile_model=False,
+        seed=0,
+    )
+    ends = Ends(error)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ends], default_root_dir=tmp_path,
+    )  # fmt: skip
+    teardown = SingleDeviceStrategy.teardown
+
+    def recorded(strategy: SingleDeviceStrategy) -> None:
+        seen.append((sum(p.numel() for p in lit.parameters()), len(trainer.optimizers[0].state)))
+        teardown(strategy)
+
+    monkeypatch.setattr(SingleDeviceStrategy, "teardown", recorded)
+    if error is None:
+        assert fit(trainer, lit, Batches(), None)
+    else:
+        with pytest.raises(ArithmeticError, match="in a callback"):
+            fit(trainer, lit, Batches(), None)
+    assert ends.held
+    assert seen == [(0, 0)]
