@@ -45,8 +45,8 @@ def name_of(measured: dict[str, Any]) -> str:
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
 # Measured by scripts/bench/planner.py, or by the command in `run`. `first` marks a first step, in which the optimizer
-# had no states yet. peaks_h100.json has the peaks of one of two ranks. If the peaks of the ranks differ, `ranks_gib`
-# lists them, `peak_gib` is the highest, and `ranks_keys` lists how many keys each rank gathers.
+# had no states yet. `keys` is the number of rows in each rank's buffers of keys, if it is below the planner's bound. If
+# the peaks of the ranks differ, `ranks_gib` lists them, and `ranks_keys` lists their numbers of rows.
 RECORDED = {
     f"{file.stem}-{name_of(measured)}-{number}": measured
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
@@ -54,9 +54,18 @@ RECORDED = {
 }
 
 
+def gather(monkeypatch: pytest.MonkeyPatch, plan: Plan, keys: int) -> None:
+    """Lets the planner predict the peak of a rank whose buffers hold this many keys and values."""
+    nbytes = 2 * keys * plan.model.kv_dim * plan.run.compute_bytes // plan.run.head_groups
+    monkeypatch.setattr(Block, "_gathered", lambda block: nbytes)
+
+
 @pytest.mark.parametrize("measured", [pytest.param(measured, id=name) for name, measured in RECORDED.items()])
-def test_peaks_measured_on_gpus(measured):
-    prediction = predict(recorded(measured["plan"]))
+def test_peaks_measured_on_gpus(measured, monkeypatch):
+    plan = recorded(measured["plan"])
+    if "keys" in measured:
+        gather(monkeypatch, plan, measured["keys"])
+    prediction = predict(plan)
     allocated = prediction.allocated - (prediction.optimizer if measured.get("first") else 0)
     assert allocated / GIB == pytest.approx(measured["peak_gib"], rel=0.01)
 
@@ -73,8 +82,7 @@ def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     plan, peaks, keys = recorded(measured["plan"]), measured["ranks_gib"], measured["ranks_keys"]
     predicted = []
     for gathered in keys:
-        nbytes = 2 * gathered * plan.model.kv_dim * plan.run.compute_bytes
-        monkeypatch.setattr(Block, "_gathered", lambda block, nbytes=nbytes: nbytes)
+        gather(monkeypatch, plan, gathered)
         predicted.append(predict(plan).allocated / GIB)
     assert max(peaks) == measured["peak_gib"]
     differences = [max(peaks) - peak for peak in peaks]
