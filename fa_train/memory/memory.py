@@ -37,7 +37,7 @@ class Levers:
         return self.offload == "all"
 
     def overrides(self, others: "Levers") -> list[str]:
-        """Returns command-line overrides of train.py for each setting that has another value in `others`."""
+        """Returns train.py's command-line overrides for the settings that differ from `others`."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
 
@@ -47,7 +47,7 @@ class Memory:
     """The keys of the YAML files in conf/memory: the fields of Levers, and the loss.
 
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
-    auto: whether train.py replaces the levers with the fastest levers that fit (fa_train.memory.planner.levers).
+    auto: if true, train.py ignores these levers and uses the fastest levers that fit (fa_train.memory.planner.levers).
     Raises: ValueError in the same cases as Levers.
     """
 

@@ -12,10 +12,10 @@ and frees them together with its graph. The hooks work with every wrapper around
 
 A copy to the host starts after the compute stream has written the storage. The copies of block `i` must end before
 block `i + 2` starts. With offload=all, they must end before block `i + IN_FLIGHT + 1` starts. The storage's GPU memory
-is then freed. For a copy back to the GPU, the compute stream allocates memory, and later waits for the copy. When
+is then freed. The compute stream allocates the memory for a copy back to the GPU, and later waits for this copy. When
 autograd's graph is freed, host buffers return to a pool. All copies run in order on one stream, so a buffer is never
-overwritten before it has been read. The host never waits. Tensor.record_stream is not used, because it delays when
-memory is freed, and the delay depends on the host.
+overwritten before it has been read. The host never waits. Tensor.record_stream is not used, because it frees memory
+later, and the delay depends on the host.
 """
 
 import mmap
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 Offloaded = bool | Literal["all"]  # "all": all large saved tensors; True: only hidden states between blocks
-IN_FLIGHT = 2  # with offload=all, the number of earlier blocks whose copies to the host may still run
+IN_FLIGHT = 2  # with offload=all, up to this many earlier blocks may still be copying to the host
 
 
 def require_offload(offload: Offloaded, checkpointing: str) -> None:
@@ -115,7 +115,7 @@ class HostPool:
     def take(self, nbytes: int) -> Tensor:
         """Returns a uint8 buffer of at least nbytes bytes: the smallest free buffer that is large enough, or a new one.
 
-        If no free buffer is large enough, the new buffer replaces the largest of them.
+        If no free buffer is large enough, the new buffer replaces the largest free buffer.
         """
         self.free.sort(key=Tensor.numel)
         for place, buffer in enumerate(self.free):
@@ -304,7 +304,7 @@ class _Pack:
     def __init__(self, x: Tensor, forward_pass: ForwardPass) -> None:
         self.x: Tensor | None = x
         self.forward_pass: ForwardPass | None = forward_pass
-        self.states: dict[int, _State] = {}  # {address of storage: state}: a block can save a storage twice
+        self.states: dict[int, _State] = {}  # {address of storage: state}, because a block can save a storage twice
         self.memory: list[Tensor] = []  # keeps storages alive, so that addresses are unique
 
     def __call__(self, saved: Tensor) -> "Tensor | _View":

@@ -49,6 +49,6 @@ class _SwigluDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         projected, down = ctx.saved_tensors
-        activated = dy @ down  # first the gradient of the activations; swiglu_gradient then writes the activations here
+        activated = dy @ down  # the gradient of the activations; swiglu_gradient overwrites it with the activations
         d_projected = swiglu_gradient(projected, activated)
         return d_projected, dy.T @ activated, dy.sum(0) if ctx.needs_input_grad[2] else None

@@ -51,7 +51,7 @@ class Block:
         return self.down_weight * self.run.compute_bytes
 
     def attention_kept(self) -> int:
-        """Returns the bytes that the block saves from its input up to attention's output."""
+        """Returns the bytes that the attention half of the block saves, including the block's input."""
         kept = self.x + self.statistics + self.x_rounded + self.qkv + self.q + self.lse + self.attention_adapters
         if self.model.qk_norm:
             kept += self.q + self.kv  # without qk_norm, q and k share a buffer with v
@@ -60,7 +60,7 @@ class Block:
         return kept
 
     def ffn_kept(self) -> int:
-        """Returns the bytes that the block saves from the hidden states after attention up to the FFN's output.
+        """Returns the bytes that the FFN half of the block saves.
 
         Compiled code recomputes the hidden states after attention as the sum of the block's input and attention's
         output.
@@ -87,7 +87,7 @@ class Block:
         return self.attention_kept() + self.ffn_kept()
 
     def saved(self) -> int:
-        """Returns the bytes that a block saves from its forward to its backward, whether on the GPU or on the host."""
+        """Returns the bytes that a block saves for its backward, including bytes that are offloaded to the host."""
         if self.levers.checkpointing == "none":
             return self.kept()
         return self.x + (self.q + self.lse if self.levers.checkpointing == "selective" else 0)
@@ -236,7 +236,7 @@ class Block:
         return held + max(self._gathering(), in_kernel, self._gathering() + d_own)
 
     def _held_by_compiled_code(self) -> int:
-        """Returns the bytes that compiled code still holds in attention's backward, but eager code has already freed.
+        """Returns the bytes that compiled code, unlike eager code, still holds in attention's backward.
 
         The formula assumes the order of operations that inductor in torch 2.11 chooses on an H200.
         """
@@ -244,7 +244,7 @@ class Block:
         if self.run.adapters:
             return held
         # The last kernel computes the weight gradients of both norms, so two inputs of this kernel are still held. With
-        # GPT.may_add_later, a block holds one tensor less. No peak was measured for this case.
+        # GPT.may_add_later, a block holds one tensor fewer. No peak was measured for this case.
         held += 2 * self.x_rounded + self.statistics
         # attention's output is needed for the weight gradient of the output projection
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
@@ -269,5 +269,5 @@ class Block:
 
 
 def keeps_up(plan: Plan) -> bool:
-    """Returns whether a tiled FFN saves the output of its first matmul, which requires offload="all"."""
+    """Returns whether a tiled FFN saves the output of its first matmul. It does so only with offload="all"."""
     return plan.levers.offloads_all and plan.run.adapters is None and plan.model.activation != "geglu"

@@ -23,7 +23,7 @@ FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
 # BESIDE_COPIES is the cost of copies as a fraction of compute time, and LAUNCH is the cost of a chunk in seconds. Both
-# are too small to measure. They make chunks win over equally fast copies, which need pinned memory.
+# are too small to measure. With them, the search prefers chunks to equally fast copies, which need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 

@@ -212,10 +212,10 @@ class _Step:
         )
 
     def _some_blocks(self) -> list[tuple[str, int]]:
-        """Returns the names of the blocks that can have the highest peak, each with a number `left`.
+        """Returns (name, left) for each block that can have the highest peak.
 
-        left: how many blocks, including this one, have not finished their backward. The blocks between the second to
-        last and the second block are left out, because the peak changes linearly there.
+        left: how many blocks, including this one, have not finished their backward. Other blocks are left out, because
+        the peak changes linearly from the second block to the second to last.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
@@ -226,7 +226,7 @@ class _Step:
         return left * self.block.saved() - (left - 1) * self.block.offloaded()
 
     def _fetched(self, left: int) -> int:
-        """Returns the bytes that are fetched early from the host, for the next block's backward."""
+        """Returns the bytes that are fetched from the host in advance, for the next block's backward."""
         return self.block.offloaded() if self.fetches_early and left > 1 else 0
 
     def _gradients_of_others(self) -> int:

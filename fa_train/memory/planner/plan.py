@@ -86,12 +86,12 @@ class RunSize:
 
     @property
     def weight_bytes(self) -> int:
-        """The number of bytes per element of parameters, of their gradients and of the hidden states between blocks."""
+        """The bytes per element of parameters, their gradients, and the hidden states between blocks."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property
     def gradient_bytes(self) -> int:
-        """The number of bytes per element of trained parameters and of their gradients."""
+        """The bytes per element of trained parameters and their gradients."""
         return self.weight_bytes if self.adapters is None else 4
 
     @property

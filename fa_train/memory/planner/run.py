@@ -208,8 +208,8 @@ def summary(
 
     There are three lines. A run with float8 gets a fourth line, because the prediction does not include the effects of
     float8. The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
-    auto: whether the longest seq_len is searched for all combinations of levers, or only for the run's levers.
-    searched: the plan whose seq_len is varied in this search; by default the plan of the prediction.
+    auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
+    searched: the plan in which this search varies seq_len; by default, the prediction's plan.
     """
     searched = searched or prediction.plan
     gpu, host = device_bytes(device), available_host_bytes() // processes

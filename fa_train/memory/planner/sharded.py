@@ -103,11 +103,11 @@ class Sharded:
         return self._averaged(self.trained_embedding, 0 if self.whole_gradients else self.run.compute_bytes)
 
     def averaged_embedding(self) -> int:
-        """Returns the bytes of the embedding's gradient while it is averaged."""
+        """Returns the peak bytes while the embedding's gradient is averaged."""
         return self._averaged(self.trained_embedding, self.gradient_bytes, is_last=not self.tied)
 
     def averaged_positions(self) -> int:
-        """Returns the bytes of the learned positions' gradient while it is averaged."""
+        """Returns the peak bytes while the learned positions' gradient is averaged."""
         return self._averaged(self.trained_positions, self.gradient_bytes)
 
     def _averaged(self, elements: int, gradient_bytes: int, is_last: bool = True) -> int:

@@ -31,12 +31,12 @@ def outer_sizes(model: ModelConfig) -> list[int]:
 
 
 def norm_size(model: ModelConfig) -> int:
-    """Returns the number of elements of the parameters of a norm over hidden states."""
+    """Returns the number of parameter elements in a norm over hidden states."""
     return model.dim * _vectors_of_norm(model)
 
 
 def _vectors_of_norm(model: ModelConfig) -> int:
-    """Returns the number of parameters of a norm: a weight, and in a LayerNorm also a bias."""
+    """Returns the number of vectors in a norm: a weight and, in a LayerNorm with bias, the bias."""
     return 2 if model.bias and model.norm == "layernorm" else 1
 
 
