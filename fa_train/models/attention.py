@@ -248,7 +248,7 @@ def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """Returns True for the queries after the last document, which see no key, (total,) bool."""
+    """Returns a mask of the queries after the last document, (total,) bool. They see no key."""
     return schedule.key_start >= schedule.key_end
 
 

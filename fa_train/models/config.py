@@ -113,8 +113,8 @@ class ModelConfig:
     def values(self) -> dict[str, Any]:
         """Returns all fields of the architecture as numbers, strings, None or lists.
 
-        Fields with a computed default, such as head_dim, have their actual value. The keys of `family` and
-        `rope_scaling` are named as on the command line, for example family.softcap.
+        A field such as head_dim has its computed default instead of None. The keys of `family` and `rope_scaling` are
+        named as on the command line, for example family.softcap.
         """
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
         whole |= {"n_kv_heads": self.heads.kv, "head_dim": self.heads.dim}

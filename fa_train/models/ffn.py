@@ -123,7 +123,7 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
 
 
-# A compiled block has no checkpoint inside a checkpoint, because torch 2.11 would save the tensors between the two.
+# Compiled code does not nest checkpoints, because torch 2.11 would save the tensors between the two checkpoints.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 

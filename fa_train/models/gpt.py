@@ -296,8 +296,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns two tensors whose sum is the hidden states. The second one may be None.
 
-        x, added: the input in the same form, (total, dim) each. If `added` is None, the block computes all its residual
-        additions, and the second result is also None.
+        x, added: two tensors whose sum is the input, (total, dim) each. If `added` is None, the block computes all its
+        residual additions, and the second result is also None.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)

@@ -182,7 +182,7 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, in_features) -> (total, out_features)."""
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # W and all A use one rounded copy of x
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # W and all matrices A use the same rounded copy of x
         y = self._base(x)
         if not self.lora_A:
             return y
@@ -214,7 +214,7 @@ class LoRALinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """Returns all A as one concatenated matrix, and all scaled B as one block-diagonal matrix."""
+        """Returns the matrices A as one concatenated matrix, and the scaled matrices B as one block-diagonal matrix."""
         down = torch.cat([self.lora_A[name] for name in self.rows])
         blocks, end = [], 0
         for name, rows in self.rows.items():
@@ -252,7 +252,7 @@ def init_adapters(model: GPT) -> None:
 def adapters_of(model: GPT) -> Adapters | None:
     """Returns the sizes of a model's adapters for the memory planner, or None for a model without adapters.
 
-    If blocks differ, the sizes per block are the maximum over all blocks.
+    If blocks differ, each size per block is the maximum over all blocks.
     """
     sizes, quantized = [], False
     found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [ranks, elements]}
@@ -403,9 +403,9 @@ def _hash_random_base(model: GPT) -> None:
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:
-    """Returns which matrices of a checkpoint each linear layer of the blocks holds.
+    """Lists the checkpoint's matrices that each linear layer of the blocks holds.
 
-    The result is {module name: {Hugging Face name: place}}.
+    Returns {module name: {Hugging Face name: place}}.
     """
     modules = dict(model.named_modules())
     linears: dict[str, dict[str, Place]] = {}

@@ -35,7 +35,7 @@ class RopeScaling(ABC):
 
     @property
     def magnitude(self) -> float:
-        """The factor that cos and sin are multiplied by. The square of this factor multiplies attention scores."""
+        """The factor that cos and sin are multiplied by. Attention scores are multiplied by its square."""
         return 1.0
 
 

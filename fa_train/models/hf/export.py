@@ -1,7 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
 The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. An
-export needs a GPU only if the run trained an adapter on random base weights that a GPU drew.
+export needs a GPU only for an adapter whose random base weights were drawn on a GPU.
 """
 
 import re
@@ -90,13 +90,13 @@ def write(
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
     metrics: the run's metrics by name, each with its latest value.
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
-    config.json, and any other model keeps the dtype of its training.
+    config.json, and any other model keeps the dtype in which it was trained.
     adapter: whether to write only the adapter, in fp32, without merging it.
-    Raises: ValueError if `adapter` is True but `dtype` is set, or `adapter` is True but the model has no adapter.
+    Raises: ValueError if `adapter` is True, and `dtype` is set or the model has no adapter.
     """
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
-    if model.config.max_seq_len is None:  # by default, the length of training rows is the context length
+    if model.config.max_seq_len is None:  # by default, the context length is the length of training rows
         model.config = replace(model.config, max_seq_len=config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

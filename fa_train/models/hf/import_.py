@@ -337,7 +337,7 @@ def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
 
 
 def tensor_places(model: GPT) -> dict[str, Place]:
-    """Returns where the model stores each tensor of a checkpoint, by the tensor's name in the checkpoint.
+    """Returns {name of a checkpoint's tensor: the tensor's place in the model}.
 
     Raises: ValueError if no supported family matches the model.
     """

@@ -63,9 +63,10 @@ class ContextAttention:
         """Shapes: q (local, n_heads, head_dim); k, v (local, n_kv_heads, head_dim); returns the shape of q.
 
         sinks, alibi_slopes: (n_heads,) fp32, as in fa_kernels.flash_attention.interface.flash_attn_func. Each rank
-        computes only its part of the gradient of sinks, so the caller must sum this gradient over the group.
-        Raises: ValueError if alibi_slopes has another shape or dtype, or head_groups does not divide the KV heads. If
-        the inner attention is not flash attention, sinks, alibi_slopes and several head_groups also raise ValueError.
+        computes only its part of the gradient of sinks, so the caller must sum this gradient over the group. Only flash
+        attention supports sinks, alibi_slopes and head_groups > 1.
+        Raises: ValueError if an argument is not supported, alibi_slopes has a wrong shape, dtype or device, or
+        head_groups does not divide the KV heads.
         """
         own, moves = schedule
         if function_of(self.inner) is flash_attention:

@@ -106,15 +106,15 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
     """Exchanges runs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
     A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and
-    another rank swap two runs of equal length. Among the other ranks with possible swaps, the rank with the least work
-    is chosen. If the work of two ranks differs by d, a swap moves at most d / 2. Many swaps are compared. The chosen
-    swap moves the most work per additional chunk of received keys. A run of several chunks can hold a whole document,
-    whose keys then need not be sent.
+    another rank swap two runs of equal length. The other rank is the rank with the least work that has a possible swap.
+    If the work of two ranks differs by d, a swap moves at most d / 2. Many swaps are compared. The chosen swap moves
+    the most work per additional chunk of received keys. A run of several chunks can hold a whole document, whose keys
+    then need not be sent.
 
     owner: (n_chunks,), as in Deal. It is changed in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
-    first: (n_chunks,), the index of the first chunk whose keys a chunk's queries see. If they see no key, it is the
-    index of the next chunk.
+    first: (n_chunks,), for each chunk, the index of the first chunk that its queries see. If its queries see no key,
+    the value is the index of the next chunk.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     mean = load.mean()
@@ -144,7 +144,8 @@ class Swaps(NamedTuple):
     """Possible exchanges between two ranks. Each exchange swaps two runs of consecutive chunks.
 
     All fields are (n,) int64. length: the number of chunks in each of the two runs.
-    gives: the first chunk of the run that the busier rank gives away. takes: the first chunk of the run that it gets.
+    gives: the first chunk of the run that the busier rank gives away.
+    takes: the first chunk of the run that the busier rank gets.
     moved: the work that the exchange takes away from the busier rank.
     """
 
@@ -155,7 +156,7 @@ class Swaps(NamedTuple):
 
 
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
-    """Returns swaps that move some work from rank `most` to rank `least`, but at most `limit`.
+    """Returns swaps that each move some work from rank `most` to rank `least`, but at most `limit`.
 
     Each swap exchanges two runs of equal length. For each length in `RUN_LENGTHS`, the result has at most `TRIED`
     swaps: those that move the most work. They all use different runs of rank `most`.
@@ -166,7 +167,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run to give, find the run to take with the least work. The swap must not move more than `limit`.
+        # For each run of rank `most`, find the run of rank `least` that has the least work.
+        # The swap of the two runs must not move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

@@ -134,7 +134,7 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
     arriving, parts = _joined(ds, sum(sends))
     exchange = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
     results = [d.new_empty(moves.own.shape[0], *d.shape[1:]) for d in ds]
-    copy_rows(ds, results, from_rows=moves.own)  # while other rows are sent
+    copy_rows(ds, results, from_rows=moves.own)  # runs during the exchange
     with _span_of_wait():
         exchange.wait()
     del leaving
@@ -144,7 +144,7 @@ def summed_gradients(ds: Sequence[Tensor], moves: Moves, group: str) -> list[Ten
 
 
 def _joined(xs: Sequence[Tensor], n_rows: int) -> tuple[Tensor, Sequence[Tensor]]:
-    """Returns a new, uninitialized tensor with n_rows rows, and one view of the new tensor for each tensor in `xs`.
+    """Returns a new, uninitialized tensor with n_rows rows, and views of this tensor, one for each tensor in `xs`.
 
     The new tensor has as many heads as all tensors in `xs` together. Each view has as many heads as its tensor in `xs`.
     """

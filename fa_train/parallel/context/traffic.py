@@ -2,8 +2,8 @@
 
 A rank receives only the keys that its queries see. A buffer holds these keys together with the rank's own keys, in
 stream order, so the keys that a query sees form one contiguous range of the buffer. The remaining rows of the buffer
-are 0. The first call with a new number of buffer rows costs more host time. The number of buffer rows is therefore
-rounded up, so that only few different numbers occur.
+are 0. The first call with a new buffer size costs more host time. The buffer size is therefore rounded up, so that only
+a few sizes occur.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
-STEPS = 32  # about how many different numbers of buffer rows can occur for a stream
-STEP = 128  # the number of buffer rows is a multiple of this
+STEPS = 32  # about how many sizes the buffer of a stream can have
+STEP = 128  # buffer sizes are multiples of this number of rows
 
 
 class Traffic(NamedTuple):
@@ -72,14 +72,14 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -
 def buffer_rows(n_keys: int, total: int) -> int:
     """Returns the number of rows of a buffer for n_keys keys.
 
-    The result is greater than n_keys, and can have about `STEPS` different values.
+    The result is greater than n_keys. For a given `total`, it has about `STEPS` possible values.
     """
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
 
 
 def _needed_by(deal: Deal, rank: int, held: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Returns indices into `held`, ascending. Queries of `rank` see the tokens at these stream positions."""
+    """Returns which tokens in `held` the queries of `rank` see, as ascending indices into `held`."""
     return np.flatnonzero(keys_needed(deal.positions(rank), start, end, deal.total)[held])
 
 
