@@ -130,5 +130,5 @@ def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:
 
 
 def machine() -> str:
-    """Returns the name of the GPU, or a text that says that the machine has no GPU."""
+    """Returns the name of the GPU, or "a machine without a CUDA GPU"."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "a machine without a CUDA GPU"

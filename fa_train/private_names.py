@@ -20,7 +20,7 @@ def require_names(package: Package, owner: object, *names: str) -> None:
 
 
 def require_parameters(package: Package, function: str, found: Iterable[str], wanted: Iterable[str]) -> None:
-    """Checks that a function's parameters `found` are the `wanted` ones. Raises: ImportError if they differ."""
+    """Checks that a function has the expected parameters. Raises: ImportError if `found` and `wanted` differ."""
     different = sorted(set(found) ^ set(wanted))
     if different:
         raise ImportError(

@@ -22,8 +22,7 @@ from fa_train.parallel.ranks import told
 class OneFolder(Callback):
     """A Hydra callback that makes all ranks of a run use one folder.
 
-    Otherwise, each rank would resolve an interpolation such as ${now:%H-%M-%S} in hydra.run.dir itself, and get a
-    different folder.
+    Without it, an interpolation such as ${now:%H-%M-%S} in hydra.run.dir could have a different value on each rank.
     """
 
     def on_run_start(self, config: DictConfig, **others: Any) -> None:

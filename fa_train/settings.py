@@ -242,7 +242,7 @@ def _adapter(hint: Any) -> TypeAdapter[list[Any]]:
     """Returns pydantic's validator for lists whose items have the type hint."""
     try:
         hash(hint)
-    except TypeError:  # Annotated accepts metadata that has no hash
+    except TypeError:  # the metadata of an Annotated hint may have no hash
         return _new_adapter(hint)
     return _cached_adapter(hint)
 
@@ -280,7 +280,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # The class itself passes the positional parameters of `other`, so a config may omit them.
+        # The class itself passes the positional arguments to `other`, so a config may omit them.
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}
@@ -314,7 +314,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return inspect.signature(function, eval_str=True).parameters
     except (NameError, AttributeError, TypeError):  # a quoted hint cannot be evaluated
         return inspect.signature(function).parameters
-    except ValueError:  # a type that is written in C, such as str
+    except ValueError:  # the signature of a type that is written in C, such as str, is unknown
         return None
 
 

@@ -44,7 +44,7 @@ def _require_login() -> None:
     then waits for the service process.
     """
     settings = wandb.setup().settings
-    if settings.api_key is None:  # the login uses an identity token
+    if settings.api_key is None:  # without an API key, the login uses an identity token
         wandb.Api(timeout=TIMEOUT)
         return
     query = {"query": "query Viewer { viewer { id } }"}

@@ -1,9 +1,9 @@
 """Lets a failing rank tell its launcher the reason.
 
-The launcher is torchrun or train.py. The variable TORCHELASTIC_ERROR_FILE holds the path of a file. A failing rank
-writes the reason to this file, and the launcher shows it. The launcher ends all ranks as soon as one fails. On several
-nodes, each launcher sees only the ranks of its node. A failing rank therefore also sends the reason to all other ranks.
-They report it when they lose their connection to the failing rank.
+The launcher is torchrun or train.py. The environment variable TORCHELASTIC_ERROR_FILE holds the path of a file. A
+failing rank writes the reason to this file, and the launcher shows it. The launcher ends all ranks as soon as one
+fails. On several nodes, each launcher sees only the ranks of its node. A failing rank therefore also sends the reason
+to all other ranks. They report it when they lose their connection to the failing rank.
 """
 
 import json
@@ -61,7 +61,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
 
 def reason(rank: object, kind: Kind, message: str) -> str:
     """Returns one line that says why a rank has failed. kind, message: what the rank has reported."""
-    if kind == "mistake":  # usually the same on all ranks of a machine, so the rank is not named
+    if kind == "mistake":  # a mistake is usually the same on all ranks, so the line names no rank
         return message
     return f"rank {rank} ran {message}" if kind == "out of memory" else f"rank {rank} failed: {message}"
 
@@ -69,7 +69,7 @@ def reason(rank: object, kind: Kind, message: str) -> str:
 def _shared(kind: Kind, message: str) -> str:
     """Sends the reason for this rank's failure to all ranks, with the rank's number. Returns the message to report.
 
-    If this rank has lost its connection, the function sends nothing, and returns the reason of another rank.
+    If this rank has lost its connection, the function sends nothing, and returns the reason that another rank has sent.
     """
     if "fa_train.parallel.rank_store" not in sys.modules:  # its import takes seconds, and no rank is connected yet
         return message

@@ -203,7 +203,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def make_context_groups(context: int) -> None:
-    """Makes a process group of each `context` consecutive ranks, and registers this rank's group for attention."""
+    """Makes process groups of `context` consecutive ranks each, and registers this rank's group for attention."""
     world_size = dist.get_world_size()
     for first in range(0, world_size, context):
         group = dist.new_group(range(first, first + context))

@@ -17,7 +17,7 @@ from torch.distributed import DistError, DistStoreError, TCPStore
 
 PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for the store of rank 0, which may start later
 GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
-CONSEQUENCE = timedelta(seconds=1)  # a rank that lost its connection waits at most this long for another rank's reason
+CONSEQUENCE = timedelta(seconds=1)  # after a lost connection, a rank waits at most this long for a reason to report
 _ASKED: Counter[str] = Counter()  # the number of times that each question was asked, which is equal on all ranks
 
 
@@ -90,7 +90,7 @@ def _wait(store: TCPStore, key: str) -> None:
 def tell_reason(reason: str) -> None:
     """Tells all ranks why this rank fails. Only the first reason counts."""
     with suppress(DistError):  # the process that hosts the store may have ended
-        if _ASKED:  # otherwise, this rank may be unable to connect to the store
+        if _ASKED:  # before the first question, this rank may be unable to connect to the store
             _store().compare_set(_key("reason"), "", reason)
 
 

@@ -92,7 +92,7 @@ def write_folder(
 ) -> None:
     """Writes this rank's part of `state`. Rank 0 also writes `meta`. All ranks must call this function.
 
-    background: None, or the BackgroundSave that calls this function. In the second case, `state` is in host memory.
+    background: the BackgroundSave that calls this function, or None. With a BackgroundSave, `state` is in host memory.
     Raises: CheckpointError on all ranks if any rank fails. After a failure, rank 0 removes the folder.
     """
     try:
@@ -280,7 +280,7 @@ def _paths(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[Any, .
 
 
 def _by_place(folder: Path, states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
-    """Converts an optimizer's state with parameter names to torch.optim's format, which numbers the parameters.
+    """Converts an optimizer's state to torch.optim's format: numbers replace the names of parameters.
 
     Raises: CheckpointError if a parameter with a state is in no group.
     """
