@@ -125,8 +125,8 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 def in_order(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if kernels cannot read x in place.
 
-    The last dimension of the result has stride 1. One stride leads from each token to the next, also between sequences,
-    so `packed` can flatten the result without a copy.
+    The last dimension of the result has stride 1. The stride between neighbouring tokens is the same within a sequence
+    and between sequences, so `packed` can flatten the result without a copy.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):

@@ -29,7 +29,7 @@ class Features(NamedTuple):
         return (self.sinks, *(self.alibi or (None, None, None)))
 
     def stride_slopes(self) -> int:
-        """Returns the stride of slopes between documents, in elements, or 0 if all documents share one row."""
+        """Returns the stride between the rows of slopes, in elements, or 0 if all documents share one row."""
         return self.alibi[0].stride(0) if self.alibi and self.alibi[0].shape[0] > 1 else 0
 
     def switches(self) -> dict[str, bool]:

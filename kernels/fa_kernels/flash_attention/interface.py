@@ -26,7 +26,7 @@ from fa_kernels.flash_attention.schedule import (
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
-UNBOUNDED = 2**30  # windows of more tokens count as unbounded; a token index plus a window must fit in int32
+UNBOUNDED = 2**30  # larger windows count as unbounded, because a token index plus a window must fit in int32
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 

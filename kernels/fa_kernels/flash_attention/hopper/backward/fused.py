@@ -18,7 +18,7 @@ unfinished step can therefore always continue.
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
 need 24 + 192 + 2 = 218 registers. ptxas would then serialise all matmuls (warning C7512). The matmul dP therefore
-starts only after S has become P. A dQ tile needs 24 + 32 + 2 = 58 registers of a thread, so 56 would be too few.
+starts only after S has become P. The dQ warpgroup needs at least 24 + 32 + 2 = 58 registers for its dQ tile.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """
@@ -99,9 +99,8 @@ def _bwd_kernel(
     counter_ptr: the counter of the queue of items (queue.py), or None. tiles_ptr: the order in which tiles of keys are
     processed, or None for ascending order. semaphore_ptr: the semaphores of the dQ order (order.py), or None. If
     semaphores are given, tiles_ptr must be None. marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or
-    None. padded_q: the number of lse values per head, with padding. Descriptors with a 2 in their names describe the
-    second column block of each head, and are None if heads have only one block. The other descriptors describe the
-    first column block.
+    None. padded_q: the number of lse values per head, with padding. q_desc and so on are for the first column block of
+    each head. q_2_desc and so on are for the second column block, and are None if heads have only one block.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
@@ -138,7 +137,7 @@ def _bwd_kernel(
     delta_start = n_kv_heads * GROUP * padded_q
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     k_bufs, kv_full = buffers.k, barriers.kv_full
-    # The two lists of roles cannot share a variable, because Triton cannot store functions and constants in one.
+    # The lists of roles cannot share a variable, because a Triton variable cannot hold both functions and constants.
     if semaphore_ptr is None:
         gl.warp_specialize([
             (consume, (0, dk_descs, work, order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),

@@ -70,8 +70,8 @@ def config_of(
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
-    With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each
-    program has only one work item. With a queue, running programs could draw later items, and wait for a program that
-    has not started.
+    With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each program
+    has only one work item. With a queue, a running program could draw an item that waits for a program that has not
+    started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -282,7 +282,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # no wait comes between the next S and this step's dS, so ptxas interleaves the two
+    if CONFIG.after_dp:  # no wait separates the next step's S from this step's dS, so ptxas interleaves them
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -338,7 +338,7 @@ def _consume_item(
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     SCORES: gl.constexpr = accumulator(BLOCK_M)
-    # If `STAGES` is not a power of two, `number // STAGES` would need registers. Each step then increments `stage`.
+    # If `STAGES` is not a power of two, each step increments `stage`, because `number // STAGES` would need registers.
     COUNTED: gl.constexpr = STAGES & (STAGES - 1) != 0
     KEYS_FIT: gl.constexpr = CONFIG.ahead and len(buffers.k) == 1  # whether K and V are kept in registers
     m, head = first_step(item, GROUP, BLOCK_M, BACKWARDS)

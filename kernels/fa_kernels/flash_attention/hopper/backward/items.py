@@ -95,9 +95,9 @@ class Barriers:
 
 @structure
 class Visible:
-    """The queries that see each key of a block: start <= query < end.
+    """For each key of a block, the queries that see the key: start <= query < end.
 
-    Queries with whole_start <= query < whole_end see every key of the block.
+    Queries with whole_start <= query < whole_end see all keys of the block.
     """
 
     start: gl.tensor
@@ -167,7 +167,7 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
 @gluon.jit
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Returns the range of queries that see each key, for the `KEYS` keys that begin with `first`.
+    """Returns, for each of `KEYS` keys from key `first` onwards, the range of queries that see the key.
 
     `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
     mask, because their queries see all of these keys.

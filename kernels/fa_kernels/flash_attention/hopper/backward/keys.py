@@ -48,8 +48,8 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
-STAGES = 4  # shared memory holds Q and dO of this many steps; the kernel uses 194 KiB of it
-# Registers per thread. All warps start with the first number. Consumers and the producer then change to the others.
+STAGES = 4  # the number of steps whose Q and dO can be in shared memory at once; the kernel uses 194 KiB of it
+# Registers per thread: all warps start with `REGISTERS`, and then change to the number for their role.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 

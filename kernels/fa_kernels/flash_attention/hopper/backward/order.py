@@ -12,8 +12,8 @@ for nothing.
 
 A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
 In this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
-In the opposite order, a tile could begin with the block that the tile before it visits last. The tiles of short
-documents would then wait for one another in one chain through the whole batch.
+In the opposite order, a tile could begin with the block that the previous tile visits last. With short documents, the
+tiles of the whole batch would then run almost one after another.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
@@ -32,14 +32,14 @@ from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, plac
 from fa_kernels.flash_attention.hopper.primitives.structure import structure
 
 NO_TILE = gl.constexpr(-1)  # the value of a semaphore when a launch starts
-_PLACES = gl.constexpr(2)  # how many signals `added` can be given before `raise_semaphores` sees the first of them
+_PLACES = gl.constexpr(2)  # at most this many `added` signals wait for `raise_semaphores`
 
 
 @structure
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: dQ of the step whose dS is in this place may be added
+    due: gl.shared_memory_descriptor  # [DS_STAGES]: the step whose dS is in this place may add its dQ to the sum
     added: gl.shared_memory_descriptor  # [_PLACES]: dQ of the step in this place has been added to the sum
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
@@ -92,13 +92,13 @@ def wait_for_order(
 def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
-    If `step` is -1, the function gives no signal. The function first waits until TMA has added dQ of `step` to memory.
-    The function does not wait for the last `PENDING` TMA operations, which belong to later steps.
+    First waits until TMA has added dQ of `step` to memory. Does not wait for the last `PENDING` TMA operations, which
+    belong to later steps. If `step` is -1, there is no signal.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
     place, phase = place_of(step + _PLACES, _PLACES)  # adding _PLACES avoids a negative index for step -1
-    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # raise_semaphores has seen this place's signal
+    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # raise_semaphores has seen the previous signal
     mbarrier.arrive(dq_order.added.index(place), count=1, pred=step >= 0)
 
 
@@ -125,7 +125,7 @@ def raise_semaphores(
 def _wait_for(semaphore, number):
     """Waits until a semaphore is at least `number`.
 
-    In memory, dQ of the semaphore's block then contains the parts of all tiles up to `number`.
+    For the semaphore's block, the sum of dQ in memory then includes the parts of all tiles up to `number`.
 
     One warp calls this.
     """

@@ -3,8 +3,8 @@
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one such accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
 warpgroup passes P^T to the second through shared memory, in 16 bits. Together, this kernel and the kernel for dQ need
-seven matmuls. One fused kernel would need only five. Exactly one program writes each output. No sum in global memory is
-therefore needed, and every run gives the same bits.
+seven matmuls. One fused kernel would need only five matmuls. Exactly one program writes each output. No sum in global
+memory is therefore needed, and every run gives the same bits.
 
 The table gives lower bounds for 64 queries and 64 keys. Times are in cycles of a multiprocessor. The tensor cores do
 4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512 cycles. Shared memory transfers 128 bytes per cycle.
@@ -62,7 +62,7 @@ BLOCK = 64  # the number of keys per program, and of queries per step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`. The first consumer gets all other registers, which are 240 per thread too.
+# `REGISTERS`. The first consumer gets all other registers: it also has 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -139,7 +139,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Stores an accumulator through the buffer of K or V. If `scale` is not None, first multiplies by `scale`."""
+    """Multiplies an accumulator by `scale`, unless it is None, and stores the result through the buffer of K or V."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale
@@ -198,8 +198,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV can overwrite K, because only this warpgroup reads K. The wait for the second consumer is not needed for
-    # correctness, but the kernel was measured with it.
+    # dV can overwrite K, because only this warpgroup reads K. The following wait for the second consumer is not needed
+    # for correctness. It stays because all measurements include it.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

@@ -7,7 +7,7 @@ The values were chosen by measurements on an H200 (docs/hopper.md). The options 
 `ranged`: each consumer visits only the blocks of keys that its own 64 queries see. This saves work on short documents.
 `consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. This helps at
 head_dim 64 and 96. On short documents, larger tiles waste more work.
-`pv_first`: the matmul P V of the previous block finishes before softmax starts. The registers of that P are then free.
+`pv_first`: the matmul P V of the previous block finishes before softmax starts. This frees the registers of that P.
 `max_first`: softmax does not keep the scores while it computes P. This saves registers (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
 

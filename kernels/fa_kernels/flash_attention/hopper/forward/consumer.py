@@ -68,7 +68,7 @@ class Running:
 def _pass_over(block, rings):
     """Waits for a block of K and V that this consumer does not visit, and releases the block.
 
-    Without the wait, this consumer could release a place before its next block is loaded.
+    Without the wait, this consumer could release a place in the ring before the block is loaded into it.
     """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)
@@ -293,4 +293,4 @@ def consume(
         fields = read(work.queue, item_index)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
-        wait_pingpong(CONSUMER)  # the last consumer's final pass_pingpong also needs a wait
+        wait_pingpong(CONSUMER)  # matches the last consumer's final pass_pingpong

@@ -21,9 +21,9 @@ from fa_kernels.flash_attention.hopper.primitives.structure import structure
 class Item:
     """A work item: a tile of queries of one head, beginning with query `first`, and the blocks of keys that it reads.
 
-    Blocks are counted backwards: block 0 ends at key `end`. Of the n_blocks blocks, the first n_right blocks and the
-    last n_left blocks need a mask, because some rows see only a part of such a block. Every row sees all keys of the
-    blocks in between. An item has at least one block, so that rows without keys need no separate code.
+    Blocks are counted backwards: block 0 ends at key `end`. The first n_right blocks and the last n_left blocks need a
+    mask, because some rows see only a part of them. Every row sees all keys of the blocks in between. An item has at
+    least one block, so that rows without keys need no separate code.
     """
 
     first: gl.tensor

@@ -61,9 +61,9 @@ def _fwd_kernel(
 ):  # fmt: skip
     """Program i processes work item i, and then draws further items if there is a counter.
 
-    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). Descriptors with a 2 in their names describe the
-    second column block of each head, and are None if heads have only one block. The other descriptors describe the
-    first column block. marks_ptr: receives the NaN marks (nan_marks.py), or None.
+    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc and so on are for the first column block of
+    each head. q_2_desc and so on are for the second column block, and are None if heads have only one block.
+    marks_ptr: receives the NaN marks (nan_marks.py), or None.
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages

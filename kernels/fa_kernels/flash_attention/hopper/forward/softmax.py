@@ -34,7 +34,7 @@ from fa_kernels.flash_attention.scores import cap
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max rises only by more than this (log2 units)
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max stays unless it would rise by more than this (log2 units)
 
 
 @gluon.jit
@@ -66,8 +66,8 @@ def visible(
 ):  # fmt: skip
     """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The first column of `scores` is key `key`. `MASK` is `always`, `never` or `at_edge`. With `at_edge`, the mask is
-    applied if the argument at_edge is true.
+    The first column of `scores` is key `key`. `MASK` says when the mask is applied: `always`, `never`, or `at_edge`
+    (only if the argument at_edge is true).
     """
     if HAS_SOFTCAP:
         scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)

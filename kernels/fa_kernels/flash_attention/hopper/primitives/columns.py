@@ -20,7 +20,7 @@ def columns_of(first, rest):
 
 @gluon.constexpr_function
 def nbytes_of(descs):
-    """Returns the total size of one block per descriptor, in bytes."""
+    """Returns the sum of the descriptors' block sizes, in bytes."""
     return sum(desc.block_type.nbytes for desc in descs)
 
 

@@ -96,7 +96,7 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """Returns the index of the item that belongs to a ticket, in every lane.
+    """Returns the index of a ticket's item. Every lane of the warp gets this index.
 
     An index of n_items or more means that no item is left.
     """
@@ -108,7 +108,7 @@ def item_of(ticket, counter_ptr, n_items):
 
 @gluon.jit
 def post(queue, item_index, fields):
-    """Posts the fields of an item as int32 scalars.
+    """Posts the fields of an item, which are int32 scalars.
 
     One warp calls this. item_index: the number of items that the program has already posted.
     """

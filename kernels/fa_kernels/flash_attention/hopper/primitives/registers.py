@@ -34,7 +34,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """A Triton code generator that passes all arguments to a function as one tuple, and then constants."""
+    """A Triton code generator that calls a function with one tuple of all values, followed by the constants."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
@@ -77,10 +77,10 @@ def first_columns(x):
 
 @gluon.jit
 def in_order_of_threads(x):
-    """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds elements of eight threads, four of each.
+    """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements from each of eight threads.
 
-    No data moves between threads. The bits of r and c form the index of element (r, c) in the view. From the lowest
-    bit, they are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
+    No data moves between threads. The index of element (r, c) in the view consists of the bits of r and c. From the
+    lowest to the highest, its bits are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -120,8 +120,8 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # Sets the mask bits of all columns below `column`. Each whole group of 8 columns has two bits, and the group that
-    # contains `column` has up to two.
+    # Sets the mask bits of all columns below `column`. In each group of 8 columns, a thread has two columns, so a mask
+    # has two bits per group.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",
