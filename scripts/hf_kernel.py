@@ -5,10 +5,10 @@
     from kernels import get_local_kernel    # imports the loader.
     flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func    # loads the folder.
 
-The folder can be uploaded as a kernel repository. The folder build/torch-universal is a copy of kernels/fa_kernels for
-every version of torch, CUDA and Python that the sources support. The format requires relative imports, and a separate
-namespace for the torch operators of the copy. The namespace's name contains a hash of the sources. Therefore, one
-process can load fa_kernels and several versions of the copy.
+The folder can be uploaded as a kernel repository. The folder build/torch-universal holds a copy of kernels/fa_kernels.
+The copy works with every version of torch, CUDA and Python that the sources support. The format requires relative
+imports, and a separate namespace for the torch operators of the copy. The namespace's name contains a hash of the
+sources. Therefore, one process can load fa_kernels and several versions of the copy.
 
 Source: huggingface.co/docs/kernels/v0.17.0/kernel-requirements.
 """
@@ -76,7 +76,8 @@ def write_kernel(folder: Path) -> Path:
 
 
 def relocated(text: str, path: Path, namespace: str) -> str:
-    """Returns the source of the module `path` of fa_kernels, with relative imports, and with operators in `namespace`.
+    """Returns the source of a module of fa_kernels with two changes: imports are relative, and operators are in
+    `namespace`.
 
     Operator a::b becomes namespace::a_b.
     """

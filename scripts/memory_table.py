@@ -100,7 +100,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
 
 
 def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
-    """Returns the plan with the value that the run chooses if strategy.reshard_after_forward=auto."""
+    """Returns the plan with the value that the run chooses for strategy.reshard_after_forward=auto."""
     setting = cfg.strategy.get("reshard_after_forward", True)
     is_chosen = chooses_reshard(cfg.choices.strategy, setting, cfg.choices.attention)
     return with_blocks_gathered(plan, gpu_bytes) if is_chosen else plan
@@ -120,8 +120,9 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: if true, the longest seq_len can use any combination of memory levers. If false, it uses the plan's levers.
-    searched: the plan before `as_run`. The searches for the longest seq_len and for the next lever use this plan.
+    auto: if true, the search for the longest seq_len tries all memory levers. If false, it keeps the plan's levers.
+    searched: the plan before `as_run` changes it. The searches for the longest seq_len and for the next lever use this
+    plan.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu_bytes, host_bytes)

@@ -43,8 +43,8 @@ LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest all
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one quantity from the second to the last third of a run. Host memory is compared by its lowest
-    values, and the other quantities by their medians.
+    """One quantity in the second third of a run, and in the last third. Host memory is compared by its lowest values,
+    and the other quantities by their medians.
     """
 
     name: str
@@ -140,8 +140,8 @@ def memory_of_session(leader: int) -> list[ProcessMemory]:
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
-    """Returns the changes from the second to the last third of a run. `metrics` is the path of the run's metrics.csv,
-    and `host` holds the run's samples of host memory in GiB.
+    """Compares the second third of a run with the last third. `metrics` is the path of the run's metrics.csv, and
+    `host` holds the run's samples of host memory in GiB.
     """
     with metrics.open() as file:
         rows = list(csv.DictReader(file))

@@ -4,8 +4,8 @@
     python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours    # five rounds.
 
 Every call gets new cu_seqlens with a different number of documents. No attention schedule is built in advance. Calls
-are not replayed as a CUDA graph, so the longer of host time and GPU time determines the time per call. The pass
-`forward` is a call without gradients. The pass `forward + backward` also computes the gradients of q, k and v. The
+are not replayed as a CUDA graph. The time per call is therefore the host time or the GPU time, whichever is longer. The
+pass `forward` is a call without gradients. The pass `forward + backward` also computes the gradients of q, k and v. The
 backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4 (`flash-attn-4`) run if
 they are installed. A sample consists of several calls without a GPU sync between them. The host time of a sample ends
 when its last call returns.

@@ -8,7 +8,7 @@ a model adds. `backward's node` is the backward node alone, without autograd's e
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
 table, in random order. When the last call of a sample returns, the GPU can still have work left. A cell is marked as
-GPU-bound if this work takes more than a tenth of the sample's time. Writes OUT.csv and OUT.md.
+GPU-bound if the GPU needs more than a tenth of the sample's time for this work. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -52,7 +52,7 @@ NOTHING = "a Function that does nothing"
 Call = Callable[[], object]
 Pass = Literal["forward", "forward, autograd", "backward", "backward, of 16", "backward's node"]
 NODE: Pass = "backward's node"
-CALLS: dict[Pass, int] = {  # number of attention calls in one run of a pass
+CALLS: dict[Pass, int] = {  # number of chained attention calls in each pass
     "forward": 1, "forward, autograd": 1, "backward": 1, "backward, of 16": 16, NODE: 1,
 }  # fmt: skip
 
@@ -227,7 +227,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
 
 
 def order(places: Sequence[Any], rounds: int) -> list[Any]:
-    """Returns `rounds` random permutations of the list `places`, joined into one list.
+    """Returns `rounds` copies of the list `places`, each in a random order, as one list.
 
     The order differs between rounds, but is the same in every process.
     """
@@ -236,7 +236,7 @@ def order(places: Sequence[Any], rounds: int) -> list[Any]:
 
 
 def sample(run: Call, calls: int, in_a_row: int) -> Sample:
-    """Takes one sample, which makes at least `calls` attention calls.
+    """Takes one sample of at least `calls` attention calls.
 
     Each call of `run` makes `in_a_row` attention calls.
     """

@@ -55,12 +55,12 @@ from scripts.bench.provenance import describe
 
 ITEM = 2  # bytes of bf16
 FP32 = 4
-ROW_RANGE = 8  # bytes per row, for the start and end of its visible range (int32)
+ROW_RANGE = 8  # bytes for the start and the end of a row's visible range (two int32)
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # dense bf16 TFLOP/s, and memory bandwidth in TB/s, of an H200
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# {pass: (tensors that each key tile reads once, values that it reads for each row of Q, tensors that it writes)}. The
-# pass `dv` needs neither V nor delta, because dV = P^T dO.
+# {pass: (tensors that a key tile reads once, fp32 values that it reads per row of Q, outputs)}. The pass `dv` needs
+# neither V nor delta, because dV = P^T dO.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
@@ -170,8 +170,8 @@ def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
 
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
-    """Returns the bytes of a backward whose passes recompute the scores. Some passes go over key tiles, and one pass
-    goes over query tiles.
+    """Returns the bytes of a backward in which every pass recomputes the scores. One pass goes over query tiles, and
+    the others go over key tiles.
 
     key_blocks: {pass over key tiles: keys per tile}. query_blocks: (queries per tile, keys per block) of the pass over
     query tiles.
@@ -233,7 +233,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of K all query tiles of a head load. The last block of keys ends with the sequence."""
+    """Returns how many rows of K a head's query tiles load in total. The last block of keys ends with the sequence."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -241,7 +241,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of Q all key tiles of a head load. A causal tile skips rows before its first key."""
+    """Returns how many rows of Q a head's key tiles load in total. A causal tile skips rows before its first key."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 

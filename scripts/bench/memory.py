@@ -14,8 +14,8 @@ A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` 
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
 Combinations with bf16-true, or with an optimizer other than adamw, run at the first length only: the optimizer's time
-does not depend on the number of tokens. Combinations that are compared run in succession. Every second round runs in
-reverse order, so that a GPU that slows down over time affects all combinations equally.
+does not depend on the number of tokens. Combinations that are compared with each other run one after the other. Every
+second round runs in reverse order, so that a GPU that slows down over time affects all combinations equally.
 
 The option --profile profiles one step with offload and one without, at the first length. The profile shows what share
 of the copies overlaps with kernels, and how long the compute stream is idle. After every measurement, the script writes
@@ -123,7 +123,7 @@ def measure(case: Case) -> Row:
 class Stepper:
     """Runs the training steps of one case. `loss` is the loss of the most recent step.
 
-    Used instead of training_case.measure, which cannot profile a step or time the optimizer separately.
+    training_case.measure is not used, because it cannot profile a step or time the optimizer separately.
     """
 
     def __init__(self, case: Case, loss: Loss, optimizer: Optimizer) -> None:

@@ -83,9 +83,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Numbers are None and lists are empty unless the outcome is "ok".
+    """One measurement. Only rows with the outcome "ok" have measured values.
 
-    peak_gib can also have a value if the outcome is "out of memory".
+    The exception is peak_gib, which can have a value if the outcome is "out of memory".
     """
 
     seq_len: int
@@ -95,7 +95,7 @@ class Row:
     optimizer_ms: list[float] = field(default_factory=list)  # milliseconds that the optimizer took in each timed step
     peak_gib: float | None = None
     host_gib: float | None = None
-    loss: float | None = None  # in the last step, in nats per label
+    loss: float | None = None  # loss of the last step, in nats per label
     overlap: dict[str, float] | None = None  # the fields of Overlap, if the case wrote a trace on a GPU
 
 

@@ -1,7 +1,7 @@
 """Measures the time and the padding of best-fit packing for documents of random lengths, on one core.
 
     python -m scripts.bench.packing                        # 1,000,000 documents, rows of 2048, 8192 and 32768 tokens.
-    python -m scripts.bench.packing --documents 10000000 --seq-lens 8192    # ten times as many.
+    python -m scripts.bench.packing --documents 10000000 --seq-lens 8192    # 10,000,000 documents, rows of 8192.
 
 The document lengths are log-normal like those of web pages: the median is 400 tokens, the mean about 1,000, and 1% are
 above 9,600. Documents that are longer than a row are split. No text is tokenised or read, because packing needs only

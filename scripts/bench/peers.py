@@ -48,7 +48,7 @@ class Peer:
 
     loss: computes the mean loss over random tokens, in nats per label.
     sdpa: returns a context manager that selects the SDPA kernel. Run forward and backward inside this context manager.
-    note: the SDPA kernel of a compiled model, and why Liger's kernels are missing (if they are).
+    note: the SDPA kernel of a compiled model, and the reason if Liger's kernels are missing.
     """
 
     model: nn.Module

@@ -11,9 +11,9 @@ is then profiled.
 
 The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive time of each part.
 Exclusive means that each moment of the step counts for at most one part. The exclusive times and the idle time add up
-to the step's time. A copy or communication counts only while no kernel computes. The column `kernels ms` shows its full
-time. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the allocated memory by component over
-host time, because the host allocates and frees memory.
+to the step's time. A copy or communication counts only while no kernel computes. The column `kernels ms` shows the full
+time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the
+allocated memory of each component over time. The time is host time, because the host allocates and frees memory.
 
 A kernel belongs to the part of the step that launched it (attention, loss or optimizer). If none of these parts
 launched the kernel, its name determines its part. On a CPU, the script times torch's operators instead of kernels. On a

@@ -6,9 +6,10 @@
     python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # shared rows.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
-A run on one GPU ignores the strategy and overrides of strategy.*. Cases that differ only in these share one such run.
-In each step, every GPU trains on --rows rows of random tokens. With strategy.context=N, N GPUs share these rows. Each
-run is a new process with logger=csv, without validation and without checkpoints. The order of the runs is random.
+A run on one GPU ignores the strategy and overrides of strategy.*. Cases that differ only in these settings share their
+run on one GPU. In each step, every GPU trains on --rows rows of random tokens. With strategy.context=N, N GPUs share
+these rows. Each run is a new process with logger=csv, without validation and without checkpoints. The order of the runs
+is random.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
 log entries of the timed steps. The first third of the steps is not timed. The columns of step time, data wait,
@@ -194,7 +195,7 @@ def runs_of(cases: Sequence[Case], args: argparse.Namespace, gpus: int) -> list[
 
 
 def predicted_gib(run: Run) -> float | None:
-    """Returns the planner's prediction of the peak of each rank, or None on the CPU and with memory=auto.
+    """Returns the peak that the planner predicts for a rank, in GiB. Returns None on the CPU and with memory=auto.
 
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
@@ -249,7 +250,10 @@ class Process:
 
 
 def visible(gpus: Sequence[int]) -> str:
-    """Returns the value of CUDA_VISIBLE_DEVICES that selects these GPUs among those that this process sees."""
+    """Returns the value of CUDA_VISIBLE_DEVICES for a run on these GPUs.
+
+    gpus: indices among the GPUs that this process sees.
+    """
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     seen = names.split(",") if names else None
     return ",".join(seen[gpu].strip() if seen else str(gpu) for gpu in gpus)
@@ -310,7 +314,7 @@ def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | Non
 
 
 def measured(row: Row, warm_up: int, folder: Path) -> Row:
-    """Adds the results in metrics.csv and rank_memory_<rank>.json, which are in a run's folder, to the run's row.
+    """Adds the results of a run to its row. The results are in metrics.csv and rank_memory_<rank>.json in `folder`.
 
     Log entries that cover a warm-up step are ignored. If results are missing, the row says that the run failed.
     """

@@ -1,4 +1,4 @@
-"""The results of scripts.bench.scaling: the share of the ideal speed, the error of the memory plan, and the table."""
+"""Holds the result of each run of scripts.bench.scaling, and formats all results as a table."""
 
 import csv
 import statistics
@@ -47,7 +47,7 @@ class Row:
     host_gib_max: float | None = None
     mfu: float | None = None
     skipped_steps: int | None = None
-    loss: float | None = None  # in the last step, in nats per label
+    loss: float | None = None  # loss of the last step, in nats per label
     peaks: tuple[float, ...] = ()  # over all steps
     later_peaks: tuple[float, ...] = ()  # over the timed steps
     predicted_gib: float | None = None
@@ -81,7 +81,7 @@ def plan_error(row: Row) -> float | None:
 
 
 def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of a table line. `of ideal` compares the speed of `row` with the runs on one GPU in `rows`."""
+    """Returns the cells of a table line. The cell `of ideal` needs the runs on one GPU in `rows`."""
     name = " ".join([row.model, f"{row.seq_len:,}", *([row.strategy] if row.gpus > 1 else []), row.overrides]).strip()
     logs = f" ({row.tokens_per_s_min:,.0f} to {row.tokens_per_s_max:,.0f})" if row.tokens_per_s_min is not None else ""
     return [
@@ -111,7 +111,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def with_largest(mean: float | None, largest: float | None, form: str) -> str:
-    """Formats the mean over the ranks and, in brackets, the largest value of a rank."""
+    """Formats a metric of all ranks as `mean (largest value)`."""
     return shown(mean, form) + (f" ({largest:{form}})" if largest is not None else "")
 
 

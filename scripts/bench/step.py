@@ -17,10 +17,10 @@ FLOPs as fa_train/flops.py does, without recomputation.
 
 Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
-(FLASH_ATTENTION_BACKEND). Variants that start with hf are transformers with Liger's kernels: scripts/bench/peers.py
-describes hf, hf-compiled and hf-fa_train. Each of these three variants also exists with the suffix `-checkpointing`.
-The script writes OUT.csv and OUT.md after every case. For each length, OUT.md compares the fastest peer with the
-fastest of our variants that do not use float8. A peer is a variant without our attention.
+(FLASH_ATTENTION_BACKEND). Variants whose names start with hf are transformers with Liger's kernels:
+scripts/bench/peers.py describes hf, hf-compiled and hf-fa_train. Each of these three variants also exists with the
+suffix `-checkpointing`. The script writes OUT.csv and OUT.md after every case. For each length, OUT.md compares the
+fastest peer with the fastest of our variants that do not use float8. A peer is a variant without our attention.
 """
 
 import argparse
@@ -88,10 +88,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One result. Numbers are None unless the outcome is "ok".
+    """One result. Only rows with the outcome "ok" have measured values.
 
-    peak_gib and reserved_gib can also have values if the outcome is "oom". mfu is also None if the peak FLOP/s of the
-    device is unknown.
+    The exceptions are peak_gib and reserved_gib, which can have values if the outcome is "oom". mfu is also None if the
+    peak FLOP/s of the device is unknown.
     """
 
     seq_len: int
@@ -105,7 +105,7 @@ class Row:
     peak_gib: float | None = None
     reserved_gib: float | None = None
     mfu: float | None = None
-    loss: float | None = None  # in the last step, in nats per label
+    loss: float | None = None  # loss of the last step, in nats per label
     finite: bool | None = None  # whether the loss was finite in every step
     note: str = ""
 

@@ -25,8 +25,8 @@ COMPONENTS = {  # in the order of the plot from bottom to top; colours are the p
 def memory_over_time(
     events: Sequence[Event], before: dict[int, tuple[str, int]], gradients: set[int], device: torch.device
 ) -> tuple[list[float], dict[str, list[int]]]:
-    """Returns the microseconds at which the allocated memory changes, and the bytes of each component after each
-    change.
+    """Returns the times in microseconds at which the allocated memory changes, and the bytes of each component after
+    each change.
 
     before: {address of memory that was allocated before the step: (its component, its bytes)}. gradients: the addresses
     of the parameters' gradients when the optimizer starts.

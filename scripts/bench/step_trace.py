@@ -98,7 +98,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Step:
-    """One step, in microseconds. `intervals` are those of the GPU, or those of the host if there is no GPU."""
+    """One step, in microseconds. `intervals` come from the GPU, or from the host if there is no GPU."""
 
     start: float
     end: float

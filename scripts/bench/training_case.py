@@ -32,7 +32,7 @@ Loss = Callable[[], Tensor]
 class StepTimes:
     """Collects the times and the losses of a case's steps.
 
-    slow_step: if the second step takes more seconds than this, it is the first of only `FEWEST_STEPS` timed steps.
+    slow_step: seconds. If the second step takes longer, it is timed too, and at most `FEWEST_STEPS` steps are timed.
     """
 
     def __init__(self, steps: int, slow_step: float) -> None:

@@ -12,10 +12,10 @@ candidate must fit in shared memory (tiles.shared_bytes), and its fp32 tiles mus
 --near, the script tries only the table's entry and the candidates that differ from this entry by one step in one value.
 With --tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates.
 After compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads *
-head_dim = 2048 or slightly less. The number of matmuls for TFLOP/s is 2 in the forward, 4 in dkdv, 3 in dk, 2 in dv and
-3 in dq. Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and
-dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
-product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 inputs when
+head_dim = 2048 or slightly less. The TFLOP/s count 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for dv and 3 for
+dq. Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and dv to
+the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is
+three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 inputs when
 torch.backends.cuda.matmul allows TF32. A candidate counts only if its error is at most twice torch's error, plus
 rounding. Writes OUT.md: its header, a table for each head_dim and pass, and the entries for tiles.py. The fastest tiles
 are added to OUT.json, except with --dtype tf32. fa_kernels loads OUT.json if the environment variable
@@ -222,7 +222,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
     """Computes the outputs of a pass in `dtype` with torch.
 
-    The keys are indices: output i here corresponds to output i of the launched kernel (see `launcher`).
+    Each key is the position of this output in the results of the launched kernel (see `launcher`).
 
     tensors: q, k, v and do, as `inputs` returns them.
     """
