@@ -114,7 +114,7 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
             exchange.wait()
             now[0] += 5
 
-        now[0] += 1  # time for copies, which the span must not contain
+        now[0] += 1  # copies take this time, and the span must not contain it
         return SimpleNamespace(wait=wait)
 
     monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)
@@ -169,7 +169,7 @@ def test_the_progress_line_summarises_waiting():
 
 def test_host_memory_is_what_this_process_holds(monkeypatch):
     before = resident_bytes()
-    with mmap.mmap(-1, 64 * 2**20) as held:  # maps new pages, whereas a bytearray could reuse old ones
+    with mmap.mmap(-1, 64 * 2**20) as held:  # mmap gets new pages, whereas a bytearray could reuse old ones
         held[:: 2**12] = b"x" * len(held[:: 2**12])  # touches each page
         assert 48 * 2**20 < resident_bytes() - before < 128 * 2**20
     monkeypatch.setattr("fa_train.callbacks.monitor.Path", lambda path: SimpleNamespace(exists=lambda: False))

@@ -153,7 +153,7 @@ def test_a_value_that_is_no_tensor_runs_no_code(folder, tmp_path):
 
 
 def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
-    """Python 3.11.0 to 3.11.3 pickle them in this way."""
+    """Python 3.11.0 to 3.11.3 pickle the members of an enum in this way."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -88,7 +88,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
 @pytest.mark.parametrize("val_rows", [1, 3, pytest.param(99, id="more-than-there-are")])
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (1, 32), (2, 3), (3, 1), (8, 4)])
 def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val_rows, monkeypatch):
-    """Rows that only fill up the last micro-batch have no labels. All ranks have equal numbers of micro-batches."""
+    """Micro-batches are filled up with rows that have no labels. All ranks have equal numbers of micro-batches."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 150)
     ranks = []
     for rank in range(world_size):

@@ -177,7 +177,7 @@ def _varlen(lengths: list[int], options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _dense(options: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a function that calls flash_attn_func for one document, with the arguments and shapes of
+    """Returns a function that calls flash_attn_func on one document. Its arguments and shapes are those of
     flash_attn_varlen_func.
     """
 

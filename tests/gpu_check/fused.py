@@ -11,7 +11,7 @@ from fa_kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
 
-ROWS = 130  # more rows than one program of any of these operations processes
+ROWS = 130  # so many rows that every operation needs several programs
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
@@ -80,7 +80,7 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 
 
 def check_rows(dtype: torch.dtype, n_heads: int, head_dim: int) -> None:
-    """Checks copy_rows with all combinations of indices, and add_rows.
+    """Checks add_rows, and checks copy_rows with all combinations of indices.
 
     Each call gets two tensors with different numbers of heads.
     """

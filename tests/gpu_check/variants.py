@@ -46,7 +46,7 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Yields {pass: tile sizes} for calls that together use all tile sizes of other GPUs.
+    """Yields {pass: tile sizes} for one call after another. Together, the calls use all tile sizes of other GPUs.
 
     Nothing is yielded for a width that leaves columns unused. The code for such a width differs from the code for a
     wider head only by a mask.

@@ -149,7 +149,7 @@ def test_tokens_after_right_padded_prompts_leave_the_padding_out():
     cache = model(ids, attention_mask=RIGHT, use_cache=True).cache
     mask = torch.cat([RIGHT, torch.ones_like(later)], dim=1)
     positions = torch.tensor([[11, 12, 13], [7, 8, 9]])
-    for new in (slice(0, 2), slice(2, 3)):  # first two new tokens in one call, then one token
+    for new in (slice(0, 2), slice(2, 3)):  # the first call gets two new tokens, and the second call gets one
         logits = model(
             later[:, new], attention_mask=mask[:, : 11 + new.stop], position_ids=positions[:, new], cache=cache
         ).logits

@@ -57,7 +57,8 @@ def tokens(*shape: int) -> Tensor:
 
 
 def logits_and_gradients(model: Any, ids: Tensor, weight: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """Returns the logits, and the gradients of sum(logits * weight). Each result is relative to its largest element.
+    """Returns the logits, and the gradients of sum(logits * weight). Each gradient is divided by the magnitude of its
+    largest element.
 
     weight: a tensor that can be broadcast to the shape of the logits. Where weight is 0, the returned logits are 0.
     """

@@ -1,9 +1,9 @@
-"""Records a compile report of every tile table entry for GPUs on which this project runs no tests.
+"""Records a compile report for every entry of the tile table, for GPUs on which this project runs no tests.
 
     python -m tests.kernels.aot.entries    # compiles the missing and stale cases, and writes recorded/entries_*.json.
 
-All cases take half an hour on two cores. For each report, the record holds a hash of the kernel's source. A test
-can therefore find stale reports without compiling.
+Compiling all cases takes half an hour on two cores. For each report, the record holds a hash of the kernel's source. A
+test can therefore find stale reports without compiling.
 """
 
 import json

@@ -141,9 +141,10 @@ def compile_case(dtype, kernel, *features):
 
 
 def report(*case):
-    """Returns the report of ptxas on a case, and more facts about its kernel.
+    """Returns the report of ptxas on a case.
 
-    These are the bytes of shared memory, the number of 16-byte stores to shared memory, and the idle mbarriers.
+    The report also has the kernel's shared memory in bytes, the number of its 16-byte stores to shared memory, and its
+    idle mbarriers.
     """
     compiled = compile_case(*case)
     ptx = compiled.asm["ptx"]

@@ -1,4 +1,4 @@
-"""Compiles the kernel of attention schedules without a GPU and prints the report of ptxas as JSON.
+"""Compiles the kernel that builds attention schedules, without a GPU, and prints the report of ptxas as JSON.
 
 Run this file as a module.
 

@@ -1,7 +1,9 @@
-"""Prints a hash of the source of each case of portable.py as JSON. Run this file as a module, with cases as arguments.
+"""Hashes the source of each case of portable.py, and prints the hashes as JSON. Run this file as a module, with cases
+as arguments.
 
-The hash covers the code of the kernel and of the functions that it calls, and its constants, options and GPU. Comments,
-docstrings and the host's code do not change the hash. Triton's own hashes would include comments and line numbers.
+The hash covers the code of the kernel and of the functions that it calls. It also covers the constants, the compile
+options and the GPU. Comments, docstrings and the host's code do not change the hash. Triton's own hashes would include
+comments and line numbers.
 """
 
 import ast

@@ -6,8 +6,8 @@ from fa_kernels.flash_attention.tiles import SHARED_LIMIT
 from tests.kernels.aot.portable import table_of
 from tests.kernels.aot.reports import compile_all
 
-# {case: (registers per thread, bytes of spill stores, tensor-core instruction)}. A limit is the larger value of Triton
-# 3.6 and 3.7, plus a margin. A tile for one query has 16 rows, too few for wgmma. Paged cases use every feature.
+# {case: (registers per thread, bytes of spill stores, tensor-core instruction)}. A limit is the larger of the values
+# for Triton 3.6 and 3.7, plus a margin. A tile for one query has 16 rows, too few for wgmma.
 LIMITS = {
     "sm80-64-1-dense": (104, 0, "HMMA"),
     "sm80-128-1-dense": (248, 0, "HMMA"),

@@ -16,7 +16,7 @@ from tests.kernels.aot.reports import RECORDED, ROOT, environment
 from tests.kernels.aot.test_portable import LIMITS, OF_4_BYTES, SURPLUS, TENSOR_MEMORY
 
 RECORDS = sorted(RECORDED.glob("entries_*.json"))
-# Bytes of spill stores that are allowed above the limits in test_portable.py, which are for one document. Kernels for
+# Allowed bytes of spill stores above the limits in test_portable.py. Those limits are for one document, and kernels for
 # several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
 UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # not used, because separate kernels compute dk and dv

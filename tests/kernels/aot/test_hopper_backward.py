@@ -17,8 +17,8 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
 
-# {dtype-head_dim-group-softcap-marks: allowed bytes of spill stores}. A limit is the larger value of Triton 3.6 and
-# 3.7, plus a margin. Few of the allowed spills are inside the inner loops.
+# {dtype-head_dim-group-softcap-marks: allowed bytes of spill stores}. A limit is the larger of the values for Triton
+# 3.6 and 3.7, plus a margin. Few of the allowed spills are inside the inner loops.
 SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,

@@ -6,8 +6,8 @@ import pytest
 
 from tests.kernels.aot.reports import compile_all
 
-# {head_dim-length_class-dtype-out_dtype-features: allowed bytes of spill stores}. A limit is the larger value of Triton
-# 3.6 and 3.7, plus a margin. Cases with `marks` are for several documents.
+# {head_dim-length_class-dtype-out_dtype-features: allowed bytes of spill stores}. A limit is the larger of the values
+# for Triton 3.6 and 3.7, plus a margin. Cases with `marks` are for several documents.
 SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,

@@ -1,7 +1,7 @@
 """The entries of the tile table compile for their GPU within limits on registers, spills and shared memory.
 
 test_entries.py checks the recorded reports of every entry for sm80, sm89, sm100 and sm120 against the limits in this
-file. This file compiles some of these entries, and those for sm90.
+file. This file compiles the entries for sm90, and some entries for sm80 and sm100.
 """
 
 import pytest
@@ -10,8 +10,8 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_L
 from tests.kernels.aot.reports import compile_all
 
 # {(arch, head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} for one document. A
-# limit is the larger value of Triton 3.6 and 3.7, plus a margin. The limits in `CONTAINING` are for several documents
-# on sm90.
+# limit is the larger of the values for Triton 3.6 and 3.7, plus a margin. The limits in `CONTAINING` are for several
+# documents on sm90.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),
@@ -140,14 +140,14 @@ OF_4_BYTES = {
     ("sm100", 256, "dkdv"): (912, "HMMA"),
     ("sm100", 256, "dq"): (288, "HMMA"),
 }
-# ptxas serialises the matmuls of the entry dkdv of sm90 for head_dim 192, and warns about it. The tile size of this
-# entry is nevertheless the fastest on an H200.
+# ptxas serialises the matmuls of the dkdv kernel for head_dim 192 on sm90, and warns about it. The tile size of this
+# kernel is nevertheless the fastest on an H200.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 TENSOR_MEMORY = 512  # columns, on sm100
 # Largest allowed ratio of shared_bytes to the shared memory that Triton reports. shared_bytes assumes the largest
 # layout that the compiler can choose.
 SURPLUS = {"sm80": 1.25, "sm90": 1.1, "sm100": 1.25}
-# other dtypes, and values with another head_dim than keys
+# cases with other dtypes, or with values whose head_dim differs from that of the keys
 UNUSUAL = (
     *("sm90-256-192-dk-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4"),
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
@@ -195,7 +195,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """`LIMITS` has no entry dkdv for head_dims with entries dk and dv: only the repair kernels use this entry."""
+    """If there are entries dk and dv, `LIMITS` has no entry dkdv, because only the repair kernels use that entry."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(LIMITS) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}
