@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fa_kernels.device import multiprocessors
 
-ELEMENTS_PER_WARP = 1024  # elements of a row that a warp processes, 32 per thread
+ELEMENTS_PER_WARP = 1024  # a warp processes this many elements of a row, 32 per thread
 PROGRAMS_PER_SM = 12  # programs of the backward kernel; each program sums the gradient of the weight over its rows
 
 

@@ -22,7 +22,7 @@ def _copy_kernel(
     target_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program copies `ROWS` rows of one of two tensors.
+    """One program copies `ROWS` rows, from source_a to target_a or from source_b to target_b.
 
     FROM: whether from_ptr holds the indices of the rows to read. TO: whether to_ptr holds the indices of the rows to
     write.
@@ -57,7 +57,7 @@ def _add_kernel(
     added_stride_a, added_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program adds to `ROWS` rows of one of two tensors. See add_rows."""
+    """One program updates `ROWS` rows of total_a or `ROWS` rows of total_b. See add_rows."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < n_rows
     row = tl.load(rows_ptr + index, mask=inside, other=0).to(tl.int64)

@@ -1,9 +1,9 @@
 """SwiGLU (arXiv:2002.05202): silu(gate) * value. Each row of the input (rows, 2 ffn_dim) is the gate, then the value.
 
-The forward and the backward pass are one kernel each. The backward kernel also computes the output of SwiGLU, the
-activations, again. The forward pass therefore does not have to save them. The caller needs the activations for the
-gradient of the next linear layer's weight. The backward kernel writes them over their gradient. It writes the gradient
-of the input over the input, or to a new tensor.
+The forward and the backward pass are one kernel each. The output of SwiGLU is called the activations. The backward
+kernel also recomputes the activations, so the forward pass does not have to save them. The caller needs the activations
+for the gradient of the next linear layer's weight. The backward kernel overwrites the gradient of the activations with
+the activations. It writes the gradient of the input over the input, or to a new tensor.
 """
 
 import torch

@@ -20,7 +20,7 @@ def isolate_nan(x):
 
     The vector is NaN for each row that contains inf or NaN, and 0 for the other rows.
 
-    In the next matmul, rows of x that a query does not see have weight 0. But 0 * NaN is NaN. Without `isolate_nan`,
+    The next matmul multiplies rows of x by 0 if a query does not see them. But 0 * NaN is NaN. Without `isolate_nan`,
     NaN would therefore reach other documents. The caller adds the returned vector to the weights of visible rows, so
     that NaN still reaches the queries that see it. `isolate_nan` doubles the instructions of a masked loop, so kernels
     for one document are compiled without `isolate_nan`.

@@ -174,8 +174,8 @@ def _gradients(
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks
-    # If gradients are enabled here, the caller may want second derivatives, which attention does not have. Autograd
-    # raises an error for them only if it has recorded the operator.
+    # If gradients are enabled here, the caller may want second derivatives, which attention does not support. Autograd
+    # raises an error for second derivatives only if it has recorded the operator.
     if torch.is_grad_enabled() or _observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
@@ -281,12 +281,12 @@ def flash_attention_forward(
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
     (batch, seqlen_q, n_heads, v_head_dim).
-    Raises: ValueError if require_consistent or require_differentiable raises it. NotImplementedError if an input has a
-    forward-mode tangent.
+    Raises: ValueError if require_consistent or require_differentiable rejects the inputs. NotImplementedError if an
+    input has a forward-mode tangent.
     """
     sinks = features.sinks
-    # Without this check, forward-mode tangents would be lost silently. Even the registered operator drops them if no
-    # input requires a gradient.
+    # Without this check, forward-mode tangents would be lost silently. Even the registered operator drops tangents
+    # if no input requires a gradient.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):

@@ -17,8 +17,8 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# Bounds between length classes, as numbers of keys that a query may see. docs/hopper.md says which kernels each length
-# class uses.
+# The number of keys that a query may see determines the length class. These are the bounds between length classes.
+# docs/hopper.md says which kernels each length class uses.
 SHORT_DOCUMENT = 2**9  # below this length, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
 VERY_LONG_DOCUMENT = 2**16  # at this length or above, Hopper's forward kernel processes only a few heads at a time
@@ -89,7 +89,7 @@ def build_schedule(
         causal: whether to replace `right` in window_size by 0.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         padded: whether there can be tokens after the last document.
-        seqlen: the document length, in keys, that determines the length class; by default the mean length.
+        seqlen: the number of keys per document, which determines the length class; by default the mean.
         gradients: whether the schedule must also serve backward passes. If False, the fields that only backward passes
             read (query_start, query_end, key_tiles) may be empty.
     """
@@ -153,7 +153,7 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     """
     key = torch.arange(total_k, dtype=torch.int32, device=key_start.device)
     # query_start is the number of queries that see only keys before `key`. query_end is the number of queries whose
-    # first visible key is not after `key`.
+    # first visible key is `key` or an earlier key.
     query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
@@ -303,10 +303,11 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
     With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. A tile that holds several documents is sorted by the longer one of its first and last document.
+    run last. If a tile holds several documents, the longer of its first and last document determines its place.
 
     Args:
-        length: (total,), the length of each token's document on the other side (keys for queries, and vice versa).
+        length: (total,). For tiles of queries, it holds the number of keys in each query's document. For tiles of keys,
+            it holds the number of queries in each key's document.
         last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
             has the most work, and so has its first tile of keys.
     """
@@ -320,6 +321,6 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
 
 
 def _lengths(paired: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Returns the length of each token's document on the other side, from the result of `_paired`."""
+    """Returns the length of each token's document on the other side. `paired` is the result of `_paired`."""
     start, end, _ = paired
     return end - start

@@ -6,7 +6,7 @@ other programs computes positions of tiles in query_tiles, wide_query_tiles or k
 finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
 before this tile. The program finds the documents of all tiles itself, so programs do not communicate.
 
-No number of documents or tokens is a compile-time constant, so one compiled kernel serves all batches.
+The numbers of documents and tokens are not compile-time constants, so one compiled kernel serves all batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def _document_of(tokens, cu_ptr, n_edges, stride):
 
     No token gets the number of an empty document.
 
-    n_edges: the number of elements of cu_seqlens. stride: the largest power of two that is not above n_edges.
+    n_edges: the number of elements of cu_seqlens. stride: the largest power of two that is at most n_edges.
     """
     document = tl.zeros_like(tokens)
     while stride > 0:
@@ -58,7 +58,9 @@ def _edge(index, cu_ptr, n_edges, total):
 def _ranges_of(tokens, side):
     """Returns for each token the start and the end of its range, and the length of its document.
 
-    For queries, the range and the length refer to keys. For keys, they refer to queries.
+    If the tokens are queries, their ranges and lengths refer to keys. If the tokens are keys, their ranges and lengths
+    refer to queries.
+
     side: the tuple `queries` or `keys` that _schedule_kernel builds.
     """
     own_ptr, other_ptr, n_edges, stride, total_own, total_other, before, after = side
@@ -84,8 +86,8 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 def _length_of(tiles, side, total, TILE: tl.constexpr):
     """Returns for each tile the length of its first or its last document, whichever is longer.
 
-    For tiles of queries, the length of a document is its number of keys. For tiles of keys, it is its number of
-    queries.
+    For tiles of queries, the length of a document is its number of keys. For tiles of keys, the length of a document is
+    its number of queries.
     """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
@@ -198,7 +200,7 @@ def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradient
 
 
 def takes(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Returns whether the kernel can be used: it can read cu_seqlens, and no tool traces torch operators."""
+    """Returns whether the kernel can read cu_seqlens, and no tool traces torch operators."""
     if torch.compiler.is_compiling() or may_be_traced():
         return False
     return _is_readable(cu_seqlens_q) and (cu_seqlens_k is cu_seqlens_q or _is_readable(cu_seqlens_k))

@@ -5,7 +5,8 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-_INTERPRETED = tl.constexpr(interpreted())  # evaluated at import, when triton.jit chooses its interpreter
+# triton.jit decides at import whether to interpret kernels, so this value is also computed at import.
+_INTERPRETED = tl.constexpr(interpreted())
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 def alibi_bias(slope, aligned, keys):
     """Computes ALiBi's bias in log2 units: -slope times the distance between key and aligned key (arXiv:2108.12409).
 
-    slope and aligned have one value per query. They broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
+    slope and aligned have one value per query, and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
     The last query of a document is aligned with the document's last key.
     """
     return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)

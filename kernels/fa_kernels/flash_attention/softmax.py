@@ -9,7 +9,7 @@ def online_softmax_step(scores, row_max, row_sum, scale_log2, MASKED: tl.constex
     """Adds one block of scores [M, N] to the running maximum and sum of M rows.
 
     Returns (p, rescale, new_max, new_sum). p is 2^(scores * scale_log2 - new_max) [M, N]. The caller has summed P V
-    over earlier blocks. It must multiply this sum by `rescale` [M], because the maximum has changed. new_sum [M] is
+    over earlier blocks, and must multiply this sum by `rescale` [M], because the maximum has changed. new_sum [M] is
     already rescaled. new_max [M] is in log2 units. Scores can be -inf only if the argument `MASKED` is true. The sum of
     a row stays 0 while all scores of the row are -inf.
     """

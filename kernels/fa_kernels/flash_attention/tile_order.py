@@ -60,7 +60,7 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 
 
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, fewest: int = 1) -> int:
-    """Returns the number of KV heads in a section. If possible, Q, dO and dQ of their query heads fit in L2.
+    """Returns the number of KV heads in a section. If possible, Q, dO and dQ of a section fit in L2.
 
     A section has at least `fewest` KV heads. A section also has at least about two tiles per program. `programs` is the
     number of programs that run at the same time. n_tiles is the number of tiles per KV head. If sections were smaller,

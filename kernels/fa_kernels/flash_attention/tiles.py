@@ -25,7 +25,7 @@ class TileConfig:
 
 
 # Tiles for 1- and 2-byte dtypes, by (arch, largest head_dim, pass). Only tiles of sm90 are measured. Tiles of sm80
-# also fit GPUs with 99 KiB of shared memory. If the table lists dk and dv, only repair.py uses dkdv.
+# also fit GPUs with 99 KiB of shared memory. If the table lists the passes dk and dv, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -120,7 +120,8 @@ SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100":
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
-        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)  # small, for several tiles per input
+        # Tiles are small, so that short inputs have several tiles.
+        return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
     if itemsize > 2:
@@ -227,7 +228,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # the code for this device may need as much as the code for any known architecture
+    if arch == "unknown":  # such a GPU may need as much shared memory as any known architecture
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -238,12 +239,12 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
     """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
-    Each fp32 value is split into an upper and a lower half. Shared memory holds both halves of the tiles that a
-    program keeps. It also holds both halves of the block in use. Blocks are prefetched in fp32, and split into halves
-    in registers, one column block at a time. Kernels with mma.sync keep the halves of the block in use in registers, so
-    shared memory holds this block only once. The kernels for dK and dV also store this block transposed.
-    The decode kernel uses the tiles of the forward pass. It can hold K, V and two copies of the scores at the same
-    time.
+    Each fp32 value is split into an upper and a lower half. Blocks are prefetched in fp32, and split into halves in
+    registers, one column block at a time. Shared memory holds both halves of the tiles that a program keeps, and both
+    halves of the current block. Kernels with mma.sync keep the halves of the current block in registers, so shared
+    memory holds this block only once. The kernels for dK and dV also store this block transposed.
+    The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
+    at the same time.
     """
     (d_1, d_2), (dv_1, dv_2) = split_columns(head_dim), split_columns(v_head_dim)
     of_keys = direction in ("dkdv", "dk", "dv")
@@ -276,7 +277,7 @@ def _shared_of_one_product(
     block = read_rows * (qk_width + v_width) * itemsize
     row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # mma.sync: programs copy a block to registers before they wait for the next
+    if arch == "sm80" or kept_rows < 64:  # mma.sync: a block is copied to registers before the wait for the next block
         in_flight = max(1, tiles.num_stages - 1)
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
     else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive

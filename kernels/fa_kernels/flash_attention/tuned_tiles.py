@@ -2,7 +2,7 @@
 
 The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. Without this variable, the
 launch reads the installed file of the GPU, if there is one (`installed_file`). The tile sizes in the file replace those
-in tiles.py. A file for another GPU raises an error. An empty variable means that no file is read.
+in tiles.py. A file for another GPU raises an error. If the variable is empty, no file is read.
 """
 
 import json
@@ -27,7 +27,7 @@ Sizes = tuple[int, int, int, int]  # one value for each name in `SIZES`, in the 
 
 
 def installed_file(gpu: str) -> Path:
-    """Returns the place of the file that is read if FLASH_ATTENTION_TILES is not set.
+    """Returns the path of the file that is read if FLASH_ATTENTION_TILES is not set.
 
     It is ~/.cache/fa_kernels/tiles_<GPU>.json. XDG_CACHE_HOME replaces ~/.cache.
     """

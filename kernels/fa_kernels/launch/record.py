@@ -47,7 +47,7 @@ from fa_kernels.launch.triton_launcher import (
     prepared,
 )
 
-VARIABLE = "FA_TRAIN_REPLAY"  # environment variable that switches recording off if it is 0 at the first call
+VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call; 0 switches recording off
 MAX_KEYS = 512  # at this number of keys, all recordings are removed, because many may never be used again
 MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 500 bytes); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
@@ -75,7 +75,7 @@ class _Watched(threading.local):
 
 _WATCHED = _Watched()
 _KEYS: dict[Hashable, "_Recording | _Known"] = {}
-_COMPILED: dict[Hashable, Any] = {}  # kernels compiled by launch_unspecialised, by kernel, device, constants
+_COMPILED: dict[Hashable, Any] = {}  # kernels of launch_unspecialised; a key holds kernel, device, constants
 _SAID = False  # whether a failure to record has been logged
 
 
@@ -205,7 +205,7 @@ def forget() -> None:
 
 @cache
 def _may_record() -> bool:
-    """Returns whether this version of Triton was tested and FA_TRAIN_REPLAY is not 0.
+    """Returns whether this version of Triton was tested and FA_TRAIN_REPLAY is not 0. Returns False on AMD GPUs.
 
     Raises: ValueError if FA_TRAIN_REPLAY is neither 0 nor 1.
     """
@@ -456,7 +456,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         Only the first row of each tensor is searched, because later rows of two tensors can overlap in memory. For
         example, q, k and v can be views of one projection. Several tensors can start at the same address. In this case,
         `same` records that their addresses must be equal in repeated calls too.
-        Raises: _Unclear if `address` is in no first row, or in several first rows at different offsets.
+        Raises: _Unclear if no first row contains `address`, or if several do and the offsets differ.
         """
         found = []
         for i, x in enumerate(self.tensors):

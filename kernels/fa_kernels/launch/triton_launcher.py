@@ -81,8 +81,8 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return partial(launcher, *where, *how)
-    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. They are therefore added
-    # here, and the launcher is skipped.
+    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. These constants are
+    # added here instead, and the launcher is skipped.
     where += launcher.launch_cooperative_grid, launcher.launch_pdl
     launch, no_scratch = launcher.launch, (None, None)
     if triton.__version__.startswith("3.6."):

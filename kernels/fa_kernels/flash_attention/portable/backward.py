@@ -129,9 +129,9 @@ def dkdv_tile(
 ):  # fmt: skip
     """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, starting with key `first`.
 
-    The program loops over the query heads of the KV head. With `PHASES=3`, only the blocks at both ends of the range of
-    queries are masked. With `PHASES=1`, all blocks are masked, so the compiled code is shorter. Without `ISOLATE_NAN`,
-    NaN of one document can reach all keys of the tile.
+    The program loops over the query heads of the KV head. With `PHASES=3`, three loops process the blocks of queries,
+    and only the first and the last loop use a mask. With `PHASES=1`, one loop processes all blocks with a mask, which
+    makes the compiled code shorter. Without `ISOLATE_NAN`, NaN of one document can reach all keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k

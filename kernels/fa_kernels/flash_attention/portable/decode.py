@@ -30,15 +30,15 @@ APPEND_ROWS = 16  # new tokens that one program appends
 class Cache:
     """The cached keys and values of a batch, in pages. A table lists the pages of each sequence.
 
-    A cache without a block table has one page per sequence. Positions count from the start of a sequence's first page,
-    so padding on the left has positions too.
+    A cache without a block table has one page per sequence. Positions are counted from the start of a sequence's first
+    page, so padding on the left also has positions.
     """
 
     k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
-    v: Tensor  # like k; its head_dim may differ
+    v: Tensor  # (n_pages, page_size, n_kv_heads, v_head_dim)
     seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new ones
     table: Tensor | None  # (batch, pages per sequence) int32, or None if page i holds sequence i
-    leftpad: Tensor | None  # (batch,) int32, the first position after the padding, or None for 0
+    leftpad: Tensor | None  # (batch,) int32, the first position after the padding; None means 0
 
     @property
     def capacity(self) -> int:
@@ -56,7 +56,7 @@ class Rotary:
     """Rotary embedding (arXiv:2104.09864). cos and sin are (positions, rotary_dim / 2); the last stride is 1.
 
     If `interleaved`, columns 0 and 1 are a pair, then 2 and 3, and so on. If not `interleaved`, column i and column i +
-    rotary_dim / 2 are a pair. Columns from rotary_dim on are not rotated.
+    rotary_dim / 2 are a pair. Only the first rotary_dim columns are rotated.
     """
 
     cos: Tensor
@@ -71,8 +71,8 @@ def _load_rotated(
 ):  # fmt: skip
     """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
 
-    The first `ROTARY` columns are rotated. Rows that are not `inside` are 0 in the result, and so are columns after the
-    first `D`. If the table of angles ends before a row's position, the row is not rotated.
+    The first `ROTARY` columns are rotated. In the result, rows that are not `inside` and columns after the first `D`
+    are 0. If the table of angles ends before a row's position, the row is not rotated.
     """
     cols = tl.arange(0, BLOCK_D)
     tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
@@ -435,7 +435,8 @@ def decode_tiles(
     limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)  # small, for several tiles per input
+        # Tiles are small, so that short inputs have several tiles.
+        return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
     widest = max(head_dim, v_head_dim)

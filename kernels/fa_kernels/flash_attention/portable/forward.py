@@ -82,8 +82,9 @@ def forward_tile(
 
     Heads of q and k have D columns, in blocks of D_COLUMNS. Heads of v have DV columns, in blocks of DV_COLUMNS
     (columns.py).
-    With `PHASES=3`, only the blocks at both ends of the range of keys are masked. With `PHASES=1`, all blocks are
-    masked, so the compiled code is shorter. Without `ISOLATE_NAN`, NaN of one document can reach all rows of the tile.
+    With `PHASES=3`, three loops process the blocks of keys, and only the first and the last loop use a mask. With
+    `PHASES=1`, one loop processes all blocks with a mask, which makes the compiled code shorter. Without `ISOLATE_NAN`,
+    NaN of one document can reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q

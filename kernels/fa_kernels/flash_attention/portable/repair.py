@@ -138,11 +138,11 @@ def repair_backward(
 
 
 def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
-    """Returns the number of programs for n_items tiles, and the number of marks that a program reads at a time.
+    """Returns two numbers: how many programs check `n_items` tiles, and how many tiles a program checks at a time.
 
     There is at most one program per multiprocessor. Usually no tile is marked, so a launch that finds no mark must be
     short.
     """
     if interpreted():
-        return min(n_items, 3), 4  # small values, so that short inputs have more tiles than programs
+        return min(n_items, 3), 4  # small, so that each program checks several tiles even if inputs are short
     return min(n_items, multiprocessors(device)), 256
