@@ -8,8 +8,8 @@
 The script makes two sweeps. Each sweep varies the attention implementation and seq_len. The first sweep measures a
 training step of one model on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile,
 except with chunked attention. The first step is not timed. The second sweep measures attention alone: forward and
-backward, in eager mode. The second sweep first uses the first values of --n-heads, --head-dims and --dtypes. It then
-changes one of these options at a time. Each case runs in a new process, so a crash or running out of memory affects
+backward, in eager mode. The second sweep varies one of --n-heads, --head-dims and --dtypes at a time. The other
+two options keep their first values. Each case runs in a new process, so a crash or running out of memory affects
 only that case. A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its
 step would take longer than --max-step-seconds, or if the time limit --budget has passed. The script first prints the
 minimum memory that naive attention needs, and the shortest length at which naive attention cannot fit (see

@@ -2,7 +2,7 @@
 
 Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. Times
 are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. In attention
-alone, a forward pass has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many.
+alone, a forward pass has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many FLOPs.
 """
 
 import os
@@ -31,7 +31,7 @@ from scripts.composed import CONF
 GIB = 2**30
 WARMUP = 2  # number of untimed runs at the start of a case
 SHORT = 256  # tokens of the eager warm-up step, which compiles kernels and allocates optimizer state
-VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; for nano, 256 bytes and 3 special tokens
+VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; nano has 256 bytes and 3 special tokens
 GPT2_VOCABULARY = 50257
 REPLACEABLE = ("memory", "optimizer")  # an override can choose another option of these config groups
 Device = Literal["cuda", "cpu"]

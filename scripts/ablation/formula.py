@@ -15,7 +15,7 @@ the mask and the softmax, but no matrix product. Compiled code keeps at least on
 and its backward also needs the gradient of that tensor. The memory of a training step peaks at the start of the
 backward, in the last layer. At this point, the score tensors of all other layers still exist. With activation
 checkpointing, the tensors of only one layer exist at a time. `selective` checkpointing keeps the output of flash
-attention. It keeps no tensor of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two
+attention, but no tensor of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two
 moments. The formula leaves out the memory of hidden states, logits and libraries. If the computed
 minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager mode, the forward of
 naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d` elements (q, k, v and o)

@@ -34,7 +34,7 @@ from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, 
 from scripts.bench.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
-OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # prefixes of the overrides that a StepCase keeps
+OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # a StepCase keeps overrides with these prefixes
 
 
 def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:

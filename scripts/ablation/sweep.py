@@ -162,7 +162,7 @@ def sweep(
     case that ran. Cases that differ only in length must be sorted by length.
     """
     finished, ends = load(path), time.monotonic() + budget
-    measured: dict[Case, list[tuple[int, float]]] = {}  # lengths and seconds per step of the cases measured so far
+    measured: dict[Case, list[tuple[int, float]]] = {}  # (length, seconds per step) of each measured case
     results: list[tuple[Case, Result]] = []
     bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*bar) as progress:

@@ -113,7 +113,7 @@ def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
 
 
 def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
-    """Yields the micro-batches of each step as a list. They are those of a run with a single process."""
+    """Yields a list of micro-batches for each step, as in a run with a single process."""
     data = instantiate(cfg.data)
     rows = PackedRows(data, held_out=False, shuffle=True)
     micro_batches = MicroBatches(rows, data.micro_batch_size, 0, 1, step_rows=data.batch_size)

@@ -6,21 +6,21 @@
 
 The stream `one` is one document. The stream `window` is one document with an attention window of 4096 tokens. The
 stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
-`file` draws lengths from a file, up to a quarter of the stream's tokens, as in MagiAttention's benchmarks.
+`file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
 In the part `one`, rank 0 computes the attention of the whole stream. A stream of more than 512k tokens does not fit on
-one GPU. In this case, each rank computes an equal part of the heads, and the time is multiplied by the number of ranks.
-In `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward
-pass of `shared`. In `alone`, each rank computes its share of the attention, and already has the keys and values that it
-needs. In `moved`, the ranks only exchange keys, values and their gradients.
+one GPU. For such a stream, each rank computes an equal part of the heads, and the time is multiplied by the number of
+ranks. In `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the
+forward pass of `shared`. In `alone`, each rank computes its share of the attention, and already has the keys and values
+that it needs. In `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents, as the layers of a model do. Its time is the mean of these runs, on the slowest rank. The first run is
-included, although it needs more host time. Except for `forward`, a time covers a forward and a backward pass, in bf16.
-The ideal time is the time of `one`, divided by the number of ranks.
+documents, because all layers of a model process the same documents. The time of a part is the mean of these runs, on
+the slowest rank. The first run is included, although it needs more host time. Except for `forward`, a time covers a
+forward and a backward pass, in bf16. The ideal time is the time of `one`, divided by the number of ranks.
 
-The script writes OUT.md with the times, and OUT.png with the shares of the ideal speed. With --peer, the script also
-times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).
+The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
+script also times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -123,7 +123,7 @@ class Case:
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
-        mean = round(sum(length**2 for length in lengths) / tokens)  # mean document length per token, as in training
+        mean = round(sum(length**2 for length in lengths) / tokens)  # mean length, weighted by length, as in training
         self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
@@ -197,7 +197,7 @@ def _divided(setting: Setting, ranks: int) -> Setting:
 
 
 def _inputs(setting: Setting, device: torch.device, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns q, k, v and do. Of these, q, k and v require gradients."""
+    """Returns q, k, v and do. q, k and v require gradients."""
     sizes = (
         (queries, setting.n_heads),
         (keys, setting.n_kv_heads),
@@ -235,7 +235,7 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
 
 
 def _milliseconds(run: Callable[[], object] | None, setting: Setting) -> float:
-    """Returns the mean milliseconds of a call of `run`, or 0 if this rank has nothing to do."""
+    """Returns the mean milliseconds per call of `run`. Returns 0 if this rank has nothing to do."""
     if run is None:
         return 0.0
     if setting.device == "cuda":

@@ -1,4 +1,4 @@
-"""The results of scripts.bench.context: the tables, and a plot of the shares of the ideal speed."""
+"""Formats the results of scripts.bench.context as tables, and plots the speeds relative to the ideal speed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 from scripts.bench.context_peer import PEER_PARTS
 
 PARTS = ("one", "shared", "forward", "alone", "moved")
-BACKWARD = 2.5  # FLOPs of a backward pass of attention divided by those of its forward pass
+BACKWARD = 2.5  # attention's backward pass has this many times the FLOPs of its forward pass
 BARS = {"shared": ("#1f77b4", "with communication"), "alone": ("#c6dbef", "attention alone")}
 WIDTH = 0.4  # width of a bar; the distance between two groups of bars is 1
 
@@ -19,7 +19,7 @@ class Result:
     """The medians of one case in milliseconds.
 
     ranks_ms: the time of each rank in the part `alone`, in which ranks do not wait for each other.
-    received: the share of the other ranks' keys that the busiest rank receives.
+    received: a rank receives this fraction of the keys on other ranks. The value is the largest of all ranks.
     flops: the FLOPs of a forward pass on all ranks together.
     """
 
@@ -32,7 +32,7 @@ class Result:
 
 
 def table(results: Sequence[Result], ranks: int) -> list[str]:
-    """Returns the lines of the table of results.
+    """Returns the lines of the results table.
 
     TFLOP/s are per GPU. In a forward pass, each visible (query, key) pair counts 4 * head_dim FLOPs per query head. A
     backward pass has `BACKWARD` times as many FLOPs. The time of the backward pass is the time of `shared` minus that
@@ -56,7 +56,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
 
 
 def peer_table(results: Sequence[Result], ranks: int) -> list[str]:
-    """Returns the lines of the table of torch's context parallelism, or no lines if it was not measured."""
+    """Returns the table lines for torch's context parallelism, or no lines if it was not measured."""
     lines = [
         f"| tokens | torch on one GPU, ms | torch on {ranks} GPUs, ms | of ideal | ours on {ranks} GPUs, ms |",
         "|--:|--:|--:|--:|--:|",
@@ -71,7 +71,7 @@ def peer_table(results: Sequence[Result], ranks: int) -> list[str]:
 
 
 def draw(results: Sequence[Result], ranks: int, title: str) -> Figure:
-    """Plots the shares of the ideal speed as bars: one panel per number of tokens, one pair of bars per stream."""
+    """Plots the speeds relative to the ideal speed: one panel per number of tokens, one pair of bars per stream."""
     lengths = list(dict.fromkeys(result.tokens for result in results))
     figure = Figure(figsize=(1 + 4 * len(lengths), 4), layout="constrained")
     panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
