@@ -1,4 +1,4 @@
-"""Refuses settings in a node of the config, such as `data` or `trainer`, that contradict settings of the whole run."""
+"""Refuses a config if a node, such as `data` or `trainer`, contradicts settings of the whole run."""
 
 from collections.abc import Mapping
 from typing import Any

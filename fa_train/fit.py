@@ -19,7 +19,7 @@ def fit(
 ) -> bool:
     """Trains the model. Returns False if memory ran out in a run of one rank, and otherwise True.
 
-    Afterwards, the model is empty, unless it is sharded. Only checkpoints hold its weights.
+    At the end of a run, the weights of a model that is not sharded are freed. Only checkpoints still hold them.
     SIGUSR1 ends the process with exit status 138. Ctrl-C and SIGTERM end the process with exit status 143. If training
     diverges, all ranks raise DivergedError.
     Raises: OutOfMemoryError if this rank ran out of memory in a run of several ranks. The error ends the other ranks,
@@ -46,10 +46,10 @@ def fit(
 
 
 def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> None:
-    """Frees the weights and the optimizer states at the end of a run, when Lightning would copy them to the host.
+    """Frees the weights and the optimizer states at the end of a run, so that Lightning does not copy them to the host.
 
-    The copies take seconds per run, and as much host memory as weights and states have GPU memory. Lightning makes them
-    in the teardown of the strategy, also after an error or a signal. By then, all checkpoints are written.
+    Lightning would copy them in the teardown of the strategy, which also runs after an error or a signal. The copies
+    would take seconds, and as much memory on the host as on the GPU. By then, all checkpoints are written.
     """
     teardown = trainer.strategy.teardown
 

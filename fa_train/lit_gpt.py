@@ -166,7 +166,7 @@ class LitGPT(L.LightningModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Updates the weights and then frees the gradients. Lightning would keep gradients during the next forward."""
+        """Updates the weights and then frees the gradients. Lightning would keep them during the next forward pass."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad(set_to_none=True)
 
@@ -194,7 +194,7 @@ class LitGPT(L.LightningModule):
         restore_base(self.model, checkpoint)
         for difference in differences(self.model.config, checkpoint.get(ARCHITECTURE)):
             self.trainer.print(f"warning: {difference}")
-        for saved in checkpoint.get("optimizer_states", []):  # empty after FullyShardedStrategy has loaded them
+        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
             require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ class Checkpoint(CheckpointCallback):
     """Saves a checkpoint every every_n_train_steps steps and at the end of a run.
 
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
-    keep_best: whether each validation with a new lowest val/loss also saves a checkpoint. The checkpoint with the
-    lowest val/loss is kept in addition to the newest ones.
+    keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
+    the lowest val/loss is kept in addition to the newest ones.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With this
     setting, a run of one process also saves a checkpoint after an error, unless the error occurred while the weights
     were updated.
@@ -292,7 +292,7 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
 
 
 def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any]) -> None:
-    """Exports a checkpoint of an earlier run. The checkpoint has already reached the last step.
+    """Exports a checkpoint of an earlier run, which has trained for at least max_steps steps.
 
     Writes the export into the folder of the current run.
 

@@ -20,7 +20,7 @@ FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward
 
 
 class CommunicationTimer:
-    """Collects the time spans of one step in which the device waits for communication and computes nothing.
+    """Measures one step: collects the time spans during which the device only waits for communication.
 
     With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
     of a function in `FSDP_STEPS` is a span. If ranks share streams (strategy.context), each wait for keys, for values
@@ -89,8 +89,8 @@ class RankComparison:
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """For each number, returns the mean over the ranks as <name> and the largest value as <name>_max.
 
-    A rank's own time is its data wait plus its compute time. perf/slowest_rank is the rank with the longest own time.
-    perf/slowest_over_mean is the longest own time divided by the mean over all ranks.
+    The data wait and the compute time of each rank are added. perf/slowest_rank is the rank with the largest sum.
+    perf/slowest_over_mean is the largest sum divided by the mean of all sums.
     """
     summary: dict[str, float] = {}
     for name in ranks[0]:

@@ -123,5 +123,5 @@ def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def odd_numbers(start: int, count: int, device: torch.device) -> Tensor:
-    """Returns the elements start, start + 1, … of a fixed sequence. Shape: (count,) int64."""
+    """Returns `count` elements of a fixed sequence of odd numbers, from index `start`. Shape: (count,) int64."""
     return torch.arange(start, start + count, device=device) * SPREAD | 1

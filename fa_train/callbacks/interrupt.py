@@ -84,7 +84,7 @@ class GracefulInterrupt(Callback):
                 os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:
                 self._stop(self._asked_for)
-        elif time.monotonic() - self._asked_at > 1:  # within a second, torchrun may repeat a Ctrl-C
+        elif time.monotonic() - self._asked_at > 1:  # torchrun may repeat a Ctrl-C within a second
             os._exit(128 + signum)
 
 

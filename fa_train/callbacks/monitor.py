@@ -30,13 +30,13 @@ RECENT_LOGS = 1000  # `summary` returns the median speed of this many recent log
 
 @dataclass(frozen=True)
 class Reading:
-    """The measurements of one step for a log. The device may still be computing `values`."""
+    """The measurements for one log. The device may still be computing `values`."""
 
     step: int
     steps: int  # the number of steps since the last reading
     lr: float
     memory: dict[str, float]
-    values: Tensor  # LitGPT's tensors, (5,) fp64 in host memory; read them only after waiting for `end`
+    values: Tensor  # five numbers from LitGPT, (5,) fp64 in host memory; wait for `end` before reading them
     start: Timestamp
     end: Timestamp
     validations: list[Span]  # between start and end
@@ -166,7 +166,7 @@ class Monitor(Callback):
             )
 
     def _of_ranks(self, reading: Reading, seconds: float, together: bool) -> dict[str, float]:
-        """Returns the metrics that differ between ranks. If `together` is true, compares all ranks.
+        """Returns the metrics that each rank measures itself. If `together` is true, compares all ranks.
 
         seconds: the time of a step.
         """

@@ -6,7 +6,7 @@ import torch
 
 
 class Timestamp:
-    """A point in a device's work, after all work that the host launched before this object was created.
+    """The point at which a device has finished all work that the host launched before this object was created.
 
     A GPU records the time when it reaches this point. A CPU reaches this point when the object is created.
     """

@@ -40,7 +40,7 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
 
 
 def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
-    """Adds the model's frozen weights to LitGPT's checkpoint, which does not contain them.
+    """Adds the model's frozen weights to LitGPT's checkpoint if the checkpoint holds only a reference to them.
 
     Raises: CheckpointError if the names or shapes of the weights differ from the model's, or the adapter was trained on
     another base model.
@@ -60,8 +60,7 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
     A checkpoint holds all weights, or only the adapters and a reference to the base model.
 
     stored: {name in LitGPT: shape} of each stored weight.
-    content: the other contents of the checkpoint. They include a reference to the base model, unless the checkpoint
-    holds all weights.
+    content: the entries of the checkpoint, for example the reference to the base model. The weights can be missing.
     checkpoint: the checkpoint's name, for error messages.
     Raises: CheckpointError if the checkpoint does not fit. The message names the first difference.
     """

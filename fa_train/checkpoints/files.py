@@ -44,7 +44,7 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
-        with suppress(OSError):  # for example, if the file system has become read-only
+        with suppress(OSError):  # remove fails if, for example, the file system is now read-only
             remove(path)
         raise not_written(path, error) from error
 
@@ -71,7 +71,7 @@ def rename_into_place(partial: Path, path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flushes the list of file names of a folder to the disk. Does nothing if `folder` is a file."""
+    """Flushes a folder's list of file names to the disk. Does nothing if `folder` is a file."""
     if folder.is_dir():
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -83,8 +83,8 @@ def flush_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or folder if it exists.
 
-    A folder first gets the suffix `.partial`. If its removal is interrupted, the rest of the folder counts as
-    unfinished.
+    A folder first gets the suffix `.partial`. If its removal is interrupted, the rest therefore counts as an unfinished
+    checkpoint.
     """
     if path.is_dir():
         if not path.name.endswith(PARTIAL):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 
 # Only classes and functions that these packages define may be used, because others can be unsafe. For example,
-# fa_train.private_names.private_module imports any module.
+# fa_train.private_names.private_module can import any module.
 PACKAGES = "fa_train.models", "fa_train.memory"
 
 
