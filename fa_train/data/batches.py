@@ -26,8 +26,7 @@ class PackedRows:
     """An endless sequence of rows, one epoch after another. Each epoch is shuffled with the seed (seed, epoch).
 
     If several sources are mixed, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. Later rows have no labels. They only fill up the last
-    micro-batches.
+    In validation, only the first `counted` rows have labels. The rows after them complete the last micro-batches.
     Raises: ValueError if a source has no training tokens left after packing.
     """
 

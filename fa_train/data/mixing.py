@@ -46,7 +46,7 @@ def sft_part(path: str, weight: PositiveFloat) -> WeightedCorpus:
 
 
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:
-    """Returns the number of rows of each source among `CYCLE` rows, (n_sources,) int64.
+    """Returns how many of `CYCLE` rows come from each source, (n_sources,) int64.
 
     Shares are rounded to whole rows with the largest-remainder method.
     Raises: ValueError if there is no source, a weight is not positive, or a source would get no row among `CYCLE` rows.
@@ -132,7 +132,7 @@ class MixReport:
         return self.total_rows * self.row_shares[name] / rows if rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns {name: value} of scalars for a logger."""
+        """Returns scalars for a logger, as {name: value}."""
         metrics: dict[str, float] = {}
         for name, report in self.reports.items():
             prefix = f"packing/{name}/"
@@ -143,7 +143,7 @@ class MixReport:
         return metrics
 
     def charts(self) -> dict[str, Histogram]:
-        """Returns {name: histogram} for a logger."""
+        """Returns histograms for a logger, as {name: histogram}."""
         return {
             key.replace("packing/", f"packing/{name}/", 1): histogram
             for name, report in self.reports.items()
@@ -160,7 +160,7 @@ class MixReport:
 
 
 class Source(Protocol):
-    """The interface of a source of documents."""
+    """The methods and attributes that every source of documents must have."""
 
     vocab_size: int
     pad_id: int

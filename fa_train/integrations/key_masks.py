@@ -180,7 +180,7 @@ class Padding(NamedTuple):
         return q if self.query_order is None else _reordered(q, self.query_order), *self.keys.ordered(k, v)
 
     def restored(self, o: Tensor) -> Tensor:
-        """Undoes the reordering of queries by `compacted`. Returns o, (batch, seqlen_q, n_heads, head_dim)."""
+        """Returns o, (batch, seqlen_q, n_heads, head_dim), with the queries in their original order."""
         return o if self.query_order is None else _reordered(o, self.query_order.argsort(dim=-1))
 
 
@@ -216,7 +216,7 @@ def _schedule(
 ) -> Schedule:
     """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
 
-    The padding before and after it forms further documents, which contain only queries or only keys.
+    The padding before and after this document forms further documents, which contain only queries or only keys.
     """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys

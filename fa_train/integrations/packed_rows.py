@@ -2,9 +2,9 @@
 
 In a forward pass, all layers with the same window share one schedule.
 
-The first of these layers builds the schedule from a source tensor, position_ids or cu_seqlens. The schedule is kept
-while the source tensor is alive and its version counter does not change. A new batch has a new source tensor, and an
-in-place operation increases the version counter. The replay of a CUDA graph can change the source tensor without
+The first of these layers builds the schedule from a source tensor, which is position_ids or cu_seqlens. The schedule is
+kept while the source tensor is alive and its version counter does not change. A new batch has a new source tensor, and
+an in-place operation increases the version counter. The replay of a CUDA graph can change the source tensor without
 increasing its version counter. The kept schedule is then outdated. Compiled code does not keep a schedule: the compiler
 finds that several layers build the same schedule, and builds it once.
 """
@@ -25,7 +25,7 @@ _KEPT: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # {source: (version 
 
 
 def kept(source: Tensor, key: Hashable, build: Callable[[], _T]) -> _T:
-    """Returns build(). If `source`, its content and `key` have not changed, returns the value of an earlier build().
+    """Returns build(), or the result of an earlier build() if `source`, its content and `key` have not changed.
 
     The result of `build` must depend only on `source` and `key`.
     """

@@ -112,7 +112,7 @@ def attention(
             position_ids and cu_seqlens are ignored, as in flash_attention_2.
         scaling: the factor that the scores are multiplied by.
         sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
-            sees sliding_window - 1 tokens before its own token, and sliding_window - 1 tokens after it.
+            also sees the next sliding_window - 1 tokens.
         softcap: replaces a score by softcap * tanh(score / softcap).
         s_aux: (n_heads,) attention sinks, in nats.
         position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where position_ids do not increase by

@@ -26,7 +26,7 @@ class Batch(TypedDict):
     # rank's tokens.
     context_rank: NotRequired[int]  # this rank's place in its context group
     traffic: NotRequired[dict[int | None, "Traffic"]]  # {attention window: the keys to send and to receive}
-    last_positions: NotRequired[Tensor]  # (total,) int64, for each token the last position in its document
+    last_positions: NotRequired[Tensor]  # (total,) int64, the position of the last token in the same document
 
 
 def collate(

@@ -15,7 +15,7 @@ from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments
 
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
-    """Returns how many rows total_tokens tokens fill. A padded last row counts as well."""
+    """Returns the number of rows that `total_tokens` tokens need. The last row may be padded."""
     return max(1, -(-(total_tokens - 1) // seq_len)) if total_tokens else 0
 
 

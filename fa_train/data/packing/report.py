@@ -51,11 +51,11 @@ class PackingReport:
     @property
     def efficiency(self) -> float:
         """The fraction of positions in the rows that hold tokens. The other positions hold padding."""
-        # at most 1: the last token of a concatenation can be only a label, and then takes no position
+        # without min, the fraction could exceed 1, because the last label of a concatenation takes no position
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns {name: value} of scalars for a logger. Each entry of the histogram is one scalar."""
+        """Returns scalars for a logger, as {name: value}. Each entry of the histogram is one scalar."""
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
             "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
@@ -67,7 +67,7 @@ class PackingReport:
         return {**counts, "packing/efficiency": self.efficiency, **labels, **lengths}
 
     def charts(self) -> dict[str, Histogram]:
-        """Returns {name: histogram} for a logger."""
+        """Returns histograms for a logger, as {name: histogram}."""
         return {"packing/document_lengths": self.histogram}
 
     def text(self) -> str:

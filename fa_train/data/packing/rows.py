@@ -20,7 +20,7 @@ class LossMask(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns, for each i, how many tokens of document[i][start[i]:stop[i]] are trained on. Shapes: (n,) int64."""
+        """For each i, counts the tokens of document[i][start[i]:stop[i]] that are trained on. Shapes: (n,) int64."""
 
 
 class PackableDocuments(Protocol):

@@ -7,8 +7,8 @@ import numpy as np
 from fa_train.data.packing.rows import LossMask
 
 N_TOKENS = 2**26  # the minimum number of tokens per epoch
-SHORTEST = 16  # the minimum of random lengths, in tokens, unless document_len is smaller
-LONGEST = 32  # the maximum of random lengths, as a multiple of document_len
+SHORTEST = 16  # random lengths are at least min(SHORTEST, document_len) tokens
+LONGEST = 32  # random lengths are at most LONGEST * document_len tokens
 
 
 class SyntheticDocuments:

@@ -106,7 +106,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered, _ = self._render(template, bare, bare.messages)
-            except ValueError:  # a template that needs `name` does not omit it
+            except ValueError:  # the template needs `name`, so it does not omit it
                 continue
             if rendered == text:
                 raise ValueError(

@@ -140,7 +140,7 @@ class StoredMask:
         return self._values[self._chunk[index]][start : start + self._length[index]]
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns, for each i, how many tokens of document[i][start[i]:stop[i]] are trained on. Shapes: (n,) int64."""
+        """For each i, counts the tokens of document[i][start[i]:stop[i]] that are trained on. Shapes: (n,) int64."""
         chunk, origin = self._chunk[document], self._start[document]
         counts = np.empty(len(document), np.int64)
         order = np.argsort(chunk, kind="stable")

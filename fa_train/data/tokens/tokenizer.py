@@ -1,4 +1,4 @@
-"""Tokenizers convert text to token ids and back. They are Hugging Face tokenizers, or use bytes as ids."""
+"""Tokenizers, which convert text to token ids and back."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer that the data pipeline uses."""
+    """The methods and attributes that the data pipeline needs from a tokenizer."""
 
     vocab_size: int
     bos_id: int | None
