@@ -208,9 +208,9 @@ def test_rows_outside_every_document_give_zero():
 
 @pytest.mark.slow
 def test_partial_outputs_in_fp32_merge_to_the_whole():
-    """Two outputs, each for one half of the keys, are merged by their lse. The result equals the output for all keys.
+    """Each half of the keys gives an output, and the two outputs are merged by their lse.
 
-    The gradients are equal too.
+    The result and its gradients equal those of attention over all keys.
     """
     q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
     cu_q = cumulative([40])
@@ -260,7 +260,8 @@ def test_fp8_is_as_accurate_as_its_inputs(head_dim):
         x.double() * s.repeat_interleave(x.shape[1] // 2)[:, None] for x, s in zip((q, k, v), descales, strict=True)
     ]
     exact, exact_lse = attention_reference(*full, cu, cu, causal=True)
-    # Hopper's tensor cores add fp8 products with 13 bits below the largest exponent (arXiv:2412.19437, section 3.3.2).
+    # In sums of fp8 products, Hopper's tensor cores keep 13 bits below the largest exponent (arXiv:2412.19437,
+    # section 3.3.2).
     largest = math.prod(x.norm(dim=-1).max().item() for x in full[:2]) * head_dim**-0.5
     lse_error = 2**-13 * largest if GPU else 1e-5
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=lse_error)
@@ -390,7 +391,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
         flash_attn_func(*(x.unflatten(0, (1 + several, -1)) for x in (q, k, v))),
     ):
         o.sum().backward()
-    # always true with cu_seqlens, because padding can follow the only document
+    # with cu_seqlens, crosses_documents is always true, because padding can follow the only document
     assert known == [True, True, several] * 2
 
 

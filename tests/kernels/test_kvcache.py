@@ -1,4 +1,4 @@
-"""Compares flash_attn_with_kvcache with dense attention in fp64, and its cache with the expected contents."""
+"""Compares outputs of flash_attn_with_kvcache with dense attention in fp64, and the cache with expected contents."""
 
 import inspect
 
@@ -205,7 +205,7 @@ def test_signature_is_flash_attns():
 def test_splits_fill_the_gpu():
     assert choose_splits(8, 65536, 132) == 33  # two programs per multiprocessor
     assert choose_splits(1, 10**6, 132) == MAX_SPLITS
-    assert choose_splits(8, 600, 132) == 2  # with more splits, merging would cost more time than they save
+    assert choose_splits(8, 600, 132) == 2  # with more splits, the merge would cost more time than the splits save
     assert choose_splits(8, 10, 132) == choose_splits(1000, 65536, 132) == 1
 
 

@@ -1,10 +1,10 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
-lengths is combined with every mask. Features, head counts and layouts have a fixed order, and each of these
-combinations gets the next ones. The head_dims of Hopper's kernels are tested with all combinations of features, head
-counts and layouts. Other head_dims are tested with fewer combinations, because each one is compiled separately. If the
-environment variable MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
+lengths is tested with every mask. Each of these cases takes its features, head count and layout from a fixed list, in
+order. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other
+head_dims are tested with fewer combinations, because each one is compiled separately. If the environment variable
+MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
 """
 
 import itertools
@@ -70,8 +70,8 @@ def combinations(dtype, width, round_):
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     """Returns the lengths of the documents' queries and of the documents' keys.
 
-    `pair` is the length of one document: its numbers of queries and keys. If `layout` contains "varlen", empty, short
-    and random documents are added. Otherwise, the only document occurs once or twice.
+    `pair` has the numbers of queries and keys of one document. If `layout` contains "varlen", empty, short and random
+    documents are added. Otherwise, a document of at most 1000 queries occurs twice.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)

@@ -1,4 +1,7 @@
-"""The portable kernels isolate NaN between documents, whether one kernel or two compute dK and dV."""
+"""The portable kernels isolate NaN between documents.
+
+The tests cover the kernel that computes dK and dV together, and the separate kernels for dK and for dV.
+"""
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from tests.support.marks import slow
 LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # all documents are in the same tiles; the second one contains NaN
 TOTAL = sum(LENGTHS)
 FEATURES = Features(0.2, 0.0, None, ())
-AT_ONCE, APART = 24, 200  # a head_dim for which one kernel computes dK and dV, and a head_dim for which two do
+AT_ONCE, APART = 24, 200  # head_dims for which dK and dV have one kernel, or separate kernels
 
 
 def run(tensors, schedule):

@@ -33,9 +33,9 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions use torch's implementation. For the second run, the fixture replaces it by the kernels.
+    On the CPU, the functions use torch's implementation. In the second run, the kernels replace it.
     """
-    # one multiprocessor, so that each program has several rows
+    # pretend that the device has one multiprocessor, so that each program has several rows
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", module._forward_by_kernel)

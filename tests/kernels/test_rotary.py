@@ -40,7 +40,7 @@ def rotated(x, cos, sin, n_rotated):
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernel.
 
-    On the CPU, the operator uses torch's implementation. For the second run, the fixture replaces it by the kernel.
+    On the CPU, the operator uses torch's implementation. In the second run, the kernel replaces it.
     """
     if request.param == "kernel" and device.type == "cpu":
 
@@ -238,7 +238,7 @@ def test_qkv_keeps_angles_alone(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
-    """The compiled graph has no break, and no torch.cat of dq, dk and dv. A torch.cat would copy all three."""
+    """The compiled graph has no break, and no torch.cat of dq, dk and dv. torch.cat would copy them."""
     graphs = []
 
     def counted(graph, inputs):

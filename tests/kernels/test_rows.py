@@ -7,8 +7,8 @@ from fa_kernels import rows as module
 from fa_kernels.rows import add_rows, copy_rows
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-# In the first case, each tensor fits in one tile. In the second, tiles have unused columns. In the third, a row is
-# wider than a tile.
+# In the first case, each tensor fits in one tile. In the second case, tiles have unused columns. In the third case, a
+# row is wider than a tile.
 HEADS = pytest.mark.parametrize("heads", [[(2, 8)], [(3, 24), (1, 24)], [(9, 128), (2, 128)]], ids=str)
 ROWS = 37
 
@@ -17,7 +17,7 @@ ROWS = 37
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions use torch's implementation. For the second run, the fixture replaces it by the kernels.
+    On the CPU, the functions use torch's implementation. In the second run, the kernels replace it.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_copy_plainly", module._copy_in_kernel)
@@ -110,7 +110,7 @@ def test_bf16(heads, device):
 
 @pytest.mark.gpu
 def test_offsets_past_31_bits(device):
-    """The last of 2**20 + 1 rows of 2048 elements starts at offset 2**31."""
+    """The tensor has 2**20 + 1 rows with 2048 elements each, so its last row starts at offset 2**31."""
     n = 2**20 + 1
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("needs 9 GiB")

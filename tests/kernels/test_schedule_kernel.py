@@ -23,7 +23,7 @@ OF_GRADIENTS = ("query_start", "query_end", "key_tiles")
 
 
 def require_equal(*documents, keys_in_order=False, gradients=True):
-    """Compares the tensors of the schedule that the kernel builds with those that torch operators build.
+    """Compares the schedule that the kernel builds with the schedule that torch operators build.
 
     documents: cu_seqlens_q, cu_seqlens_k, total_q, total_k and the window.
     """

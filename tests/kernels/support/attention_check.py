@@ -60,7 +60,7 @@ def left_by_rounding(
     o_dtype: torch.dtype,
     truth: torch.dtype,
 ) -> Results:
-    """Returns the errors in dq, dk and dv that rounding o and lse causes even if the backward pass is exact.
+    """Returns the errors that rounding o and lse causes in dq, dk and dv, even if the backward pass is exact.
 
     Our backward pass computes P from lse, so an error of lse scales P and dS in its row. Our backward pass also
     computes delta from o, so an error of o changes delta. The effects of both errors are linear in the gradients of o
@@ -111,8 +111,8 @@ def compare(
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient is the sum of probability * (do · o) over rows. The floor is the error from rounding o (one
-        # standard deviation). Torch's error can be smaller by chance, because dsinks has few elements.
+        # A sink's gradient is the sum of probability * (do · o) over rows. The floor is one standard deviation of the
+        # error from rounding o. Torch's error can be smaller by chance, because dsinks has few elements.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

@@ -1,4 +1,4 @@
-"""Compares flash_attn_with_kvcache with dense attention in fp64, and its cache with the expected contents."""
+"""Compares outputs of flash_attn_with_kvcache with dense attention in fp64, and the cache with expected contents."""
 
 from dataclasses import dataclass
 
@@ -156,7 +156,7 @@ class Stored:
 def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, batch_idx: list[int] | None) -> Stored:
     """Stores the contents in rows, or in pages in a random order. Rows that belong to no sequence hold NaN.
 
-    used: the number of tokens of each sequence. Block-table entries after a sequence's used pages are out of range.
+    used: the number of tokens of each sequence. Unused entries of the block table are out of range.
     """
     pairs = list(zip(*contents, strict=True))
     if page_size is None:
@@ -179,7 +179,7 @@ def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, 
 
 
 def references(contents, dtype, q, *arguments):
-    """Returns the expected contents of the caches, and the results of `reference` in fp64 and in dtype."""
+    """Returns the expected contents of the caches, and the results of `reference` in fp64 and in `dtype`."""
     held = [[[x.clone() for x in pair] for pair in contents] for _ in range(2)]
     computed = [
         reference(q, copy, *arguments, dtype=compute)

@@ -136,7 +136,7 @@ SLEEPING = {
 def let_warps_sleep():
     """Makes the synchronisation functions of the kernels sleep at random.
 
-    Kernels that have been compiled before do not change.
+    Kernels that are already compiled keep the original functions.
     """
     for name, sleeping in SLEEPING.items():
         users = [module for module in MODULES if hasattr(module, name)]

@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from fa_kernels import torch_private
 
-RECORDER = "fa_kernels.launch.record"  # must not record the operators that fill memory
+RECORDER = "fa_kernels.launch.record"  # the recorder must not record the operators that fill memory
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Makes torch.empty and similar functions return memory full of NaN, True or the largest integer.
 
-    torch.use_deterministic_algorithms also fills memory, but then torch runs other kernels than in production.
+    torch.use_deterministic_algorithms also fills memory, but it makes torch run other kernels than in production.
     """
     # the first device context makes torch cache a list of functions; the list must hold the unpatched ones
     with torch.device("meta"):

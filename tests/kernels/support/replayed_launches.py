@@ -218,7 +218,7 @@ class Case(NamedTuple):
         inputs, schedule = self.inputs()
         q, k, v = inputs[:3]
         sinks = inputs[3] if self.sinks else None
-        if self.batch:  # launch the schedule's kernel here: only the first call with these lengths launches it
+        if self.batch:  # build the schedule before launches are recorded, because only the first call builds it
             length = self.total // self.batch
             dense_schedule(self.batch, length, length, q.device, causal=self.causal)
         LAUNCHES.clear()
@@ -292,7 +292,10 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Returns an error message for each replayed call whose replay would leave out work or return old results."""
+    """Returns an error message for each of these calls that is replayed.
+
+    A replay would skip work or return old results.
+    """
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -307,7 +310,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Returns an error message for each replayed recording that is not valid for the addresses of the inputs."""
+    """Returns an error message for each recording that is replayed with inputs whose addresses it does not support."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     # Triton compiles different code for addresses that are not multiples of 16.
@@ -322,7 +325,7 @@ def misplaced() -> list[str]:
 def launchers() -> list[str]:
     """Returns an error message if calls with a second key make new launchers.
 
-    Different keys must share launchers, because it takes longer to make a launcher than replayed launches save.
+    Different keys must share launchers. Making a new launcher takes more time than replayed launches save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:

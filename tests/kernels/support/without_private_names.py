@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names    # on any machine.
 
-The script imports torch and triton, and then forks one process for each private name. Each process imports fa_kernels
-without its name, restores the name for torch itself, and compares both passes with the reference.
+The script imports torch and triton, and then forks one process for each private name. Each process removes its
+name from torch, imports fa_kernels, restores the name for torch itself, and compares both passes with the reference.
 """
 
 import os
