@@ -1,4 +1,4 @@
-"""Activation checkpointing: equal gradients, the number of attention forwards, and the tensors that a block keeps."""
+"""Tests activation checkpointing: gradients, the number of attention forwards, and the tensors that a block keeps."""
 
 from itertools import product
 

@@ -154,7 +154,7 @@ class LargestTensor(TorchDispatchMode):
     ("attention", "elements"),
     [
         pytest.param(naive_attention, 2 * 256 * 256, id="naive-holds-all-scores"),
-        # q, k and v have 2 x 256 x 16 elements each; the scores of one chunk have 2 x 16 x 16
+        # q, k and v have 2 x 256 x 16 elements each; the scores of one chunk have only 2 x 16 x 16 elements
         pytest.param(partial(chunked_attention, chunk_size=16), 2 * 256 * 16, id="chunked-holds-one-chunk"),
     ],
 )

@@ -148,7 +148,7 @@ class KilledWhileSaving(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 6 and not self.prepared:  # each step of two ranks has two batches
             self.prepared = True
-            trainer.checkpoint_callback._finish(trainer)  # finish the save of step 4: only the save of step 6 is killed
+            trainer.checkpoint_callback._finish(trainer)  # finish the save of step 4: the kill must hit the next save
             if trainer.global_rank == self.rank:
                 torch.save = self.die  # type: ignore[assignment]
         if trainer.global_step == 7:
@@ -179,7 +179,7 @@ STEP_THREE = "four/checkpoints/step_0000003.ckpt"
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Returns the folder of all runs and of their corpus."""
+    """Returns the folder of the corpus and of all runs."""
     folder: Path = tmp_path_factory.mktemp("background")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
@@ -201,8 +201,9 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 
 
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
-    """Resumes the run of four ranks. The rank `killed` is then killed during a save. If `number` is 4, the ranks first
-    train the run that they resume.
+    """Resumes the run of four ranks, and kills the rank `killed` during a save.
+
+    If `number` is 4, the ranks first train the run that is then resumed.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])

@@ -50,8 +50,8 @@ FEATURES = {
     "z-loss": {"loss": LinearCrossEntropy(chunk_size=17, z_loss=0.1)},
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
-# The values of a case are attention, features, checkpointing, compiled, deterministic, groups of KV heads, and ranks
-# that share a stream. Each compiled case has two ranks. In the run `all` of RUNS, four ranks train a compiled model.
+# A case is a tuple (attention, features, checkpointing, compiled, deterministic, number of groups of KV heads, number
+# of ranks that share a stream). Compiled cases have two ranks; in the run `all`, four ranks train a compiled model.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
     "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),
@@ -64,8 +64,8 @@ CASES = {
     "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 1, 2),
     "flash-groups-2": (flash_attention, "windows", "selective", True, False, 2, 2),
 }
-# The values of a case are attention's additional tensors, window, softcap, groups of KV heads, and ranks that share a
-# stream.
+# A case is a tuple (additional tensors of attention, window, softcap, number of groups of KV heads, number of ranks
+# that share a stream).
 ATTENTIONS = {
     "sinks-2": (["sinks"], None, 0.0, 1, 2),
     "alibi-2": (["alibi_slopes"], None, 0.0, 1, 2),

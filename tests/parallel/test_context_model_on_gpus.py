@@ -1,4 +1,4 @@
-"""Two GPUs share packed rows of 131,072 tokens. They compute the gradients of one GPU, and send only planned keys."""
+"""Two GPUs that share rows of 131,072 tokens compute the same gradients as one GPU, and send only planned keys."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def loss_of(gpt: GPT, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
 def gradients(rank: int, shared: bool, dtype: torch.dtype, traced: Path | None = None) -> dict[str, torch.Tensor]:
     """Returns a dictionary with the gradients of all parameters, and with the loss under the key "loss".
 
-    traced: the file to which the profiler writes all communication of the second of two passes.
+    traced: a file for a trace. If it is given, a second pass runs, and the profiler writes its trace to this file.
     """
     gpt, batch = model(), stream()
     if shared:

@@ -25,7 +25,8 @@ pytestmark = [
 RANKS, TOTAL = 2, 12_000
 LENGTHS = {"one": [TOTAL], "several": [5000, 1, 700, 0, 4000, 1100, 900], "short": [150] * 79}
 WINDOWS = (None, 1000)
-HEADS = ((64, 1), (64, 2), (96, 1), (128, 1), (128, 2), (256, 1))  # (head_dim, groups of KV heads), with two KV heads
+# pairs (head_dim, number of groups of KV heads); there are always two KV heads
+HEADS = ((64, 1), (64, 2), (96, 1), (128, 1), (128, 2), (256, 1))
 
 
 def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> None:

@@ -1,9 +1,9 @@
 """Two and four processes that share streams compute the same losses, gradients and weights as one process.
 
 The settings of a case are attention, packing, a feature, accumulation, mesh, memory and compilation. A mesh is the
-number of context groups and the number of ranks in a group. By default, as in CI, none of these cases runs, and only
-those in test_context.py do. With CONTEXT_CASES=pairwise, the cases cover all pairs of values for any two settings. With
-CONTEXT_CASES=all, all combinations run, which takes hours.
+number of context groups and the number of ranks in a group. By default, as in CI, none of these cases runs. CI has
+the cases in test_context.py. With CONTEXT_CASES=pairwise, the cases cover all pairs of values for any two settings.
+With CONTEXT_CASES=all, all combinations run, which takes hours.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
 from tests.test_train import processes_can_talk, ranks_of_torchrun
 
-MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]  # context groups, ranks of a group
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]  # (number of context groups, ranks in each group)
 PAIRWISE = [
     Case("naive", "several", "cap", 2, 1, 2, "full-offload", compiled=False),
     Case("sdpa", "padded", "gqa", 1, 1, 2, "none", compiled=True),

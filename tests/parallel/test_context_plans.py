@@ -50,9 +50,7 @@ def balance(dealt, boundaries):
 
 
 def received(dealt, boundaries, window=None):
-    """Returns how many keys the ranks receive, as a fraction of those that they would receive if each rank gathered all
-    keys.
-    """
+    """Returns how many keys the ranks receive, as a fraction. The fraction is 1 if each rank gathers all keys."""
     sizes = [sum(traffic(dealt, boundaries, rank, window).sizes[1]) for rank in range(dealt.ranks)]
     return sum(sizes) / (dealt.total * (dealt.ranks - 1))
 

@@ -88,7 +88,7 @@ def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Returns the folder of all runs and of their corpus. Two ranks cannot share the three validation rows evenly."""
+    """Returns the folder of the corpus and of all runs. Two ranks cannot share the three validation rows evenly."""
     folder: Path = tmp_path_factory.mktemp("strategy")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
@@ -182,7 +182,7 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
     run = shared / f"full_{strategy}"
     full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "save", torch.save)  # restored at the end of this block, after FullDisk has replaced it
+        patch.setattr(torch, "save", torch.save)  # FullDisk replaces torch.save; the end of this block restores it
         with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):
             train_in(run, shared, *RANKS, f"strategy={strategy}", *full)
     dist.barrier()

@@ -3,7 +3,7 @@ lever.
 
 The settings of a case are strategy, accumulation, memory and compilation. By default, a few cases run, as in CI. With
 SHARDING_CASES=pairwise, the cases cover all pairs of values for any two settings. With SHARDING_CASES=all, all
-combinations run. With either of these two, a checkpoint is also fine-tuned.
+combinations run. With either of these settings, a checkpoint is also fine-tuned.
 """
 
 import json
@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
 ]
-IN_CI = [  # has every value of every option; each strategy is compiled in one case and not in another
+IN_CI = [  # every value of every option occurs; each strategy runs compiled and not compiled
     Case("ddp", 1, "full-offload", compiled=True),
     Case("ddp", 2, "selective"),
     Case("fsdp", 1, "none", tied=False, reshard=False),

@@ -1,8 +1,9 @@
-"""Compares the memory planner's predictions with runs of the real model, on fake tensors or on the CPU, and with peaks
-that were measured on GPUs.
+"""Compares the memory planner's predictions with the memory that the real model needs.
 
-By default, some cases are left out. For any two settings, most tests still run all pairs of values. The other tests
-leave out some cases of offload and compiled blocks. PLANNER_CASES=all also runs the cases that are left out by default.
+The real model runs on fake tensors or on the CPU. Other tests use peaks that were measured on GPUs.
+
+By default, some cases are left out. In most tests, the remaining cases cover all pairs of values for any two settings.
+The other tests leave out some cases of offload and compiled blocks. PLANNER_CASES=all runs all cases.
 """
 
 import json
@@ -44,9 +45,9 @@ def name_of(measured: dict[str, Any]) -> str:
 
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
-# Measured by scripts/bench/planner.py, or by the command in `run`. `first` marks a first step, in which the optimizer
-# had no states yet. `keys` is the number of rows in each rank's buffers of keys, if it is below the planner's bound. If
-# the peaks of the ranks differ, `ranks_gib` lists them, and `ranks_keys` lists their numbers of rows.
+# `run` is the command that measured a peak. If it is missing, scripts/bench/planner.py measured the peak. `first` marks
+# a first step, in which the optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys.
+# `keys` is given only if this number is below the bound that the planner uses.
 RECORDED = {
     f"{file.stem}-{name_of(measured)}-{number}": measured
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
@@ -76,8 +77,10 @@ def test_peaks_measured_on_gpus(measured, monkeypatch):
 def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     """The planner predicts the peak of the rank that gathers all keys.
 
-    In the recorded runs, one document fills each row. Other ranks gather fewer keys. With their numbers of keys, the
-    formulas predict how much lower their peaks are.
+    In the recorded runs, one document fills each row. Other ranks gather fewer keys. If the formulas get the
+    number of keys of such a rank, they predict how much lower its peak is.
+
+    `ranks_gib` lists the peaks of all ranks, and `ranks_keys` lists how many keys the buffers of each rank hold.
     """
     plan, peaks, keys = recorded(measured["plan"]), measured["ranks_gib"], measured["ranks_keys"]
     predicted = []
@@ -420,7 +423,7 @@ def test_host_memory():
     assert predict(LLAMA_1B).host == 0
     host = predict(changed(LLAMA_1B, optimizer="adamw_offload")).host
     parameters = sum(parameter_sizes(LLAMA_1B.model))
-    # two moments, and pinned buffers for weights and gradients, rounded up to powers of two
+    # two moments, and pinned buffers for weights and gradients; the size of each buffer is a power of two
     assert 16 * parameters * 0.99 < host < 24 * parameters
 
 

@@ -1,4 +1,4 @@
-"""Compares the planner's peak memory of a sharded step with that of FSDP2 on fake tensors.
+"""Compares the peak memory that the planner predicts for a sharded step with the peak of FSDP2 on fake tensors.
 
 FSDP2 itself runs, with a process group that sends nothing. FSDP2 frees a gathered weight by resizing its storage to 0
 bytes, so `LiveShards` follows the sizes of storages.
@@ -74,7 +74,7 @@ def two_ranks() -> Iterator[DeviceMesh]:
 
 
 def simulated_peak(plan: Plan) -> int:
-    """Returns the peak bytes of a micro-batch of one document. Gathered weights are counted.
+    """Returns the peak bytes of a micro-batch that has one document. Gathered weights are counted.
 
     The rank's shards of the weights are not counted, and the simulation has no optimizer states. The micro-batch is the
     second one, because FSDP2 allocates other memory in the first. If the plan accumulates, the two micro-batches form
@@ -130,8 +130,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# Each case names the moment of the predicted peak, and the plan's changed fields. No case combines a tied embedding,
-# few tokens and a large vocabulary, because autograd does not add fake tensors in place.
+# Each case has the moment at which the planner expects the peak, and the fields of the plan that the case changes.
+# No case has a tied embedding, few tokens and a large vocabulary, because autograd does not add fake tensors in place.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),

@@ -142,20 +142,20 @@ class Live(TorchDispatchMode):
 class Step:
     """The memory of a training step, in bytes.
 
-    DDP's buckets are included. Weights, optimizer states and gradients of earlier micro-batches are not.
+    DDP's buckets are included. Weights, optimizer states and gradients of earlier micro-batches are not included.
     """
 
     kept: int  # kept between forward and backward
-    forward: int  # the peak in the forward pass; `backward` is the peak in the backward pass
+    forward: int  # the peak in the forward pass
     forward_where: str
-    backward: int
+    backward: int  # the peak in the backward pass
     backward_where: str
     timeline: list[tuple[int, str]]
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Patches code so that the code allocates the same memory on the CPU as on a GPU.
+    """Patches functions so that a step allocates the same memory on the CPU as on a GPU.
 
     The patches replace RMSNorm, the cross entropy, the accumulating matmuls and the pool of host memory.
     """

@@ -46,8 +46,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 class Case:
     """attention: a key of `ATTENTIONS`. packing: a key of `BOUNDARIES`. feature: a key of `FEATURES`.
 
-    accumulation: micro-batches in a step of one context group. data: the number of context groups. context: the ranks
-    of each group. memory: a key of `MEMORIES`.
+    accumulation: the number of micro-batches that a context group processes in a step. data: the number of context
+    groups, which train on different data. context: the number of ranks in a context group. memory: a key of `MEMORIES`.
     """
 
     attention: str

@@ -31,7 +31,7 @@ from tests.support.training import composed
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
 RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")  # the attributes of a Recorder
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
-COPIES = {2: "ddp", 4: "hsdp"}  # a strategy with several copies of the model, by number of ranks
+COPIES = {2: "ddp", 4: "hsdp"}  # for 2 or 4 ranks, a strategy that keeps several copies of the model
 MEMORIES: dict[str, Memory] = {
     "none": levers(),
     "selective": levers("selective", mlp_chunk=8),
@@ -42,8 +42,9 @@ MEMORIES: dict[str, Memory] = {
 
 @dataclass(frozen=True)
 class Case:
-    """strategy: a key of `RANKS`, or "one", which means a single process. accumulation: micro-batches per step and
-    rank.
+    """strategy: a key of `RANKS`, or "one", which means a single process.
+
+    accumulation: the number of micro-batches that a rank processes in a step.
     """
 
     strategy: str
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """The micro-batches of a step on all ranks."""
+        """The number of micro-batches that all ranks together process in a step."""
         return self.ranks * self.accumulation
 
     def __str__(self) -> str:
@@ -136,7 +137,7 @@ def build(case: Case) -> GPT:
 
 
 class FlipBit(L.Callback):
-    """Flips one bit of a weight of the last rank in step 2."""
+    """In step 2, flips one bit of a weight on the last rank."""
 
     @torch.no_grad()
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
