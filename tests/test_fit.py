@@ -21,7 +21,7 @@ class Batches(L.LightningDataModule):
 
 
 class Ends(Callback):
-    """Records whether the model and the optimizer hold values when training ends. Can then raise an error."""
+    """Records whether the model and the optimizer hold values when training ends. Then raises `error` (if any)."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.held = error, False

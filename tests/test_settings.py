@@ -56,9 +56,9 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of one of these keys sele
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Returns whether the key holds a value that a user can override.
+    """Returns whether the key has its own value, and does not copy another key.
 
-    A key only copies another key if it is an interpolation, or if it is inside a node that is one.
+    An interpolation copies another key. If it copies a node, all keys inside this node are copies.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -288,7 +288,7 @@ def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
 def options():
     """Yields lists of options that together contain each option of conf/.
 
-    A list has at most one option of each group. An experiment sets options itself, so it is alone.
+    A list has at most one option of each group. An experiment sets options itself, so its list adds only a preset.
     """
     folders = sorted(path for path in CONF.iterdir() if path.is_dir())
     groups = [[f"{folder.name}={file.stem}" for file in sorted(folder.glob("[!_]*.yaml"))] for folder in folders]

@@ -240,8 +240,8 @@ def test_the_number_of_processes_may_change(tmp_path):
 
     The rows and the losses of both resumed runs are those of the first run.
 
-    The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches: 4 in one process, or
-    2 in each of two processes.
+    The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches, so each of
+    two processes computes 2 of them.
     """
     settings = [
         "max_steps=9", "data.packing=best_fit", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=1",

@@ -1,4 +1,8 @@
-"""Tests scripts/ablate_memory.py: a small sweep on its command line, its files, skipped cases and predictions."""
+"""Tests scripts/ablate_memory.py.
+
+One test runs a small sweep from the command line and checks its files. Others test which cases a sweep skips, and the
+time and memory that it predicts.
+"""
 
 import csv
 import json
@@ -176,7 +180,7 @@ def opened(html, folder):
 
 
 def outcomes(run_outcomes, path, cases, max_step_seconds=100.0):
-    """Runs a sweep with invented outcomes or times of cases. Returns the outcomes, and the cases that ran."""
+    """Runs a sweep in which each case has an invented outcome or time. Returns the outcomes, and the cases that ran."""
     ran = []
 
     def run(case):
@@ -244,8 +248,8 @@ def test_a_step_is_measured(attention):
     result = measure(case(attention))
     assert result.outcome == "ok" and result.step_ms > 0 and result.peak_gib > 0 and result.timed_steps == 2
     assert result.mfu is None and result.reserved_gib is None
-    # `6 * N * T + 6 * layers * n_heads * head_dim * T**2`, where T is the number of tokens. N is the number of elements
-    # in all matrices, including the output matrix of 259 x 32.
+    # The FLOPs are `6 * N * T + 6 * layers * n_heads * head_dim * T**2`. T is the number of tokens. N is the number of
+    # elements in all matrices, including the output matrix of 259 x 32.
     matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 259 * 32
     flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert result.tflops * 1e12 * result.step_ms / 1e3 == pytest.approx(flops)
@@ -341,7 +345,8 @@ def allocated(run):
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The formula gives a minimum, and the measured peak is not below it.
 
-    The peak exceeds the minimum by at most 3% and a second mask of N^2 bytes. The formula leaves out terms linear in N.
+    The peak is at most 3% above the sum of this minimum and a second mask of N^2 bytes. The formula leaves out terms
+    linear in N.
     Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
@@ -365,7 +370,8 @@ def test_compiled_naive_attention_keeps_at_least_one_tensor_of_scores(dtype):
     n, n_heads, kept = 64, 2, []
     schedule = causal_schedule(None, n, torch.device("cpu"))
     q, k, v = (torch.randn(n, n_heads, 8, dtype=dtype, requires_grad=True) for _ in range(3))
-    compiled = torch.compile(naive_attention, backend="aot_eager_decomp_partition")  # like inductor, without C++ code
+    # this backend partitions the graph as inductor does, but needs no C++ compiler
+    compiled = torch.compile(naive_attention, backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         compiled(q, k, v, schedule)
     scores = [x for x in kept if x.numel() >= n**2]

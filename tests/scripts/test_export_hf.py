@@ -216,7 +216,7 @@ def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
     assert "library_name: peft" in card and "| Base model | base |" in card
     with pytest.raises(ValueError, match="--adapter writes float32, so --dtype must not be given; got bfloat16"):
         trained_model.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
-    if kind == "lora":  # the trained adapter, on the base model on which it was trained
+    if kind == "lora":  # load the base model and the exported adapter
         model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
 

@@ -290,12 +290,13 @@ def test_auto_chooses_or_says_why_not():
 
 
 def test_blocks_stay_gathered_if_memory_allows():
-    """The longest seq_len is that of a run that frees gathered blocks, even if the planned run keeps them."""
+    """To find the longest seq_len, the planner assumes that gathered blocks are freed, even if the run keeps them."""
     sharded = ["model=llama_1b", "seq_len=8192", "strategy=fsdp", "trainer.devices=2", "batch_size=2", "host_gib=100"]
     shown = "strategy.reshard_after_forward: "
     roomy, tight = (memory_table([*sharded, f"gpu_gib={gib}"]) for gib in (80, 22))
     freed = memory_table([*sharded, "gpu_gib=80", "strategy.reshard_after_forward=true"])
-    other = memory_table([*sharded, "gpu_gib=80", "attention=sdpa"])  # may need more memory than planned
+    # attention=sdpa may need more memory than planned, so this run frees blocks
+    other = memory_table([*sharded, "gpu_gib=80", "attention=sdpa"])
     assert f"{shown}false" in roomy and all(f"{shown}true" in text for text in (tight, freed, other))
     assert shown not in memory_table(["model=gpt2", "gpu_gib=80", "host_gib=100"])
     longest = [[line for line in text.splitlines() if line.startswith("longest")] for text in (roomy, freed)]

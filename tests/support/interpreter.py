@@ -2,7 +2,7 @@
 
 The original interpreter patches Triton's language at every call of a device function. This module makes it patch the
 language once per launch. To check one integer operation for overflow, the original interpreter runs nine operators, and
-uses the result only in debug mode. In this module, NumPy makes the check.
+uses the result only in debug mode. This module checks with NumPy instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})  # passed in place of a device function
+# passed to the interpreter, which expects a device function
+LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 

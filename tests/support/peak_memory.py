@@ -1,4 +1,4 @@
-"""Measures how much private memory a process uses at most."""
+"""Measures the peak of the private memory of this process."""
 
 import ctypes
 import gc

@@ -57,8 +57,8 @@ def start(
 
     `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
     pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory. fork_servers: whether
-    the program forks multiprocessing's fork server. If False, that server is a new interpreter that imports all modules
-    again, as outside the tests.
+    the program forks multiprocessing's fork server. If False, that server is a new interpreter, as outside the tests,
+    and imports all modules again.
     """
     start_server()
     settings = limit_memory, fork_servers
@@ -145,7 +145,7 @@ def _main(
     limit_memory: bool,
     fork_servers: bool,
 ) -> None:
-    """Runs the program as Python's command line would, but without the atexit functions at its end.
+    """Runs the program as `python program` would, but does not call the atexit functions at its end.
 
     The atexit functions of the imported modules would remove temporary folders that other processes share.
     """

@@ -1,5 +1,6 @@
-"""Tests scripts/bench/profile_step.py with a step of a tiny model, with names of kernels, and with an invented
-trace.
+"""Tests scripts/bench/profile_step.py.
+
+The tests profile a step of a tiny model, classify kernels by their names, and read an invented trace.
 """
 
 import csv
@@ -160,7 +161,7 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """The kernels in `forward` belong to attention's forward pass, and all its other kernels to the backward pass."""
+    """Attention's kernels belong to the backward pass, except those in `forward`."""
     forward = {
         "_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel", "_schedule_kernel",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tests scripts/bench/step.py: a run on its command line, equal models on both sides, and cases that fail."""
+"""Tests scripts/bench/step.py: a run from the command line, equal models on both sides, and cases that fail."""
 
 import csv
 import math
