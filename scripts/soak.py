@@ -9,8 +9,8 @@ differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory mu
 its lowest values, because checkpoints raise it for a short time. The script writes OUT.md. The script ends with status
 1 if a difference is larger than allowed.
 
-Host memory is the anonymous and the shared memory of all processes of the run. Memory pages that several processes
-share count only once. Mapped files, such as libraries and tokens, are listed but not compared. The run's share of a
+Host memory is the anonymous and the shared memory of all processes of the run. A memory page that is shared by several
+processes is counted once. Mapped files, such as libraries and tokens, are listed but not compared. The run's share of a
 mapped file depends on other processes of the machine: a file's memory is divided among all processes that map it. The
 script also writes OUT.csv, which has the memory of each process in each sample.
 """

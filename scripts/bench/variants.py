@@ -24,7 +24,7 @@ class Variant:
     """One implementation of a training step, and its settings.
 
     `memory`, `portable` and `float8` apply only to our model. `checkpointing` and `fa_train` apply only to
-    transformers.
+    Hugging Face's model.
     """
 
     ours: bool

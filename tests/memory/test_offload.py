@@ -207,7 +207,7 @@ def test_frozen_embedding(device):
     assert_equal(results[2], results[0])
 
 
-@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # the last three equal dim, ffn_dim and the number of rows of qkv
+@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # 32, 48, 64: rows of a weight (dim, ffn_dim, qkv)
 def test_weights_stay(tokens, device, monkeypatch):
     """Weights are never offloaded, even if they have as many rows as there are tokens."""
     sent, send = [], offload._State.send

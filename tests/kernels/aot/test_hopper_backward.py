@@ -76,7 +76,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
     """If dQ is summed in order, each step has its own semaphore, and each program processes a fixed item.
 
-    A queue does not guarantee that the item for which a program waits has started.
+    With a queue, a program could wait for an item that no program has started.
     """
     config = config_of(head_dim, dtype, softcap, ordered=True)
     if config is None:

@@ -48,7 +48,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`. The first consumer gets all other registers: it also has 240 per thread.
+# `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
