@@ -19,7 +19,8 @@ def fit(
 ) -> bool:
     """Trains the model. Returns False if memory ran out in a run of one rank, and otherwise True.
 
-    At the end of a run, the weights of a model that is not sharded are freed. Only checkpoints still hold them.
+    At its end, a run without fsdp frees the weights and the optimizer states, so the model cannot be used afterwards.
+
     SIGUSR1 ends the process with exit status 138. Ctrl-C and SIGTERM end the process with exit status 143. If training
     diverges, all ranks raise DivergedError.
     Raises: OutOfMemoryError if this rank ran out of memory in a run of several ranks. The error ends the other ranks,
@@ -46,10 +47,11 @@ def fit(
 
 
 def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> None:
-    """Frees the weights and the optimizer states at the end of a run, so that Lightning does not copy them to the host.
+    """Frees weights and optimizer states at the end of the run. Lightning would copy them to host memory.
 
-    Lightning would copy them in the teardown of the strategy, which also runs after an error or a signal. The copies
-    would take seconds, and as much memory on the host as on the GPU. By then, all checkpoints are written.
+    The copies would take seconds, and as much host memory as weights and states have GPU memory. Lightning makes them
+    when it tears down the strategy, also after an error or a signal. No checkpoint is saved after this point. With
+    fsdp, Lightning copies nothing.
     """
     teardown = trainer.strategy.teardown
 

@@ -27,20 +27,20 @@ class Ends(Callback):
         self.error, self.held = error, False
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.held = elements(trainer, pl_module) == (True, True)
+        self.held = holds_values(trainer, pl_module)
         if self.error is not None:
             raise self.error
 
 
-def elements(trainer: L.Trainer, module: L.LightningModule) -> tuple[bool, bool]:
-    """Returns whether all parameters have elements, and whether all of them have optimizer states."""
-    states = [trainer.optimizers[0].state.get(p, {}) for p in module.parameters()]
-    return all(p.numel() > 0 for p in module.parameters()), all("exp_avg" in state for state in states)
+def holds_values(trainer: L.Trainer, module: L.LightningModule) -> bool:
+    """Returns whether every parameter has elements and an optimizer state."""
+    states = trainer.optimizers[0].state
+    return all(p.numel() > 0 and "exp_avg" in states.get(p, {}) for p in module.parameters())
 
 
 @pytest.mark.parametrize("error", [None, ArithmeticError("in a callback")], ids=["finished", "failed"])
 def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch):
-    seen = []
+    sizes_at_teardown = []
     lit = LitGPT(
         small_gpt(levers(), torch.device("cpu"), n_layers=1),
         lambda m: torch.optim.AdamW(m.parameters()),
@@ -56,7 +56,7 @@ def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch)
     teardown = SingleDeviceStrategy.teardown
 
     def recorded(strategy: SingleDeviceStrategy) -> None:
-        seen.append((sum(p.numel() for p in lit.parameters()), len(trainer.optimizers[0].state)))
+        sizes_at_teardown.append((sum(p.numel() for p in lit.parameters()), len(trainer.optimizers[0].state)))
         teardown(strategy)
 
     monkeypatch.setattr(SingleDeviceStrategy, "teardown", recorded)
@@ -66,4 +66,4 @@ def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch)
         with pytest.raises(ArithmeticError, match="in a callback"):
             fit(trainer, lit, Batches(), None)
     assert ends.held
-    assert seen == [(0, 0)]
+    assert sizes_at_teardown == [(0, 0)]  # elements of parameters, and parameters with an optimizer state
