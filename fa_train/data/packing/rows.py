@@ -63,7 +63,8 @@ class Layout(Protocol):
     """The interface of classes that pack documents into rows, such as Concatenation and BestFit.
 
     Each epoch has n_rows rows. A row has at most max_documents documents. Both numbers are the same for every order of
-    the documents. ShuffledRows finds a row's epoch by dividing the row's index by n_rows.
+    the documents. ShuffledRows finds a row's epoch by dividing the row's index by n_rows. It shuffles the rows of each
+    epoch again.
     """
 
     n_rows: int

@@ -87,7 +87,8 @@ def build_schedule(
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, both with the same number of documents.
         total_q, total_k: the numbers of rows of q and of k.
         causal: whether to replace `right` in window_size by 0.
-        window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
+        window_size: (left, right), how many keys a query sees to the left and right of its aligned key; a negative
+            number means all.
         padded: whether there can be tokens after the last document.
         seqlen: the number of keys per document, which determines the length class; by default the mean.
         gradients: whether the schedule must also serve backward passes. If False, the fields that only backward passes
