@@ -1,7 +1,7 @@
 """Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU.
 
-By default, the interpreter runs only half of the cases of packed documents. With DOCUMENT_CASES=all, it runs all of
-them.
+By default, the interpreter runs only half of the cases of packed documents, and few features without a mask. With
+DOCUMENT_CASES=all, it runs all cases.
 """
 
 import math
@@ -154,21 +154,23 @@ SINKS = {"sinks": torch.tensor([0.5, -1.0, 4.0, 0.0], device=DEVICE)}
 SCALE = {"softmax_scale": 0.7}
 
 
+FEATURES = {
+    "softcap": SOFTCAP,
+    "alibi": ALIBI,
+    "alibi-per-document": ALIBI_PER_DOCUMENT,
+    "sinks": SINKS,
+    "all": SCALE | SOFTCAP | ALIBI_PER_DOCUMENT | SINKS,
+}
+
+
 @pytest.mark.parametrize(
-    ("causal", "window"),
+    ("features", "causal", "window"),
     [
-        pytest.param(True, (9, 2), id="causal-window"),
-        pytest.param(False, (-1, -1), id="full", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    "features",
-    [
-        pytest.param(SOFTCAP, id="softcap"),
-        pytest.param(ALIBI, id="alibi", marks=pytest.mark.slow),
-        pytest.param(ALIBI_PER_DOCUMENT, id="alibi-per-document", marks=pytest.mark.slow),
-        pytest.param(SINKS, id="sinks", marks=pytest.mark.slow),
-        pytest.param(SCALE | SOFTCAP | ALIBI_PER_DOCUMENT | SINKS, id="all"),
+        pytest.param(features, causal, window, id=f"{name}-{mask}", marks=slow_if(mask == "full" or not fast))
+        for name, features in FEATURES.items()
+        for mask, causal, window in (("causal-window", True, (9, 2)), ("full", False, (-1, -1)))
+        if EVERY_CASE or mask != "full" or name in ("alibi", "all")
+        for fast in (name in ("softcap", "all"),)
     ],
 )
 def test_features(features, causal, window):

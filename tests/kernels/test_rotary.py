@@ -70,7 +70,11 @@ def implementation(request, device, monkeypatch):
     ],
 )
 @pytest.mark.parametrize(
-    "total", [pytest.param(7, id="few"), pytest.param(300, id="blocks-of-tokens", marks=pytest.mark.slow)]
+    "total",
+    [
+        pytest.param(7, id="few"),
+        pytest.param(300 if torch.cuda.is_available() else 40, id="blocks-of-tokens", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtype, device):

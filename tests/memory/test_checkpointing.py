@@ -22,7 +22,6 @@ from tests.memory.support.small import (
 
 N_LAYERS = 3
 OTHER_ATTENTIONS = ("naive", "sdpa", "chunked")  # flash attention has a separate test
-COMPILED = pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 
 
 CASES = [(*case, False) for case in product(OTHER_ATTENTIONS, ("selective", "full"))]
@@ -44,13 +43,14 @@ def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
 
 
 @pytest.mark.slow
-@COMPILED
 @pytest.mark.parametrize(
-    ("checkpointing", "times"),
+    ("checkpointing", "times", "compiled"),
     [
-        pytest.param("none", 1, id="none"),
-        pytest.param("selective", 1, id="selective"),
-        pytest.param("full", 2, id="full"),
+        pytest.param("none", 1, False, id="none-eager"),
+        pytest.param("selective", 1, False, id="selective-eager"),
+        pytest.param("selective", 1, True, id="selective-compiled"),
+        pytest.param("full", 2, False, id="full-eager"),
+        pytest.param("full", 2, True, id="full-compiled"),
     ],
 )
 def test_flash_has_the_same_loss_and_gradients(checkpointing, times, compiled, device, monkeypatch):

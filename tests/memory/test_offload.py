@@ -42,9 +42,14 @@ def test_around_compiled_blocks(checkpointing, device):
     assert model.offload.pool.allocated == 2
 
 
-@pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
-@pytest.mark.parametrize("mlp_chunk", [None, 5])
-@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+    ("qk_norm", "mlp_chunk", "compiled"),
+    [
+        *((qk_norm, mlp_chunk, False) for qk_norm in (False, True) for mlp_chunk in (None, 5)),
+        pytest.param(False, 5, True, marks=pytest.mark.slow),
+        pytest.param(True, None, True, marks=pytest.mark.slow),
+    ],
+)
 def test_everything(qk_norm, mlp_chunk, compiled, device):
     """Blocks offload all tensors that they keep for the backward.
 

@@ -282,7 +282,6 @@ def test_a_step_never_waits_for_the_gpu(device):
 @pytest.mark.parametrize(
     ("attention", "overrides"),
     [
-        pytest.param("sdpa", {}, id="sdpa"),
         pytest.param("flash", {}, id="flash"),
         pytest.param("flash", GEMMA_LIKE, id="gemma-like"),
         pytest.param("sdpa", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_seq_len": 8}, id="dynamic"),

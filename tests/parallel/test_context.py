@@ -52,6 +52,7 @@ FEATURES = {
 }
 # A case is a tuple (attention, features, checkpointing, compiled, deterministic, number of groups of KV heads, number
 # of ranks that share a stream). Compiled cases have two ranks; in the run `all`, four ranks train a compiled model.
+# flash-groups-2 is not compiled, because its graph would differ from that of flash-2 in one integer only.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
     "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),
@@ -62,7 +63,7 @@ CASES = {
     "flash-2": (partial(flash_attention), "windows", "selective", True, False, 1, 2),
     "flash-4": (flash_attention, "all", "full", False, False, 1, 4),
     "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 1, 2),
-    "flash-groups-2": (flash_attention, "windows", "selective", True, False, 2, 2),
+    "flash-groups-2": (flash_attention, "windows", "selective", False, False, 2, 2),
 }
 # A case is a tuple (additional tensors of attention, window, softcap, number of groups of KV heads, number of ranks
 # that share a stream).
@@ -194,12 +195,11 @@ def compare(rank, group, attention, features, checkpointing, compiled, determini
         dist.all_reduce(parameter.grad, group=group)
         if rank == 0:
             errors.append((parameter.grad - reference.grad).abs().max() / reference.grad.abs().max())
-    graphs = []
+    graphs = [dynamo.utils.counters["stats"]["unique_graphs"]]
     if compiled:  # other document boundaries, in a stream of the same length
-        for boundaries in ([0, 13, 14, 30, 39, 55, 55], [0, 1, 2, 40, 41, 60, 60]):
-            other = batch | {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32)}
-            shared_loss(model, other, context, rank).backward()
-            graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+        other = batch | {"cu_seqlens": torch.tensor([0, 1, 2, 40, 41, 60, 60], dtype=torch.int32)}
+        shared_loss(model, other, context, rank).backward()
+        graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
     return [float(error) for error in errors], dict(dynamo.utils.counters["graph_break"]), graphs
 
 
@@ -282,7 +282,7 @@ def test_the_loss_and_all_gradients_are_those_of_one_process(case, four_ranks):
     errors, breaks, graphs = torch.load(four_ranks / "results.pt")[case]
     assert max(errors) < 1e-5
     assert not breaks
-    assert len(set(graphs)) <= 1, "other documents compile nothing"
+    assert len(set(graphs)) == 1 and (graphs[0] > 0) == CASES[case][3], "other documents compile nothing"
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)

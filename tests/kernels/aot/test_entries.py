@@ -20,7 +20,7 @@ RECORDS = sorted(RECORDED.glob("entries_*.json"))
 # several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
 UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # not used, because separate kernels compute dk and dv
-COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-128-128-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")
+COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-64-64-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")
 CHANGED = """
 from fa_kernels.flash_attention.portable.columns import load_columns
 from tests.kernels.aot.sources import source_hash

@@ -2,6 +2,9 @@
 
 FSDP2 itself runs, with a process group that sends nothing. FSDP2 frees a gathered weight by resizing its storage to 0
 bytes, so `LiveShards` follows the sizes of storages.
+
+By default, the cases in `REST` are left out. The other cases have every moment and every setting. With
+PLANNER_CASES=all, all cases run.
 """
 
 import weakref
@@ -23,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fa_train.memory.planner.moments import Moment, moments_of
 from fa_train.memory.planner.plan import Plan
 from fa_train.parallel.fsdp import shard
-from tests.memory.planner.test_planner import build
+from tests.memory.planner.test_planner import EVERY_CASE, build
 from tests.memory.support.plans import LLAMA_1B, changed
 from tests.memory.support.simulated import HOST, Live, as_on_a_gpu
 from tests.support.marks import slow_if
@@ -156,6 +159,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "untied-reduces-once": ("the loss", UNTIED | HALF | FEW | ONCE),
 }
 
+REST = {
+    "bf16", "kept", "few-tokens-bf16", "untied", "untied-bf16", "untied-few-tokens", "untied-learned-positions",
+    "reduces-once",
+}  # fmt: skip
+
+
+def test_the_default_cases_have_every_moment_and_setting():
+    def of(names):
+        cases = [CASES[name] for name in names]
+        return {moment for moment, _ in cases} | {(key, x) for _, changes in cases for key, x in changes.items()}
+
+    assert of(CASES.keys() - REST) == of(CASES)
+
 
 @pytest.mark.parametrize(
     ("moment", "changes"),
@@ -164,6 +180,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             *case, id=name, marks=slow_if(name not in ("mixed", "few-tokens", "untied-kept", "untied-few-tokens-bf16"))
         )
         for name, case in CASES.items()
+        if EVERY_CASE or name not in REST
     ],
 )
 def test_simulated_peaks(moment, changes):

@@ -52,7 +52,7 @@ ROWS = [
 
 
 def peer_in_this_process(case, timeout):
-    """Replaces run_apart, which would start a new process. In a new process, the imports would take seconds."""
+    """Replaces run_apart, which would start a new process: a peer runs in this process, our case in a forked one."""
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 
@@ -61,6 +61,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that the processes of the cases see no GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(step, "run_apart", peer_in_this_process)
+    monkeypatch.setattr(subprocess, "Popen", ForkedModule)
     arguments = ["--model", "nano", "--seq-lens", "64", "--variants", "ours-none", "hf", "--steps", "2"]
     arguments += ["--attention", "sdpa", "--commit", "abc", "--out", str(tmp_path / "step"), *TINY]
     monkeypatch.setattr(sys, "argv", ["bench_step", *arguments])
