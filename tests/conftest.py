@@ -9,13 +9,13 @@ from importlib.metadata import version
 import pytest
 import torch
 
-import tests.support.fast_configs  # noqa: F401
-
 gc.disable()  # imports of test files create many objects, but little garbage
 
-# Set TRITON_INTERPRET before any test module imports a kernel, because Triton reads it when a kernel is defined.
+# Set TRITON_INTERPRET before any module imports Triton, because Triton reads it when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import tests.support.fast_configs  # noqa: E402, F401  imports Lightning, which imports Triton
 
 
 def kernels_are_compiled() -> bool:
