@@ -51,8 +51,7 @@ FEATURES = {
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
 # A case is a tuple (attention, features, checkpointing, compiled, deterministic, number of groups of KV heads, number
-# of ranks that share a stream). Compiled cases have two ranks; in the run `all`, four ranks train a compiled model.
-# flash-groups-2 is not compiled, because its graph would differ from that of flash-2 in one integer only.
+# of ranks that share a stream). In the run `all`, four ranks train a compiled model.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
     "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),

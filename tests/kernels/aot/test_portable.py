@@ -10,8 +10,7 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_L
 from tests.kernels.aot.reports import compile_all
 
 # {(arch, head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} for one document. A
-# limit is the larger of the values for Triton 3.6 and 3.7, plus a margin. The limits in `CONTAINING` are for several
-# documents on sm90.
+# limit is the larger of the values for Triton 3.6 and 3.7, plus a margin.
 LIMITS = {
     ("sm80", 64, "fwd"): (255, 16, "HMMA"),
     ("sm80", 64, "dkdv"): (255, 16, "HMMA"),

@@ -4,6 +4,10 @@ The real model runs on fake tensors or on the CPU. Other tests use peaks that we
 
 By default, some cases are left out. In most tests, the remaining cases cover all pairs of values for any two settings.
 The other tests leave out some cases of offload and compiled blocks. PLANNER_CASES=all runs all cases.
+
+In the files of measured peaks, `run` is the command that measured a peak. If it is missing, scripts/bench/planner.py
+measured the peak. `first` marks a first step, in which the optimizer had no states yet. `keys` is the number of rows in
+each rank's buffers of keys. It is given only if it is below the bound that the planner uses.
 """
 
 import json
@@ -45,9 +49,6 @@ def name_of(measured: dict[str, Any]) -> str:
 
 
 EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
-# `run` is the command that measured a peak. If it is missing, scripts/bench/planner.py measured the peak. `first` marks
-# a first step, in which the optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys.
-# `keys` is given only if this number is below the bound that the planner uses.
 RECORDED = {
     f"{file.stem}-{name_of(measured)}-{number}": measured
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))

@@ -133,9 +133,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# Each case has the moment at which the planner expects the peak, and the fields of the plan that the case changes.
-# A tied embedding, few tokens and a large vocabulary never occur together. Autograd would then add two gradients in
-# place, but it does not add fake tensors in place.
+# Each case has the moment at which the planner expects the peak, and the fields of the plan that the case changes. No
+# case combines a tied embedding, few tokens and many words: autograd does not add fake gradients in place.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),
