@@ -144,7 +144,8 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
                 training.train(cfg)
-            assert barrier.call_count < STEPS, "NCCL's barrier waits for the GPU, so no step may have one"
+            # the start, the end and validations have barriers: 12 in a run of 16 steps, 14 in one of 32
+            assert barrier.call_count < STEPS // 2 + 8, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 
 

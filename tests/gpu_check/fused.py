@@ -11,7 +11,7 @@ from fa_kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
 
-ROWS = 130  # so many rows that every operation needs several programs
+ROWS = 130  # with this number of rows, every operation needs several programs
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:

@@ -47,6 +47,7 @@ def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
     ("checkpointing", "times", "compiled"),
     [
         pytest.param("none", 1, False, id="none-eager"),
+        pytest.param("none", 1, True, id="none-compiled"),
         pytest.param("selective", 1, False, id="selective-eager"),
         pytest.param("selective", 1, True, id="selective-compiled"),
         pytest.param("full", 2, False, id="full-eager"),

@@ -59,7 +59,7 @@ def test_every_combination_equals_none(attention, checkpointing, offload, mlp_ch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])  # tests of adapters compile all levers with `full`
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_all_levers_around_compiled_blocks(checkpointing, device):
     batch, none = stream(device), step_without_levers("flash", device)
     model = compile_blocks(small_gpt(levers(checkpointing, True, 16), device, "flash"))  # chunks of 16 and 8 tokens

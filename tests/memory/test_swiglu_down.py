@@ -161,7 +161,7 @@ def test_in_the_model(checkpointing, device, passes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "precision"),
-    [("none", "bf16-mixed"), ("none", "bf16-true"), ("selective", "bf16-mixed")],
+    [("none", "bf16-mixed"), ("none", "bf16-true"), ("selective", "bf16-mixed"), ("full", "bf16-mixed")],
 )
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
     """The operator does not change how many bytes a compiled block keeps.

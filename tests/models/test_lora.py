@@ -146,7 +146,10 @@ def test_gradients_are_those_of_the_merged_weights(activation, targets):
 
 SELECTIVE = pytest.param(levers("selective"), id="selective")
 # The compiler unrolls the loop over chunks. With mlp_chunk=16, the stream of 24 tokens has only two chunks.
-COMPILED_CHUNKS = pytest.param(levers("full", offload=True, mlp_chunk=16), id="all")
+COMPILED_CHUNKS = [
+    pytest.param(levers("none", mlp_chunk=16), id="mlp-chunk"),
+    pytest.param(levers("full", offload=True, mlp_chunk=16), id="all"),
+]
 MEMORIES = [
     SELECTIVE,
     pytest.param(levers("full"), id="full"),
@@ -164,11 +167,9 @@ def test_memory_levers_change_nothing(memory, activation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory", [SELECTIVE, COMPILED_CHUNKS])
+@pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Offload has no case of its own, because it happens outside the compiled graphs. Full checkpointing and
-    chunks are part of the case `all`.
-    """
+    """Offload happens outside the compiled graphs, so only the case `all` has it."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 

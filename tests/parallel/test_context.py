@@ -62,7 +62,7 @@ CASES = {
     "flash-2": (partial(flash_attention), "windows", "selective", True, False, 1, 2),
     "flash-4": (flash_attention, "all", "full", False, False, 1, 4),
     "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 1, 2),
-    "flash-groups-2": (flash_attention, "windows", "selective", False, False, 2, 2),
+    "flash-groups-2": (flash_attention, "windows", "selective", True, False, 2, 2),
 }
 # A case is a tuple (additional tensors of attention, window, softcap, number of groups of KV heads, number of ranks
 # that share a stream).
