@@ -281,7 +281,7 @@ def test_the_loss_and_all_gradients_are_those_of_one_process(case, four_ranks):
     errors, breaks, graphs = torch.load(four_ranks / "results.pt")[case]
     assert max(errors) < 1e-5
     assert not breaks
-    assert len(set(graphs)) == 1 and (graphs[0] > 0) == CASES[case][3], "other documents compile nothing"
+    assert len(set(graphs)) == 1 and (graphs[0] > 0) == CASES[case][3], "other documents must not compile again"
 
 
 @pytest.mark.parametrize("case", ATTENTIONS)

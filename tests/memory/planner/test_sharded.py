@@ -133,8 +133,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# Each case has the moment at which the planner expects the peak, and the fields of the plan that the case changes. No
-# case combines a tied embedding, few tokens and many words: autograd does not add fake gradients in place.
+# A case has the moment of the expected peak, and the changed fields of the plan. No tied case has both few tokens and a
+# large vocabulary: real autograd adds the two gradients of a tied embedding in place, and the simulation does not.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),
