@@ -119,7 +119,7 @@ def batches(cfg: DictConfig) -> Iterator[list[Batch]]:
     micro_batches = MicroBatches(rows, data.micro_batch_size, 0, 1, step_rows=data.batch_size)
     accumulation = data.accumulation(1)
     for step in range(data.max_steps):
-        yield [micro_batches[step * accumulation + turn] for turn in range(accumulation)]
+        yield [micro_batches[step * accumulation + i] for i in range(accumulation)]
 
 
 def document_mask(cu_seqlens: Tensor, total: int) -> Tensor:

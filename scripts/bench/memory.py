@@ -326,10 +326,10 @@ def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
             if all((row.seq_len, row.combination) != (args.seq_lens[0], name) for row in profiles):
                 trace = out / f"trace_{args.seq_lens[0]}_{name.replace('+', '_')}.json.gz"
                 take(Case(args.model, args.seq_lens[0], name, device, *settings, str(trace)), profiles)
-    for turn in range(args.rounds):
-        for case in cases[:: -1 if turn % 2 else 1]:
+    for earlier_rounds in range(args.rounds):
+        for case in cases[:: -1 if earlier_rounds % 2 else 1]:
             before = [row for row in rows if (row.seq_len, row.combination) == (case.seq_len, case.combination)]
-            if len(before) <= turn and all(row.outcome == "ok" for row in before):
+            if len(before) <= earlier_rounds and all(row.outcome == "ok" for row in before):
                 take(case, rows)
     write()
     print(f"results: {out}")
