@@ -3,7 +3,7 @@
 import dataclasses
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -109,7 +109,8 @@ class MicroBatches(Dataset[Batch]):
     size: rows per micro-batch.
     step_rows: the number of rows in a step, on all ranks together. By default, a step has one micro-batch per rank.
     context: the number of consecutive ranks that share each micro-batch.
-    windows: the attention windows of the model's layers, as in fa_train.parallel.context.shard.ContextShard.
+    shard: takes a rank's part out of a micro-batch (fa_train.models.gpt.GPT.context_shard). Required if `context` is
+    greater than 1.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class MicroBatches(Dataset[Batch]):
         *,
         step_rows: int | None = None,
         context: int = 1,
-        windows: Sequence[int | None] = (None,),
+        shard: Callable[[int, int], ContextShard] | None = None,
     ) -> None:
         self.rank, place = divmod(rank, context)
         self.world_size = world_size // context  # ranks that share a micro-batch count as one here
-        self.shard = ContextShard(place, context, windows) if context > 1 else None
+        self.shard = shard(place, context) if shard is not None and context > 1 else None
         self.rows, self.size = rows, size
         self.step_rows = size * self.world_size if step_rows is None else step_rows
 

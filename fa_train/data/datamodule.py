@@ -186,14 +186,14 @@ class PackedDataModule(L.LightningDataModule):
     def _micro_batches(self, rows: PackedRows, step_rows: int | None = None) -> MicroBatches:
         trainer = self._running_trainer()
         context = context_ranks(trainer.strategy)
-        windows: list[int | None] = [None]
+        shard = None
         if context > 1:
             model = trainer.lightning_module.model
             assert isinstance(model, GPT)
-            windows = [*dict.fromkeys(model.windows)]
+            shard = model.context_shard
         return MicroBatches(
             rows, self.micro_batch_size, trainer.global_rank, trainer.world_size, step_rows=step_rows,
-            context=context, windows=windows,
+            context=context, shard=shard,
         )  # fmt: skip
 
     def _running_trainer(self) -> L.Trainer:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import (
 )
 
 import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
-import fa_train.parallel.context.operators  # noqa: F401  registers torch.ops.fa_train
+import fa_train.parallel.context.attention_operators  # noqa: F401  registers torch.ops.fa_train
 
 Checkpointing = Literal["none", "selective", "full"]
 RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]

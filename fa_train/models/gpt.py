@@ -16,7 +16,7 @@ from fa_train.memory.checkpointing import block_runner
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.memory.offload import Offload
-from fa_train.models.attention import Attention, require_softcap, soft_capped
+from fa_train.models.attention import Attention, flash_attention, function_of, require_softcap, soft_capped
 from fa_train.models.compiled import EagerOrCompiled
 from fa_train.models.config import ModelConfig
 from fa_train.models.ffn import build_ffn, choose_ffn
@@ -25,6 +25,7 @@ from fa_train.models.norms import NormModule, OffsetRMSNorm, add_and_norm, build
 from fa_train.models.rope import RotaryTable, document_positions, rotary_table
 from fa_train.models.stream import context_schedule, require_stream, windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention
+from fa_train.parallel.context.shard import ContextShard
 from fa_train.parallel.context.traffic import Traffic
 
 Value = TypeVar("Value")
@@ -64,6 +65,7 @@ class GPT(nn.Module):
         extras = self.config.extras
         require_softcap(attention, extras.softcap)
         self.memory = memory = Memory("none", False, None, loss) if memory is None else memory
+        self.is_flash = function_of(attention) is flash_attention
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
         # A checkpointed or offloaded block saves its input as one tensor, so the previous block must compute its last
@@ -246,6 +248,10 @@ class GPT(nn.Module):
         for block in self._blocks():
             ffn = choose_ffn(block.ffn.up, block.ffn.down, self.config.activation, self.memory)
             block.ffn = ffn.train(block.ffn.training)
+
+    def context_shard(self, rank: int, ranks: int) -> ContextShard:
+        """Returns the function that takes one rank's part out of a batch that `ranks` ranks share."""
+        return ContextShard(rank, ranks, _distinct(self.windows), may_split=self.is_flash)
 
     def share_context(self, group: str, head_groups: int = 1) -> None:
         """Makes attention gather the keys that other ranks hold. Calls of `forward` must then pass `traffic`.

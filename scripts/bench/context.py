@@ -11,8 +11,8 @@ stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents
 In the part `one`, rank 0 computes the attention of the whole stream. A stream of more than 512k tokens does not fit on
 one GPU. For such a stream, each rank computes an equal part of the heads, and the time is multiplied by the number of
 ranks. In `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the
-forward pass of `shared`. In `alone`, each rank computes its share of the attention, and already has the keys and values
-that it needs. In `moved`, the ranks only exchange keys, values and their gradients.
+forward pass of `shared`. In `alone`, each rank computes its share of the attention in one run, and already has the keys
+and values that it needs. In `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
 documents, because all layers of a model process the same documents. The time of a part is the mean of these runs, on
@@ -47,9 +47,10 @@ from fa_train.errors import errors_in_one_line
 from fa_train.models.attention import flash_attention
 from fa_train.models.stream import windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention, SharedSchedule, shared_schedule
+from fa_train.parallel.context.attention_operators import used_part
 from fa_train.parallel.context.deal import Deal, deal
-from fa_train.parallel.context.operators import gathered, of_keys, register_group, summed_gradients
-from fa_train.parallel.context.traffic import traffic
+from fa_train.parallel.context.operators import gathered, register_group, summed_gradients
+from fa_train.parallel.context.traffic import Counts, traffic
 from scripts.bench.attention import fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.context_peer import PEER_PARTS, peer_parts
@@ -127,14 +128,16 @@ class Case:
         self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
-        schedule = shared_schedule(
-            move_data_to_device(plan, device), length_class_of(mean if window is None else min(mean, window))
-        )
+        length_class = length_class_of(mean if window is None else min(mean, window))
+        schedule = shared_schedule(move_data_to_device(plan, device), length_class)
+        in_one_run = traffic(dealt, boundaries, rank, window, may_split=False)
         attention = ContextAttention(flash_attention, "bench", setting.head_groups)
         self.parts: dict[str, Callable[[], object]] = {
             "shared": self._both_passes(attention, schedule, dealt, setting, device),
             "forward": self._forward(attention, schedule, dealt, setting, device),
-            "alone": self._alone(schedule, dealt, setting, device),
+            "alone": self._alone(
+                shared_schedule(move_data_to_device(in_one_run, device), length_class), dealt, setting, device
+            ),
             "moved": self._moved(schedule, dealt, setting, device),
         }
         divided = tokens > FITS_ONE_GPU
@@ -164,21 +167,22 @@ class Case:
     def _alone(
         self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
     ) -> Callable[[], object]:
-        n_keys = int(schedule.moves.counts[0])
-        own = Schedule.from_tensors(of_keys(schedule.own.tensors(), n_keys), True, schedule.own.length_class)
-        q, k, v, do = _inputs(setting, device, dealt.total // dealt.ranks, n_keys)
-        return lambda: torch.autograd.grad(flash_attention(q, k, v, own), (q, k, v), do)
+        n_queries, n_keys, crossing = dealt.total // dealt.ranks, int(schedule.moves.counts[0]), schedule.crossing
+        used = Schedule.from_tensors(used_part(crossing.tensors(), n_queries, n_keys), True, crossing.length_class)
+        q, k, v, do = _inputs(setting, device, n_queries, n_keys)
+        return lambda: torch.autograd.grad(flash_attention(q, k, v, used), (q, k, v), do)
 
     def _moved(
         self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
     ) -> Callable[[], object]:
-        moves, n_rows = schedule.moves, int(schedule.moves.counts[0])
+        moves, counts = schedule.moves, Counts(*schedule.moves.counts.tolist())
         shape = (2, dealt.total // dealt.ranks, setting.n_kv_heads, setting.head_dim)
         keys = torch.randn(shape, dtype=setting.dtype, device=device).unbind()
+        totals = torch.zeros(shape, dtype=setting.dtype, device=device).unbind() if counts.splits else None
 
         def move() -> None:
-            gathered(keys, moves, n_rows, "bench")
-            summed_gradients(gathered(keys, moves, n_rows, "bench"), moves, "bench")
+            gathered(keys, moves, counts.rows, "bench")
+            summed_gradients(gathered(keys, moves, counts.rows, "bench"), moves, "bench", totals)
 
         return move
 

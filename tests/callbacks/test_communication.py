@@ -120,7 +120,9 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
     monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)
     monkeypatch.setattr(communication, "Timestamp", lambda device: now[0])
     boundaries = np.array([0, 5, 8])
-    schedule = shared_schedule(traffic(deal(boundaries, 8, 1), boundaries, 0, None), "short")
+    schedule = shared_schedule(
+        traffic(deal(boundaries, 8, 1), boundaries, 0, None, may_split=attention is flash_attention), "short"
+    )
     q, k, v = (torch.randn(8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     attend = partial(ContextAttention(attention, group), schedule=schedule)
     if compiled:

@@ -121,7 +121,7 @@ def stream(seed=1):
 
 
 def shared_loss(model, batch, context, rank):
-    shard = ContextShard(rank % context, context, [*dict.fromkeys(model.windows)])(batch)
+    shard = model.context_shard(rank % context, context)(batch)
     own = (shard[name] for name in ("tokens", "cu_seqlens", "position_ids", "labels"))
     return model(*own, 12, shard["traffic"], shard["last_positions"])
 
@@ -250,7 +250,7 @@ def perturb(rank):
     changed = batch | {"tokens": batch["tokens"].clone()}
     changed["tokens"][:13] = 5
     for one in (batch, changed):
-        shard = ContextShard(rank, RANKS, [None])(one)
+        shard = model.context_shard(rank, RANKS)(one)
         names = ("tokens", "cu_seqlens", "position_ids", "traffic", "last_positions")
         logits = model(**{name: shard[name] for name in names})
         gathered = [torch.empty_like(logits) for _ in range(RANKS)]

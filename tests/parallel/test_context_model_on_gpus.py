@@ -87,7 +87,7 @@ def gradients(rank: int, shared: bool, dtype: torch.dtype, traced: Path | None =
     gpt, batch = model(), stream()
     if shared:
         gpt.share_context("two")
-        batch = ContextShard(rank, RANKS, [*dict.fromkeys(gpt.windows)])(batch)
+        batch = gpt.context_shard(rank, RANKS)(batch)
     dynamo.reset()
     gpt.compile_blocks()
     for recorder in (nullcontext(), profile()) if traced else (nullcontext(),):

@@ -21,7 +21,7 @@ from fa_train.parallel.context.deal import (
     received_chunks,
     work_of_chunks,
 )
-from fa_train.parallel.context.traffic import STEP, STEPS, buffer_rows, traffic
+from fa_train.parallel.context.traffic import MAX_CROSSING, STEP, STEPS, Counts, buffer_rows, query_rows, traffic
 
 DOCUMENTS = st.lists(st.integers(0, 90), min_size=1, max_size=9)
 WINDOWS = st.sampled_from([None, 1, 7, 40])
@@ -155,13 +155,13 @@ def test_a_window_costs_at_most_one_window_for_each_run_of_tokens(ranks):
 
 
 @settings(max_examples=60, deadline=None)
-@given(DOCUMENTS, WINDOWS, st.integers(1, 4), st.integers(0, 40))
-def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, ranks, tail):
+@given(DOCUMENTS, WINDOWS, st.integers(1, 4), st.integers(0, 40), st.booleans())
+def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, ranks, tail, splits):
     boundaries, total = boundaries_of(lengths), sum(lengths) + tail
     if not total:
         return
     dealt = deal(boundaries, total, ranks)
-    plans = [traffic(dealt, boundaries, rank, window) for rank in range(ranks)]
+    plans = [traffic(dealt, boundaries, rank, window, may_split=splits) for rank in range(ranks)]
     mask = visible(*causal_ranges(boundaries, dealt.total, window), dealt.total)
     for rank, plan in enumerate(plans):
         own, mine = dealt.positions(rank), mask[dealt.positions(rank)]
@@ -172,26 +172,50 @@ def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, r
             arriving.append(dealt.positions(source)[sent.numpy()])
         received = np.concatenate(arriving)
         assert not np.isin(received, own).any(), "own rows do not travel"
-        (n_rows, n_shared, n_keys), capacity, zeros = plan.counts, len(plan.taken), -1
+        counts, capacity, zeros = Counts(*plan.counts), len(plan.taken), -1
+        crossing = plan.crossing.numpy()[: counts.crossing]
+        seen = mine[crossing].any(axis=0)  # by crossing queries
         buffer = np.full(capacity, zeros)
-        buffer[plan.own.numpy()] = own
-        buffer[n_keys:] = zeros
+        kept, kept_rows = (x.numpy()[: counts.kept] for x in (plan.kept, plan.kept_rows))
+        buffer[kept_rows] = own[kept]
+        assert np.array_equal(kept, np.flatnonzero(seen[own]))
         buffer[plan.taken.numpy()[: len(received)]] = received
-        keys = buffer[:n_keys]
-        assert np.array_equal(keys, np.flatnonzero(mine.any(axis=0))), "each key that is seen, in order"
-        assert n_keys < n_rows <= capacity
+        keys = buffer[: counts.keys]
+        assert np.array_equal(keys, np.flatnonzero(seen)), "each key that is seen, in order"
+        assert np.all(buffer[counts.keys :] == zeros)
+        assert counts.keys < counts.rows <= capacity
         expected = np.zeros_like(mine)
-        expected[:, keys] = visible(plan.key_start.numpy(), plan.key_end.numpy(), n_keys)
+        if counts.splits:
+            by_own = visible(plan.own_start.numpy(), plan.own_end.numpy(), len(own))
+            assert not by_own[crossing].any()
+            expected[:, own] = by_own
+        by_crossing = visible(plan.key_start.numpy(), plan.key_end.numpy(), counts.keys)
+        assert not by_crossing[counts.crossing :].any()
+        expected[np.ix_(crossing, keys)] = by_crossing[: counts.crossing]
         assert np.array_equal(expected, mine)
-        assert np.array_equal(buffer[plan.own.numpy()], np.where(np.isin(own, keys), own, zeros))
-        assert plan.own.max() < n_rows
-        shared, offsets = plan.shared[:n_shared], plan.offsets[: n_shared + 1]
+        assert counts.crossing <= counts.queries <= len(own)
+        assert counts.splits == (splits and np.count_nonzero(_crosses(mine, own)) <= MAX_CROSSING * len(own))
+        shared, offsets = plan.shared[: counts.shared], plan.offsets[: counts.shared + 1]
         assert torch.all(shared.diff() > 0) and torch.all(offsets.diff() > 0)
-        assert offsets[0] == 0 and offsets[-1] == sum(plan.sizes[0])
-        sent_again = plan.sent[plan.entries[: offsets[-1]].long()]
-        assert torch.equal(sent_again, shared.repeat_interleave(offsets.diff())), "each sent row returns to its token"
+        parts = [plan.sent[: sum(plan.sizes[0])], plan.kept[: counts.kept * counts.splits]]
+        assert offsets[0] == 0 and offsets[-1] == sum(map(len, parts))
+        again = torch.cat(parts)[plan.entries[: offsets[-1]].long()]
+        assert torch.equal(again, shared.repeat_interleave(offsets.diff())), "each part returns to its token"
         for first, last in itertools.pairwise(offsets.tolist()):
             assert torch.all(plan.entries[first:last].diff() > 0), "sums have one order"
+
+
+def _crosses(mask, own):
+    """Returns which queries see keys of other ranks. mask: (local, total), what each query sees."""
+    return np.delete(mask, own, axis=1).any(axis=1)
+
+
+def test_numbers_of_queries_have_few_sizes():
+    limit = 65_536
+    sizes = [query_rows(n, limit) for n in range(limit + 1)]
+    assert len(set(sizes)) <= 40
+    assert all(n <= size <= min(limit, max(n + STEP, 1.25 * n)) and size >= 1 for n, size in enumerate(sizes))
+    assert query_rows(50, 60) == 60, "a rank has no more queries than tokens"
 
 
 def test_buffers_have_few_sizes_and_a_row_that_no_query_sees():
@@ -202,12 +226,14 @@ def test_buffers_have_few_sizes_and_a_row_that_no_query_sees():
 
 
 @settings(max_examples=60, deadline=None)
-@given(DOCUMENTS, WINDOWS, st.integers(0, 3), st.sampled_from(["short", "medium"]))
-@example([12, 21, 77], None, 2, "medium")  # the keys of the last document are followed by keys that no query sees
-def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class):
+@given(DOCUMENTS, WINDOWS, st.integers(0, 3), st.sampled_from(["short", "medium"]), st.booleans())
+@example([12, 21, 77], None, 2, "medium", False)  # keys that no query sees follow those of the last document
+@example([700, 3, 900], None, 1, "medium", True)  # many tiles of queries see no key
+def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class, splits):
     boundaries, total = boundaries_of([*lengths, 70, 70]), sum(lengths) + 140 + 9
     dealt = deal(boundaries, total, 4)
-    plan = traffic(dealt, boundaries, rank, window)
+    plan = traffic(dealt, boundaries, rank, window, may_split=splits)
+    counts = Counts(*plan.counts)
     schedule = schedule_of_ranges(plan.key_start, plan.key_end, len(plan.taken), length_class)
     queries, keys = torch.arange(len(plan.key_start))[:, None], torch.arange(len(plan.taken))
     by_query = (keys >= schedule.key_start[:, None]) & (keys < schedule.key_end[:, None])
@@ -222,5 +248,8 @@ def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class)
         (schedule.key_tiles, len(keys), WORK_TILE),
     ):
         assert sorted(tiles.tolist()) == list(range(-(-tokens // size)))
-    unused = -(-plan.counts[0] // WORK_TILE)
-    assert torch.all(schedule.key_tiles[:unused] < unused), "tiles without keys come last"
+    used = -(-counts.rows // WORK_TILE)
+    assert torch.all(schedule.key_tiles[:used] < used), "tiles without keys come last"
+    for tiles, size in ((schedule.query_tiles, WORK_TILE), (schedule.wide_query_tiles, WIDE_TILE)):
+        used = -(-counts.queries // size)
+        assert torch.all(tiles[:used] < used), "tiles whose queries see no key come last"

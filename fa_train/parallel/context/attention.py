@@ -9,23 +9,31 @@ from torch import Tensor
 from fa_kernels.flash_attention.checks import described
 from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_of_ranges
 from fa_train.models.attention import Attention, flash_attention, function_of
-from fa_train.parallel.context.operators import Moves, context_forward, gather_keys
+from fa_train.parallel.context.attention_operators import context_forward
+from fa_train.parallel.context.operators import Moves, gather_keys
 from fa_train.parallel.context.traffic import Traffic
 
 
 class SharedSchedule(NamedTuple):
-    """The schedule of a rank's queries for the keys in its buffer, and the moves that fill this buffer."""
+    """Which keys the queries of a rank see, and the moves that fill the buffer of keys.
 
+    crossing: the schedule of crossing queries for the keys in the buffer. own: the schedule of all other queries for
+    the rank's own keys. Both have entries for all of the rank's queries. See Traffic for crossing queries.
+    """
+
+    crossing: Schedule
     own: Schedule
     moves: Moves
 
 
 def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedule:
-    """Builds the schedule of a rank's own queries, on the device of traffic's tensors."""
+    """Builds the schedules of a rank's queries, on the device of traffic's tensors."""
     t = traffic
-    own = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
+    crossing = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
+    own = schedule_of_ranges(t.own_start, t.own_end, t.kept.shape[0], length_class)
     sizes, counts = torch.tensor(t.sizes), torch.tensor(t.counts)
-    return SharedSchedule(own, Moves(t.sent, t.own, t.taken, t.shared, t.entries, t.offsets, sizes, counts))
+    moves = Moves(t.crossing, t.sent, t.kept, t.kept_rows, t.taken, t.shared, t.entries, t.offsets, sizes, counts)
+    return SharedSchedule(crossing, own, moves)
 
 
 def unshared(attention: Any) -> Attention:
@@ -66,26 +74,27 @@ class ContextAttention:
         computes only its part of the gradient of sinks, so the caller must sum this gradient over the group. Only flash
         attention supports sinks, alibi_slopes and head_groups > 1.
         Raises: ValueError if an argument is not supported, alibi_slopes has a wrong shape, dtype or device, or
-        head_groups does not divide the KV heads.
+        head_groups does not divide the KV heads. Attention functions other than flash also raise ValueError if
+        `schedule` is split (the argument may_split of fa_train.parallel.context.traffic.traffic).
         """
-        own, moves = schedule
+        crossing, own, moves = schedule
         if function_of(self.inner) is flash_attention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-            alibi = [] if alibi_slopes is None else _alibi(alibi_slopes, q, own)
+            alibi = [] if alibi_slopes is None else [*_alibi(alibi_slopes, q, crossing), *_alibi(alibi_slopes, q, own)]
             sinks = None if sinks is None else sinks.contiguous()  # kernels assume that sinks is contiguous
             o, _ = context_forward(
-                q, k, v, own.tensors(), alibi, sinks, moves, self.group, scale, softcap, own.length_class,
-                self.head_groups,
+                q, k, v, [*crossing.tensors(), *own.tensors()], alibi, sinks, moves, self.group, scale, softcap,
+                own.length_class, self.head_groups,
             )  # fmt: skip
             return o
         if sinks is not None or alibi_slopes is not None or self.head_groups > 1:
             raise ValueError(f"sinks, alibi_slopes and head_groups need attention=flash; got {self.inner}")
         keys, values = gather_keys(torch.cat([k, v], dim=1), moves, self.group).chunk(2, dim=1)
-        return self.inner(q, keys, values, own, softmax_scale=softmax_scale, softcap=softcap)
+        return self.inner(q, keys, values, crossing, softmax_scale=softmax_scale, softcap=softcap)
 
 
-def _alibi(slopes: Tensor, q: Tensor, own: Schedule) -> list[Tensor]:
+def _alibi(slopes: Tensor, q: Tensor, schedule: Schedule) -> list[Tensor]:
     """Returns the tensors that Features.alibi needs. The last key that a query sees is the query's own token."""
     if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.device != q.device:
         raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32 on {q.device}; got {described(slopes)}")
-    return [slopes[None].contiguous(), own.key_end - 1, torch.zeros_like(own.key_end)]
+    return [slopes[None].contiguous(), schedule.key_end - 1, torch.zeros_like(schedule.key_end)]

@@ -19,11 +19,13 @@ class ContextShard:
     """One rank of a context group.
 
     windows: the distinct attention windows of the model's layers, in tokens. None means no window.
+    may_split: as for fa_train.parallel.context.traffic.traffic.
     """
 
     rank: int
     ranks: int
     windows: Sequence[int | None]
+    may_split: bool = True
 
     def __call__(self, batch: Batch) -> Batch:
         """Returns the rank's part of a batch, and adds the traffic of each window.
@@ -44,5 +46,7 @@ class ContextShard:
             name: F.pad(whole[name], (0, dealt.total - total), value=value)[own]  # type: ignore[literal-required]
             for name, value in padding.items()
         }
-        plans = {window: traffic(dealt, boundaries, self.rank, window) for window in self.windows}
+        plans = {
+            window: traffic(dealt, boundaries, self.rank, window, may_split=self.may_split) for window in self.windows
+        }
         return {**batch, **shards, "context_rank": self.rank, "traffic": plans}  # type: ignore[typeddict-item]

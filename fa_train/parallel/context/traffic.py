@@ -1,9 +1,15 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see. A buffer holds these keys together with the rank's own keys, in
-stream order, so the keys that a query sees form one contiguous range of the buffer. The remaining rows of the buffer
-are 0. The first call with a new buffer size costs more host time. The buffer size is therefore rounded up, so that only
-a few sizes occur.
+A rank receives only the keys that its queries see. If all keys that a query sees lie side by side among the rank's own
+keys, attention reads them where they are. All other queries are crossing queries. A buffer holds the keys that they
+see, received keys and own keys, in stream order. So the keys that a crossing query sees form one contiguous range of
+the buffer. The remaining rows of the buffer are 0.
+
+If many queries are crossing queries, all queries count as such. Attention then runs once, with more keys, which is
+faster than two runs.
+
+The first call with a new buffer size or a new number of queries costs more host time. Both are therefore rounded up, so
+that only a few sizes occur.
 """
 
 from typing import NamedTuple
@@ -15,58 +21,129 @@ from torch import Tensor
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
 STEPS = 32  # about how many sizes the buffer of a stream can have
-STEP = 128  # buffer sizes are multiples of this number of rows
+STEP = 128  # buffer sizes and numbers of queries are multiples of this number of rows
+# Attention runs twice if at most this fraction of a rank's queries are crossing queries. Then the copies of these
+# queries take less time than the copies of all keys.
+MAX_CROSSING = 1 / 4
 
 
 class Traffic(NamedTuple):
     """The keys that one rank sends and receives in each layer. All layers with the same window have the same traffic.
 
     `total` is the number of tokens in the padded stream. `local` is the number of the rank's own tokens. `capacity` is
-    buffer_rows(total, total). Tensors are padded with 0, so that their shapes do not depend on the lengths of
-    documents. A compiled model is therefore not compiled again for other lengths.
+    buffer_rows(total, total). Tensors are padded, so that their shapes do not depend on the lengths of documents. A
+    compiled model is therefore not compiled again for other lengths.
     """
 
-    key_start: Tensor  # (local,) int32, the buffer row of the first key that each own query sees
-    key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each own query sees
+    key_start: Tensor  # (local,) int32, the buffer row of the first key that each crossing query sees
+    key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each crossing query sees
+    own_start: Tensor  # (local,) int32, the index of the first own key that each query sees, without crossing queries
+    own_end: Tensor  # (local,) int32, 1 + the index of the last own key; crossing queries have empty ranges
+    crossing: Tensor  # (local,) int32, the indices of crossing queries among the own tokens, ascending
     sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
-    own: Tensor  # (local,) int32, the buffer row of each own token; for padding, a row that no query sees
+    kept: Tensor  # (local,) int32, the indices of own tokens whose keys are in the buffer, ascending
+    kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, the indices of own tokens that other ranks receive, ascending
-    entries: Tensor  # (total,) int32, for each token in `shared`, all its positions in `sent`
+    shared: Tensor  # (local,) int32, the indices of own tokens whose gradients have several parts, ascending
+    entries: Tensor  # (total,) int32, for each token in `shared`, where its parts are; see `_returns`
     offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
-    counts: list[int]  # three counts: rows of the buffer, tokens in `shared`, and keys in the buffer
+    counts: list[int]  # the fields of Counts
 
 
-def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None) -> Traffic:
+class Counts(NamedTuple):
+    """How much of the tensors of Traffic is used.
+
+    rows: rows of the buffer. keys: keys in the buffer; the other rows are 0. shared: tokens in `shared`. kept: tokens
+    in `kept`. crossing: crossing queries. queries: this number rounded up, or all queries if `splits` is 0.
+    splits: 1 if attention runs twice, and 0 if all queries count as crossing queries.
+    """
+
+    rows: int
+    keys: int
+    shared: int
+    kept: int
+    crossing: int
+    queries: int
+    splits: int
+
+
+def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *, may_split: bool = True) -> Traffic:
     """Returns the traffic of `rank`. The host computes it from document boundaries, without the GPU.
 
-    boundaries, window: as for causal_ranges.
+    boundaries, window: as for causal_ranges. may_split: whether attention may run twice; only flash attention can.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
-    needed = keys_needed(mine, start, end, deal.total)
+    n_own = len(mine)
+    own_start, own_end, crosses = own_ranges(mine, start, end, deal.total)
+    splits = may_split and int(crosses.sum()) <= MAX_CROSSING * n_own
+    crossing = np.flatnonzero(crosses) if splits else np.arange(n_own)
+    needed = keys_needed(mine[crossing], start, end, deal.total)
     buffered = np.flatnonzero(needed)  # the stream position of each buffer row
     owner = deal.owner_of(buffered)
     arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
     arriving = arriving[owner[arriving] != rank]
-    rows, capacity = buffer_rows(len(buffered), deal.total), buffer_rows(deal.total, deal.total)
     before = np.append(0, needed.cumsum())  # the number of needed keys before each position
+    kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
-    shared, numbers = np.unique(np.concatenate(sent), return_counts=True)
+    shared, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
     received = np.bincount(owner[owner != rank], minlength=deal.ranks)
+    n_keys, capacity = len(buffered), buffer_rows(deal.total, deal.total)
+    n_queries = query_rows(len(crossing), n_own) if splits else n_own
     return Traffic(
-        torch.from_numpy(before[start[mine]].astype(np.int32)),
-        torch.from_numpy(before[end[mine]].astype(np.int32)),
+        _filled(before[start[mine[crossing]]], n_own, n_keys),
+        _filled(before[end[mine[crossing]]], n_own, n_keys),
+        _filled(own_start, n_own),
+        _filled(own_end, n_own),
+        _filled(crossing, n_own),
         _filled(np.concatenate(sent), deal.total),
-        torch.from_numpy(np.where(needed[mine], before[mine], rows - 1).astype(np.int32)),
+        _filled(kept, n_own),
+        _filled(before[mine[kept]], n_own),
         _filled(arriving, capacity),
-        _filled(shared, len(mine)),
-        _filled(np.argsort(np.concatenate(sent), kind="stable"), deal.total),
-        _filled(np.append(0, numbers.cumsum()), len(mine) + 1),
+        _filled(shared, n_own),
+        _filled(entries, deal.total),
+        _filled(offsets, n_own + 1),
         [[len(tokens) for tokens in sent], received.tolist()],
-        [rows, len(shared), len(buffered)],
+        [
+            *Counts(
+                buffer_rows(n_keys, deal.total), n_keys, len(shared), len(kept), len(crossing), n_queries, int(splits)
+            )
+        ],
     )
+
+
+def own_ranges(
+    mine: np.ndarray, start: np.ndarray, end: np.ndarray, total: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the start and the end of the range of own keys that each own query sees, and which queries are crossing.
+
+    mine: (local,), the ascending stream positions of own tokens. start, end: (total,), from causal_ranges. The results
+    are (local,) each. Crossing queries get empty ranges. Neither starts nor ends decrease from one query to the next.
+    """
+    owned = np.zeros(total, bool)
+    owned[mine] = True
+    before = np.append(0, owned.cumsum())  # the number of own tokens before each position
+    # the first position at or after each query's start that another rank holds
+    others = np.append(np.flatnonzero(~owned), total)
+    foreign = others[np.searchsorted(others, start[mine])]
+    crosses = foreign < end[mine]
+    return (
+        before[np.where(crosses, foreign, start[mine])],
+        before[np.where(crosses, foreign, end[mine])],
+        crosses,
+    )
+
+
+def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns `shared`, `entries` and `offsets` of Traffic.
+
+    The parts of the gradients lie in one tensor. First come the parts that other ranks return, in the order of `sent`.
+    Then come the parts from this rank's own buffer, in the order of `kept`.
+    """
+    tokens = np.concatenate([sent, kept])
+    shared, numbers = np.unique(tokens, return_counts=True)
+    return shared, np.argsort(tokens, kind="stable"), np.append(0, numbers.cumsum())
 
 
 def buffer_rows(n_keys: int, total: int) -> int:
@@ -76,6 +153,16 @@ def buffer_rows(n_keys: int, total: int) -> int:
     """
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
+
+
+def query_rows(n_queries: int, limit: int) -> int:
+    """Returns n_queries, but at least 1, rounded up, and at most `limit`.
+
+    The result has at most four values between one power of two and the next.
+    """
+    n_queries = max(n_queries, 1)
+    step = max(STEP, 2 ** (n_queries.bit_length() - 3))
+    return min(-(-n_queries // step) * step, limit)
 
 
 def _needed_by(deal: Deal, rank: int, held: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -88,16 +175,18 @@ def keys_needed(positions: np.ndarray, start: np.ndarray, end: np.ndarray, total
 
     start, end: (total,), the key range of each query of the stream, from causal_ranges.
     """
-    # The key ranges of neighbouring queries overlap or touch, so consecutive queries together see one contiguous range.
-    first = np.append(True, np.diff(positions) != 1)
-    last = np.append(first[1:], True)
     opened = np.zeros(total + 1, np.int64)
-    np.add.at(opened, start[positions[first]], 1)
-    np.add.at(opened, end[positions[last]], -1)
+    if len(positions):
+        # The key ranges of neighbouring queries overlap or touch, so consecutive queries together see one contiguous
+        # range.
+        first = np.append(True, np.diff(positions) != 1)
+        last = np.append(first[1:], True)
+        np.add.at(opened, start[positions[first]], 1)
+        np.add.at(opened, end[positions[last]], -1)
     return opened[:-1].cumsum() > 0
 
 
-def _filled(values: np.ndarray, size: int) -> Tensor:
-    result = torch.zeros(size, dtype=torch.int32)
-    result[: len(values)] = torch.from_numpy(values)
+def _filled(values: np.ndarray, size: int, value: int = 0) -> Tensor:
+    result = torch.full((size,), value, dtype=torch.int32)
+    result[: len(values)] = torch.from_numpy(values.astype(np.int32))
     return result

@@ -163,6 +163,8 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start
+    # tiles of queries that see no key come last, in ascending order
+    length = torch.where(length > 0, length, -torch.arange(len(length), dtype=torch.int32, device=length.device))
     if length_class == "short":
         key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=key_start.device)
     else:

@@ -22,7 +22,6 @@ from fa_train.models.gpt import GPT
 from fa_train.models.initial import Distribution, Normal
 from fa_train.models.rope import document_positions
 from fa_train.parallel.context.attention import ContextAttention
-from fa_train.parallel.context.shard import ContextShard
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from tests.memory.support.small import ATTENTIONS, VOCAB, compile_blocks
 from tests.parallel.support.sharding import MEMORIES, STEPS, Recorder
@@ -170,7 +169,7 @@ def train(case: Case, rank: int | None = None) -> Recorder:
         group, place = divmod(rank, case.context)
         batches = batches[group :: case.data]
         if case.context > 1:
-            batches = [ContextShard(place, case.context, [*dict.fromkeys(lit_gpt.model.windows)])(x) for x in batches]
+            batches = [lit_gpt.model.context_shard(place, case.context)(x) for x in batches]
     recorder = GradientRecorder()
     trainer = L.Trainer(
         accelerator="cpu", devices=1 if alone else case.ranks, max_steps=STEPS, logger=False,

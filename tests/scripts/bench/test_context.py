@@ -1,6 +1,7 @@
 """Tests the streams, the parts and the table of scripts/bench/context.py. Measuring times would need several GPUs."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_pairs_of_queries_and_keys(window):
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_every_part_of_every_stream_is_timed(stream, one_rank, monkeypatch):
-    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    use_naive_attention(monkeypatch)
     monkeypatch.setattr(context, "WINDOW", 7)
     result = measure(stream, 100, Setting(2, 1, 8, 2, 2, "cpu"))
     assert result.ms.keys() == set(PARTS) and min(result.ms.values()) > 0
@@ -56,7 +57,7 @@ def test_every_part_of_every_stream_is_timed(stream, one_rank, monkeypatch):
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monkeypatch):
-    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    use_naive_attention(monkeypatch)
     monkeypatch.setattr(context, "WINDOW", 7)
     outputs = []
     for part in ("one", "shared", "alone"):
@@ -66,6 +67,12 @@ def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monk
         outputs.append(case.parts[part]())
     for gradients in outputs[1:]:
         torch.testing.assert_close(gradients, outputs[0])
+
+
+def use_naive_attention(monkeypatch):
+    """Replaces flash attention, which is slow in Triton's interpreter. Naive attention cannot run in two parts."""
+    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    monkeypatch.setattr(context, "traffic", partial(context.traffic, may_split=False))
 
 
 def drawn_once():
@@ -103,7 +110,7 @@ def test_the_peer_has_a_table_of_its_own():
 
 @pytest.mark.parametrize(("stream", "has_peer"), [("one", True), ("log-normal", False)])
 def test_the_peer_is_measured_for_one_document(stream, has_peer, one_rank, monkeypatch):
-    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    use_naive_attention(monkeypatch)
     monkeypatch.setattr(context, "peer_parts", lambda *sizes: dict.fromkeys(PEER_PARTS, lambda: None))
     result = measure(stream, 100, Setting(2, 1, 8, 1, 1, "cpu", peer=True))
     assert result.ms.keys() == {*PARTS, *(PEER_PARTS if has_peer else ())}
@@ -122,7 +129,7 @@ def test_one_rank_is_refused(monkeypatch):
 
 
 def test_a_long_stream_divides_the_heads_of_the_whole_stream(one_rank, monkeypatch):
-    monkeypatch.setattr(context, "flash_attention", naive_attention)
+    use_naive_attention(monkeypatch)
     monkeypatch.setattr(context, "FITS_ONE_GPU", 64)
     monkeypatch.setattr(context, "_divided", lambda setting, ranks: replace(setting, n_heads=2, n_kv_heads=1))
     case = context.Case("one", 96, 0, Setting(4, 2, 8, 1, 1, "cpu"))

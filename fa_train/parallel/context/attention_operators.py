@@ -1,0 +1,306 @@
+"""Operators for flash attention over a stream that several ranks share.
+
+If a rank has few crossing queries (fa_train.parallel.context.traffic), attention runs twice. The first run processes
+the queries that see only own keys, while keys of other ranks are received. The second run processes the crossing
+queries. Otherwise, one run processes all queries, after the keys are received.
+
+The operators are registered with torch.library, for the reasons that operators.py gives.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
+from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE
+from fa_kernels.rows import copy_rows
+from fa_train.parallel.context.operators import Moves, gathered, start_gathering, summed_gradients
+from fa_train.parallel.context.traffic import Counts
+
+
+class Run(NamedTuple):
+    """One run of flash attention. The fields are arguments of torch.ops.flash_attention.forward and .backward."""
+
+    schedule: Sequence[Tensor]
+    alibi: Sequence[Tensor]
+    sinks: Tensor | None
+    softmax_scale: float
+    softcap: float
+
+    def of_heads(self, heads: slice) -> "Run":
+        """Returns the run for the query heads in `heads`."""
+        alibi = [self.alibi[0][:, heads].contiguous(), *self.alibi[1:]] if self.alibi else []
+        return self._replace(alibi=alibi, sinks=None if self.sinks is None else self.sinks[heads])
+
+    def forward(self, q: Tensor, keys: Tensor, values: Tensor, length_class: str) -> tuple[Tensor, Tensor]:
+        """Returns o and lse."""
+        o, lse = torch.ops.flash_attention.forward(
+            q, keys, values, self.schedule, self.alibi, self.sinks, None, self.softmax_scale, self.softcap, q.dtype,
+            False, True, length_class,
+        )  # fmt: skip
+        return o, lse
+
+    def backward(
+        self, do: Tensor, q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, deterministic: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns dq, dk, dv and dsinks."""
+        dq, dk, dv, dsinks = torch.ops.flash_attention.backward(
+            do, None, q, keys, values, o, lse, self.schedule, self.alibi, self.sinks, self.softmax_scale, self.softcap,
+            deterministic, True,
+        )  # fmt: skip
+        return dq, dk, dv, dsinks
+
+
+@torch.library.custom_op("fa_train::context_forward", mutates_args=())
+def context_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedules: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    moves: Sequence[Tensor],
+    group: str,
+    softmax_scale: float,
+    softcap: float,
+    length_class: str,
+    head_groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Gathers keys and values, and computes flash attention of this rank's queries.
+
+    Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
+    schedules: the tensors of SharedSchedule.crossing, then those of SharedSchedule.own. alibi: the tensors of
+    Features.alibi for SharedSchedule.crossing, then those for SharedSchedule.own; or empty. sinks: as in Features.
+    head_groups: the number of groups of KV heads; only the keys and values of one group are gathered at a time.
+    """
+    moved = Moves(*moves)
+    counts = Counts(*moved.counts.tolist())
+    runs = _runs(schedules, alibi, sinks, softmax_scale, softcap, counts)
+
+    def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor]:
+        crossing, own = (run.of_heads(queries) for run in runs)
+        return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moved, counts, group, length_class)
+
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
+    if head_groups == 1:
+        return of_group(*groups[0])
+    o, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    for queries, kv in groups:
+        o[:, queries], lse[queries] = of_group(queries, kv)
+    return o, lse
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    crossing: Run,
+    own: Run,
+    moves: Moves,
+    counts: Counts,
+    group: str,
+    length_class: str,
+) -> tuple[Tensor, Tensor]:
+    """Returns o and lse for one group of heads."""
+    exchange = start_gathering([k, v], moves, group)
+    if not counts.splits:
+        keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+        return crossing.forward(q, keys, values, length_class)
+    o, lse = own.forward(q, k, v, length_class)  # runs during the exchange
+    keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+    (crossing_q,) = _crossing_rows([q], moves, counts)
+    crossing_o, crossing_lse = crossing.forward(crossing_q, keys, values, length_class)
+    rows = moves.crossing[: counts.crossing]
+    copy_rows([crossing_o], [o], to_rows=rows)
+    lse.index_copy_(1, rows.long(), crossing_lse[:, : counts.crossing])
+    return o, lse
+
+
+@context_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("fa_train::context_backward", mutates_args=())
+def context_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedules: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    moves: Sequence[Tensor],
+    group: str,
+    softmax_scale: float,
+    softcap: float,
+    deterministic: bool,
+    head_groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gathers keys and values again, computes dq, dk, dv and dsinks, and returns dk and dv to the ranks that hold the
+    keys.
+
+    dsinks is (n_heads,), or empty without sinks. Other arguments: as for context_forward.
+    """
+    moved = Moves(*moves)
+    counts = Counts(*moved.counts.tolist())
+    runs = _runs(schedules, alibi, sinks, softmax_scale, softcap, counts)
+
+    def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        crossing, own = (run.of_heads(queries) for run in runs)
+        return _backward(
+            do[:, queries].contiguous(), q[:, queries], k[:, kv], v[:, kv], o[:, queries].contiguous(), lse[queries],
+            crossing, own, moved, counts, group, deterministic,
+        )  # fmt: skip
+
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
+    if head_groups == 1:
+        return of_group(*groups[0])
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dsinks = []
+    for queries, kv in groups:
+        dq[:, queries], dk[:, kv], dv[:, kv], dsinks_of_group = of_group(queries, kv)
+        dsinks.append(dsinks_of_group)
+    return dq, dk, dv, torch.cat(dsinks)
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    crossing: Run,
+    own: Run,
+    moves: Moves,
+    counts: Counts,
+    group: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns dq, dk, dv and dsinks for one group of heads."""
+    exchange = start_gathering([k, v], moves, group)
+    if not counts.splits:
+        keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+        dq, dk, dv, dsinks = crossing.backward(do, q, keys, values, o, lse, deterministic)
+        del keys, values
+        dk, dv = summed_gradients([dk, dv], moves, group)
+        return dq, dk, dv, dsinks
+    # This run happens during the exchange. Crossing queries see no own keys, so it adds nothing for them to dk and dv.
+    # But dsinks depends only on do, o and lse, so it already covers crossing queries.
+    dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
+    keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+    crossing_q, crossing_do = _crossing_rows([q, do], moves, counts)
+    (crossing_o,) = _crossing_rows([o], moves, counts)
+    crossing_lse = lse.index_select(1, moves.crossing[: counts.queries])
+    crossing_dq, *of_buffer, _ = crossing._replace(sinks=None).backward(
+        crossing_do, crossing_q, keys, values, crossing_o, crossing_lse, deterministic
+    )
+    del keys, values
+    copy_rows([crossing_dq], [dq], to_rows=moves.crossing[: counts.crossing])
+    dk, dv = summed_gradients(of_buffer, moves, group, [dk, dv])
+    return dq, dk, dv, dsinks
+
+
+@context_backward.register_fake
+def _(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedules: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = lse.new_empty(0 if sinks is None else sinks.shape[0])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, schedules, alibi, sinks, moves, ctx.group, ctx.softmax_scale, ctx.softcap, _, ctx.head_groups = inputs
+    ctx.deterministic = torch.are_deterministic_algorithms_enabled()
+    ctx.n_schedules = len(schedules)
+    ctx.save_for_backward(q, k, v, *output, sinks, *moves, *schedules, *alibi)
+    ctx.set_materialize_grads(False)
+
+
+def _context_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, o, lse, sinks, *rest = ctx.saved_tensors
+    n_moves = len(Moves._fields)
+    moves, schedules, alibi = rest[:n_moves], rest[n_moves:][: ctx.n_schedules], rest[n_moves + ctx.n_schedules :]
+    if do is None:
+        do = torch.zeros_like(o)
+    dq, dk, dv, dsinks = context_backward(
+        do, q, k, v, o, lse, schedules, alibi, sinks, moves, ctx.group, ctx.softmax_scale, ctx.softcap,
+        ctx.deterministic, ctx.head_groups,
+    )  # fmt: skip
+    return (
+        dq, dk, dv, [None] * len(schedules), [None] * len(alibi), None if sinks is None else dsinks,
+        [None] * len(moves), *[None] * 5,
+    )  # fmt: skip
+
+
+context_forward.register_autograd(_context_backward, setup_context=_save_for_backward)
+
+
+def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[slice, slice]]:
+    """Returns the query heads and the KV heads of each group. All groups have equally many heads.
+
+    Raises: ValueError if the KV heads cannot be divided equally.
+    """
+    if n_kv_heads % groups:
+        raise ValueError(f"strategy.head_groups must divide the {n_kv_heads} KV heads; got {groups}")
+    queries, kv = n_heads // groups, n_kv_heads // groups
+    return [(slice(i * queries, (i + 1) * queries), slice(i * kv, (i + 1) * kv)) for i in range(groups)]
+
+
+def _runs(
+    schedules: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    softmax_scale: float,
+    softcap: float,
+    counts: Counts,
+) -> tuple[Run, Run]:
+    """Returns the run of crossing queries, and the run of all other queries. Arguments: as for context_forward."""
+    n_tensors, n_alibi = len(schedules) // 2, len(alibi) // 2
+    of_crossing = list(alibi[:n_alibi])
+    of_crossing[1:] = [x[: counts.queries] for x in of_crossing[1:]]
+    schedule = used_part(schedules[:n_tensors], counts.queries, counts.rows)
+    crossing = Run(schedule, of_crossing, sinks, softmax_scale, softcap)
+    return crossing, crossing._replace(schedule=schedules[n_tensors:], alibi=alibi[n_alibi:])
+
+
+def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[Tensor]:
+    """Returns the rows of crossing queries, followed by copies of row 0 whose results are not used.
+
+    Shapes: one or two tensors (local, heads, head_dim) -> (counts.queries, heads, head_dim).
+    """
+    results = [x.new_empty(counts.queries, *x.shape[1:]) for x in xs]
+    copy_rows(xs, results, from_rows=moves.crossing[: counts.queries])
+    return results
+
+
+def used_part(schedule: Sequence[Tensor], n_queries: int, n_keys: int) -> list[Tensor]:
+    """Returns the tensors of a schedule, shortened to the first n_queries queries and the first n_keys keys.
+
+    Tiles that are left out must hold only queries that see no key, or keys that no query sees. They come last in the
+    schedule.
+    """
+    key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
+    return [
+        key_start[:n_queries],
+        key_end[:n_queries],
+        query_start[:n_keys],
+        query_end[:n_keys],
+        query_tiles[: -(-n_queries // WORK_TILE)],
+        key_tiles[: -(-n_keys // WORK_TILE)],
+        wide_query_tiles[: -(-n_queries // WIDE_TILE)],
+    ]
