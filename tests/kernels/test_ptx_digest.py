@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kernels.ptx_digest import all_cases, differences, normalised
+from tests.kernels.support.ptx_digest import all_cases, differences, normalised
 
 PTX = """
 //

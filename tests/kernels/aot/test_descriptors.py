@@ -4,11 +4,8 @@ import pytest
 
 from tests.kernels.aot.descriptors import misplaced_in
 from tests.kernels.aot.reports import compile_all
+from tests.kernels.aot.support.limits import UNALIGNED, UNALIGNED_DECODE
 
-# Heads of 72 and 136 columns are split into two blocks of columns, with padding. The row strides of these widths are
-# not multiples of 16 elements, even if the rows are contiguous.
-UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
-UNALIGNED_DECODE = "sm90-72-64-dense"
 # machine code of ptxas 12.8 from two kernels that gave wrong results on an H100
 WRONG = """
         /*1a00*/                   ULEA UR7, UR4, UR7, 0x18 ;                  /* 0x00 */

@@ -13,10 +13,10 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_L
 from tests.kernels.aot import entries
 from tests.kernels.aot.portable import pass_of, table_of
 from tests.kernels.aot.reports import RECORDED, ROOT, environment
-from tests.kernels.aot.test_portable import LIMITS, OF_4_BYTES, SURPLUS, TENSOR_MEMORY
+from tests.kernels.aot.support.limits import OF_4_BYTES, PORTABLE, SURPLUS, TENSOR_MEMORY
 
 RECORDS = sorted(RECORDED.glob("entries_*.json"))
-# Allowed bytes of spill stores above the limits in test_portable.py. Those limits are for one document, and kernels for
+# Allowed bytes of spill stores above the limits in `PORTABLE`. Those limits are for one document, and kernels for
 # several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
 UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # not used, because separate kernels compute dk and dv
@@ -65,7 +65,7 @@ def problems(case, report):
     gpu, head_dim, _, direction, itemsize = case.split("-")
     head_dim, itemsize, direction = int(head_dim), int(itemsize), pass_of(direction)
     entry = (table_of(gpu), head_dim, direction)
-    spill_bytes, tensor_core = OF_4_BYTES[entry] if itemsize == 4 else (LIMITS | UNUSED)[entry][1:]
+    spill_bytes, tensor_core = OF_4_BYTES[entry] if itemsize == 4 else (PORTABLE | UNUSED)[entry][1:]
     tiles = tile_config(table_of(gpu), head_dim, direction, itemsize)
     computed = shared_bytes(table_of(gpu), tiles, head_dim, head_dim, direction, itemsize)
     surplus = SURPLUS[table_of(gpu)] if itemsize == 2 else 1.6

@@ -16,23 +16,8 @@ from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
+from tests.kernels.aot.support.limits import BACKWARD_SPILLS
 
-# {dtype-head_dim-group-softcap-marks: allowed bytes of spill stores}. A limit is the larger of the values for Triton
-# 3.6 and 3.7, plus a margin. Few of the allowed spills are inside the inner loops.
-SPILLS = {
-    "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
-    "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,
-    "fp16-128-4-0-1": 80, "fp16-64-4-0-1": 16, "bf16-128-4-0-0": 96, "bf16-64-4-0-1": 16,
-    "bf16-128-1-1-1": 136, "bf16-64-4-1-1": 48, "bf16-64-1-1-1": 32, "fp16-64-1-1-1": 16,
-    "bf16-96-1-0-0": 88, "bf16-96-4-0-1": 104, "bf16-96-4-1-1": 136, "fp16-96-1-1-1": 80,
-    "fp16-96-4-0-1": 16, "fp16-128dkdv-1-1-0": 72, "fp16-128dkdv-4-1-1": 80, "fp16-128dq-1-1-0": 16,
-    "fp16-128dq-4-1-1": 16,
-    "bf16-64ordered-1-0-0": 16, "bf16-64ordered-4-1-1": 16, "fp16-64ordered-1-0-0": 16, "fp16-64ordered-4-1-1": 16,
-    "bf16-96ordered-4-0-1": 24, "bf16-96ordered-1-1-1": 120, "fp16-96ordered-1-0-0": 16, "fp16-96ordered-4-1-1": 80,
-    "bf16-128ordered-1-1-1": 144, "bf16-128ordered-4-0-1": 80, "fp16-128ordered-4-0-1": 80,
-    "bf16-256dkdv-1-0-0": 32, "bf16-256dkdv-4-1-1": 32,
-    "bf16-256dq-1-0-0": 384, "bf16-256dq-4-1-1": 384,
-}  # fmt: skip
 # `make test-oldest-triton` compiles only these cases, one for each kernel and head_dim
 CORE = {
     "bf16-64-4-1-1", "bf16-96-4-1-1", "bf16-128-1-1-1", "bf16-64ordered-4-1-1", "bf16-96ordered-1-1-1",
@@ -45,14 +30,14 @@ SHARED = 227 * 1024  # bytes of shared memory that one program can use on an H10
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiles_within_limits(core):
-    assert SPILLS.keys() >= CORE
-    cases = [case for case in SPILLS if (case in CORE) == core]
+    assert BACKWARD_SPILLS.keys() >= CORE
+    cases = [case for case in BACKWARD_SPILLS if (case in CORE) == core]
     for case, report in compile_all("tests.kernels.aot.hopper_backward", cases).items():
         assert report["warnings"] == [], (case, report)  # ptxas warns for example with C7512 if it serialises matmuls
         assert report["misplaced_descriptors"] == [], (case, report)
         assert report["tensor_core"] == "HGMMA", (case, report)
         assert report["shared"] <= SHARED, (case, report)
-        assert report["spill_bytes"] <= SPILLS[case], (case, report)
+        assert report["spill_bytes"] <= BACKWARD_SPILLS[case], (case, report)
         assert report["stores_of_16"] == stores_of_sums(*case.split("-")), (case, report)
         assert report["idle_barriers"] == [], (case, report)
 

@@ -3,20 +3,13 @@
 import pytest
 
 from tests.kernels.aot.reports import compile_all
-
-LIMITS = {
-    "sm80": 96,
-    "sm89": 96,
-    "sm90": 96,
-    "sm100": 96,
-    "sm120": 96,
-}  # registers per thread that Triton 3.7 needs, plus a margin
+from tests.kernels.aot.support.limits import SCHEDULE
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_compiles_within_limits():
-    for arch, report in compile_all("tests.kernels.aot.schedule", [*LIMITS]).items():
+    for arch, report in compile_all("tests.kernels.aot.schedule", [*SCHEDULE]).items():
         assert report["warnings"] == report["misplaced_descriptors"] == [], report
-        assert report["registers"] <= LIMITS[arch] and report["spill_bytes"] == 0, report
+        assert report["registers"] <= SCHEDULE[arch] and report["spill_bytes"] == 0, report
         assert report["tensor_core"] == "none", report

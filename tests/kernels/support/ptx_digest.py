@@ -1,7 +1,7 @@
 """Hashes the PTX of every kernel, to show that a change of the source does not change the compiled code.
 
-    python -m tests.kernels.ptx_digest --out before.json        # writes before.json.
-    python -m tests.kernels.ptx_digest --compare before.json    # exit status 1 if code differs.
+    python -m tests.kernels.support.ptx_digest --out before.json        # writes before.json.
+    python -m tests.kernels.support.ptx_digest --compare before.json    # exit status 1 if code differs.
 
 A case is one kernel from the ahead-of-time tests, or all kernels that a public call launches. The hash of a case
 ignores comments, source lines and function names. The script needs neither a GPU nor ptxas.
@@ -27,19 +27,8 @@ from triton import knobs
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.kernels.aot import (
-    decode,
-    hopper_backward,
-    hopper_forward,
-    portable,
-    schedule,
-    test_decode,
-    test_descriptors,
-    test_hopper_backward,
-    test_hopper_forward,
-    test_portable,
-    test_schedule,
-)
+from tests.kernels.aot import decode, hopper_backward, hopper_forward, portable, schedule
+from tests.kernels.aot.support import limits
 from tests.kernels.support import launched_kernels
 
 COMMENT = re.compile(r"//.*")
@@ -62,16 +51,16 @@ def all_cases() -> list[str]:
 
     The name of a case is a group and its values, for example `hopper_backward bf16-128-4-0-1`.
     """
-    containing = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in test_portable.LIMITS if arch != "sm90"]
-    containing += [("sm90", *entry) for entry in [*test_portable.CONTAINING, *test_portable.REPAIRS]]
-    cases = [test_portable.case_of(*entry) for entry in [*test_portable.LIMITS, *containing]]
-    cases += [test_portable.case_of(*entry, itemsize=4) for entry in test_portable.OF_4_BYTES]
+    isolating = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in limits.PORTABLE if arch != "sm90"]
+    isolating += [("sm90", *entry) for entry in [*limits.ISOLATING, *limits.REPAIRS]]
+    cases = [limits.case_of(*entry) for entry in [*limits.PORTABLE, *isolating]]
+    cases += [limits.case_of(*entry, itemsize=4) for entry in limits.OF_4_BYTES]
     groups = {
-        "portable": [*cases, *test_portable.UNUSUAL, *test_descriptors.UNALIGNED],
-        "decode": [*test_decode.LIMITS, test_descriptors.UNALIGNED_DECODE],
-        "hopper_forward": test_hopper_forward.SPILLS,
-        "hopper_backward": test_hopper_backward.SPILLS,
-        "schedule": test_schedule.LIMITS,
+        "portable": [*cases, *limits.UNUSUAL, *limits.UNALIGNED],
+        "decode": [*limits.DECODE, limits.UNALIGNED_DECODE],
+        "hopper_forward": limits.FORWARD_SPILLS,
+        "hopper_backward": limits.BACKWARD_SPILLS,
+        "schedule": limits.SCHEDULE,
         "call": launched_kernels.CALLS,
     }
     return list(dict.fromkeys(f"{group} {case}" for group, cases in groups.items() for case in cases))
