@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from fa_train import run_config, training
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support import fast_configs
+from tests.support.finetuning import write_base
 from tests.support.marks import slow, slow_except, slow_if
 from tests.support.training import CONF, command_line, composed, tiny
-from tests.test_finetune import write_base
 
 NEEDED = {
     "hf": ["data.name=some/name"],

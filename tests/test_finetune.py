@@ -9,29 +9,18 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fa_train import training
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from scripts import trained_model
 from scripts.bench import compare_finetune
-from tests.data.support.chats import PLAIN, many_chats, save_tokenizer, write_jsonl
+from tests.data.support.chats import PLAIN, many_chats, write_jsonl
+from tests.support.finetuning import write_base
 from tests.support.training import column, command_line, composed, write_corpus
 
 pytestmark = pytest.mark.slow
 STEPS = 12
-
-
-def write_base(folder: Path) -> Path:
-    """Saves a tiny Llama with a tokenizer that has a chat template."""
-    save_tokenizer(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def settings(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from fa_train.fit import fit
 from fa_train.lit_gpt import LitGPT
 from tests.memory.support.small import levers, small_gpt
-from tests.test_lit_gpt import batches
+from tests.support.batches import batches
 
 
 class Batches(L.LightningDataModule):

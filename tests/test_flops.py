@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.attention import naive_attention
-from tests.models.test_gpt import build
+from tests.models.support.gpt import build
 
 
 @pytest.mark.parametrize("overrides", [{}, {"tied": False, "activation": "gelu", "head_dim": 32}], ids=["tied", "wide"])

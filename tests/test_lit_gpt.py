@@ -13,21 +13,9 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.models import gpt
 from fa_train.models.config import Family
 from tests.memory.support.small import levers, small_gpt
+from tests.support.batches import TOTAL, batches
 
-TOTAL, STEPS = 24, 3
-
-
-def batches(number: int) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(11, (number, TOTAL), generator=torch.Generator().manual_seed(1))
-    return [
-        {
-            "tokens": row,
-            "labels": row.roll(-1),
-            "position_ids": torch.arange(TOTAL),
-            "cu_seqlens": torch.tensor([0, TOTAL], dtype=torch.int32),
-        }
-        for row in tokens
-    ]
+STEPS = 3
 
 
 class Watched(L.Callback):

@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
 from tests.support.processes import start_server
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.training import column, composed, tiny, write_corpus
-from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 pytestmark = pytest.mark.slow
 

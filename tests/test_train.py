@@ -1,11 +1,7 @@
 """Tests complete runs of train.py with tiny models."""
 
 import json
-import os
-import shutil
 import signal
-import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,27 +10,9 @@ import torch
 
 from fa_train import training
 from tests.support import processes
-from tests.support.training import (
-    RECORDED,
-    REPOSITORY,
-    column,
-    command_line,
-    composed,
-    quiet_environment,
-    recorded_rows,
-    tiny,
-)
-
-FORKED = REPOSITORY / "tests" / "support" / "forked_ranks.py"  # runs train.py; forks its ranks if there are several
-
-
-def run(tmp_path, *overrides, name="run"):
-    """Trains in this process, and returns the results of the run and its folder."""
-    folder = tmp_path / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
-        return training.train(cfg), folder
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.runs import run, start_and_finish, start_and_stop
+from tests.support.training import RECORDED, column, command_line, composed, quiet_environment, recorded_rows, tiny
 
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("flash", marks=pytest.mark.gpu)])
@@ -104,42 +82,6 @@ def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128
 
 
-def start_and_stop(tmp_path, overrides, step, stop, to_all=False):
-    """Starts train.py, sends a signal after it has printed `step`, and returns the folder of the new run.
-
-    The signal goes to the started process, or to its whole process group. All processes of the run must end within a
-    minute.
-    """
-    before = set(tmp_path.rglob("metrics.csv"))
-    pipe = tmp_path / "printed"
-    os.mkfifo(pipe)
-    arguments = ["train.py", *overrides]
-    process = processes.start(FORKED, arguments, tmp_path, quiet_environment(), pipe, pipe)
-    hung = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
-    lines = []
-    with pipe.open() as printed:
-        for line in printed:  # the loop ends when the last process closes the pipe
-            lines.append(line)
-            if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation prints the same step again
-                hung.start()
-                os.killpg(process.pid, stop) if to_all else os.kill(process.pid, stop)
-    hung.cancel()
-    pipe.unlink()
-    process.join(60)
-    assert process.exitcode == (-stop if stop == signal.SIGKILL else 128 + stop), "".join(lines)
-    [metrics] = set(tmp_path.rglob("metrics.csv")) - before
-    return metrics.parent
-
-
-def start_and_finish(tmp_path, *overrides):
-    """Runs train.py, waits for its end, and returns the folder of the new run."""
-    before = set(tmp_path.rglob("metrics.csv"))
-    done = command_line(tmp_path, *overrides)
-    assert done.returncode == 0, done.stderr
-    [metrics] = set(tmp_path.rglob("metrics.csv")) - before
-    return metrics.parent
-
-
 @pytest.mark.slow
 def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     """If a run gets SIGTERM, it saves a checkpoint.
@@ -194,28 +136,6 @@ def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="killed"):
         run(tmp_path, "max_steps=1", "callbacks.checkpoint.save_on_exception=false")
     assert not list(tmp_path.rglob("*.ckpt")) and list(tmp_path.rglob("*.partial"))
-
-
-def processes_can_talk():
-    """Returns whether ranks can communicate on this machine: a port must be free, and torch must have gloo."""
-    try:
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-    except OSError:
-        return False
-    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
-
-
-def ranks_of_torchrun(n_ranks):
-    """Returns the environment variables that torchrun sets for each of its processes."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
-    }  # fmt: skip
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)]
 
 
 def start_and_finish_ranks(folder, tmp_path, *overrides):

@@ -20,8 +20,8 @@ from fa_train import training
 from fa_train.errors import DivergedError
 from tests.support import processes
 from tests.support.processes import start_server
+from tests.support.ranks import FORKED, processes_can_talk, ranks_of_torchrun
 from tests.support.training import column, composed, quiet_environment, tiny, write_corpus
-from tests.test_train import FORKED, processes_can_talk, ranks_of_torchrun
 
 pytestmark = pytest.mark.slow
 

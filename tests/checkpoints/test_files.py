@@ -27,16 +27,7 @@ from fa_train.checkpoints.files import (
 from fa_train.checkpoints.resume import checkpoint_path
 from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole, saved_optimizer, write_folder
 from tests.support.peak_memory import peak_growth
-
-
-class Evil:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.path}",)
+from tests.support.pickles import Evil
 
 
 def content() -> dict:

@@ -19,8 +19,8 @@ from fa_train.callbacks import checkpoint
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.parallel.sharded_checkpoint import require_whole
 from tests.support.marks import slow_except
+from tests.support.runs import start_and_finish
 from tests.support.training import column, command_line, composed, tiny
-from tests.test_train import start_and_finish
 
 TWO_STEPS = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=2", "trainer.val_check_interval=2")
 EACH_STEP = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=5", "trainer.val_check_interval=5")
@@ -64,16 +64,6 @@ def test_the_newest_are_kept(overrides, kept, tmp_path):
     assert run(tmp_path / "run", tmp_path, *EACH_STEP, *overrides) == kept
 
 
-class Losses(Callback):
-    """Replaces the loss of each validation by the next of the given losses."""
-
-    def __init__(self, losses: list[float]) -> None:
-        self.losses = list(losses)
-
-    def on_validation_epoch_end(self, trainer, pl_module) -> None:
-        pl_module.on_validation_epoch_end = lambda: pl_module.log("val/loss", self.losses.pop(0), logger=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("losses", "kept"),
@@ -87,7 +77,8 @@ class Losses(Callback):
 def test_the_best_is_kept_too_if_asked(losses, kept, tmp_path):
     best = [
         "callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1", "max_steps=5",
-        "callbacks.checkpoint.every_n_train_steps=2", "+callbacks.losses._target_=tests.checkpoints.test_runs.Losses",
+        "callbacks.checkpoint.every_n_train_steps=2",
+        "+callbacks.losses._target_=tests.checkpoints.support.callbacks.Losses",
         f"+callbacks.losses.losses={losses}",
     ]  # fmt: skip
     newest = ["4", "5"]
@@ -159,30 +150,9 @@ def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
     assert done.returncode == 0 and not list(folder.rglob("*.partial")), done.stderr
 
 
-class FullDisk(Callback):
-    """Makes torch.save fail for the checkpoint of the given step and for all later checkpoints."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_start(self, trainer, pl_module) -> None:
-        save = trainer.save_checkpoint
-
-        def save_on_a_full_disk(path, **options) -> None:
-            if trainer.global_step >= self.step:
-                torch.save = self.fail  # type: ignore[assignment]
-            save(path, **options)
-
-        trainer.save_checkpoint = save_on_a_full_disk
-
-    def fail(self, content, file) -> None:
-        file.write(b"PK half of a checkpoint")
-        raise OSError(errno.EFBIG, "File too large")
-
-
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_the_older_checkpoints(tmp_path):
-    full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=3")
+    full = ("+callbacks.full._target_=tests.checkpoints.support.callbacks.FullDisk", "+callbacks.full.step=3")
     done = command_line(tmp_path, *tiny(tmp_path, *EACH_STEP, "run_name=full"), *full)
     assert one_line(done).endswith("step_0000003.ckpt could not be written: File too large")
     [folder] = tmp_path.rglob("checkpoints")

@@ -5,22 +5,17 @@ import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.datamodule import sft_data, synthetic_data
 from fa_train.data.packing.rows import IGNORE_INDEX
-from tests.data.packing.test_best_fit import make as make_best_fit
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
-
-OPTIONS = dict(
-    seq_len=16, batch_size=8, micro_batch_size=2, max_steps=6, seed=1, document_mask=True, reset_positions=True,
-    val_rows=4, num_workers=0,
-)  # fmt: skip
+from tests.data.support.fitting import Killed, Recorder, fit
+from tests.data.support.numbered import OPTIONS
+from tests.data.support.numbered import make as make_best_fit
 
 
 @pytest.fixture(autouse=True)
@@ -134,43 +129,6 @@ def chats(tmp_path):
     path = write_jsonl(tmp_path / "chats.jsonl", many_chats())
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     return sft_data(str(path), tokenizer, None, str(tmp_path / "cache"), packing="best_fit", **OPTIONS)
-
-
-class Killed(Exception):
-    """Raised where a real run would be killed."""
-
-
-class Recorder(L.LightningModule):
-    """A Lightning module that records its batches and trains nothing. At a given step, the module raises Killed."""
-
-    def __init__(self, die_at=None):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.seen, self.die_at = [], die_at
-
-    def training_step(self, batch, batch_idx):
-        if self.die_at is not None and self.global_step == self.die_at:
-            raise Killed
-        self.seen.append(batch["tokens"])
-        return self.weight.sum()
-
-    def validation_step(self, batch, batch_idx):
-        assert len(batch["tokens"]) % 16 == 0
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(folder, recorder, data, ckpt_path=None):
-    trainer = L.Trainer(
-        max_steps=6, max_epochs=-1, accumulate_grad_batches=data.accumulation(1), accelerator="cpu", logger=False,
-        default_root_dir=folder,
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, save_last=True)],
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        num_sanity_val_steps=0, val_check_interval=8, check_val_every_n_epoch=None,
-    )  # fmt: skip
-    trainer.fit(recorder, datamodule=data, ckpt_path=ckpt_path)
-    return recorder.seen
 
 
 @pytest.mark.parametrize("make_data", [concatenated, best_fit, chats])

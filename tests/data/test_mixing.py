@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.datamodule import PackedDataModule
 from fa_train.data.mixing import CYCLE, MixedRows, Mixture, interleave, rows_a_cycle
-from tests.data.packing.test_best_fit import OPTIONS, NumberedSource
-from tests.data.packing.test_concat import PAD, Numbered
-from tests.data.test_datamodule import Killed, Recorder, fit
+from tests.data.support.fitting import Killed, Recorder, fit
+from tests.data.support.numbered import OPTIONS, PAD, Numbered, NumberedSource
 
 BASE = 10**6  # the tokens of source number i start at i * BASE
 

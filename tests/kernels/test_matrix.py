@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fa_kernels import flash_attn_varlen_func
-from tests.kernels.support.attention_check import compare, cumulative
+from tests.kernels.support.attention_check import MASKS, compare, cumulative
 
 pytestmark = pytest.mark.gpu
 
@@ -26,10 +26,6 @@ pytestmark = pytest.mark.gpu
 PAIRS = [
     (1, 147), (113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256), (1024, 1024), (1023, 1024),
     (1024, 1023), (2048, 2048),
-]  # fmt: skip
-MASKS = [
-    {"causal": False}, {"causal": True}, {"causal": True, "window_size": (64, 0)},
-    {"causal": False, "window_size": (37, 90)}, {"causal": False, "window_size": (-1, 5)},
 ]  # fmt: skip
 HEADS = [(4, 4), (4, 2), (4, 1)]  # MHA, GQA, MQA
 FEATURES = [(), ("softcap",), ("alibi",), ("sinks",), ("scale",), ("softcap", "sinks"), ("alibi", "sinks", "scale")]

@@ -18,9 +18,8 @@ from fa_train.models.config import Activation
 from fa_train.models.ffn import RecomputedFFN
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA
-from tests.memory.planner.test_planner import build
 from tests.memory.support import simulated
-from tests.memory.support.plans import LLAMA_1B, changed
+from tests.memory.support.plans import LLAMA_1B, build, changed
 from tests.memory.support.simulated import kept_by_compiled_block
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 from tests.support.tolerance import assert_as_accurate

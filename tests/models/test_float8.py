@@ -18,7 +18,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.models.float8 import require_float8_gpu, use_float8
 from fa_train.models.gpt import GPT
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
-from tests.models.test_lora import lora
+from tests.models.support.adapters import lora
 from tests.support.marks import slow_except
 from tests.support.training import column, composed, tiny
 

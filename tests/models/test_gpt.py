@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
 from fa_train.models.ffn import RecomputedFFN
 from fa_train.models.gpt import GPT
 from fa_train.models.norms import OffsetRMSNorm
+from tests.models.support.gpt import build
 
 ATTENTIONS = {
     "naive": naive_attention,
@@ -50,32 +50,6 @@ VARIANTS = [
 def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disables oneDNN. On virtual machines that announce AMX without having it, oneDNN's bf16 matmuls crash."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
-def build(**overrides) -> GPT:
-    arguments = {
-        "vocab_size": 40,
-        "n_layers": 2,
-        "dim": 32,
-        "n_heads": 2,
-        "n_kv_heads": 1,
-        "head_dim": None,
-        "ffn_dim": 48,
-        "norm": "rmsnorm",
-        "norm_eps": 1e-5,
-        "positions": "rope",
-        "rope_theta": 10000.0,
-        "max_seq_len": 64,
-        "activation": "swiglu",
-        "bias": False,
-        "qk_norm": False,
-        "tied": True,
-        "init": "gpt2",
-        "attention": sdpa_attention,
-        "loss": LinearCrossEntropy(chunk_size=7),
-    }
-    torch.manual_seed(0)
-    return GPT(**(arguments | overrides))
 
 
 def stream(lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fa_train import training
-from fa_train.memory.memory import Memory
 from fa_train.models.gpt import GPT, Head
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
-from fa_train.models.lora import LoRA, LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
+from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
 from fa_train.optim.adamw import adamw, adamw_bf16
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB
+from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, randomised, small
 from tests.support.marks import slow
 from tests.support.training import column, composed, tiny
 
@@ -35,30 +35,6 @@ TARGETS = [
 def torch_products(monkeypatch):
     """Disables oneDNN. Some CPUs announce bf16 instructions that they do not have."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
-def lora(**changes: Any) -> LoRA:
-    settings: dict[str, Any] = {
-        "r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "target_modules": "all-linear", "use_rslora": False,
-        "quantization": None, "path": None,
-    }  # fmt: skip
-    return LoRA(**(settings | changes))
-
-
-def randomised(model: GPT) -> GPT:
-    """Fills the adapters with random values. The matrix B of an adapter starts at 0, which would hide most mistakes."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapter_tensors(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def small(memory: Memory | None = None, settings: LoRA | None = None, **overrides: Any) -> GPT:
-    """Builds a model. Every call gives the model the same weights and adapters."""
-    if overrides.get("activation") == "gelu":
-        overrides["qk_norm"] = False  # no model family has both GELU and qk_norm
-    return randomised((settings or lora())(small_gpt(memory or levers(), CPU, **overrides)))
 
 
 def write_base(name: str, folder: Path) -> Any:
@@ -142,22 +118,6 @@ def test_gradients_are_those_of_the_merged_weights(activation, targets):
             a, b, scale = linear.lora_A[part], linear.lora_B[part], 12 / 4**0.5
             torch.testing.assert_close(a.grad, scale * b.T @ d_weight[rows], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(b.grad, scale * d_weight[rows] @ a.T, rtol=1e-4, atol=1e-5)
-
-
-SELECTIVE = pytest.param(levers("selective"), id="selective")
-# The compiler unrolls the loop over chunks. With mlp_chunk=16, the stream of 24 tokens has only two chunks.
-COMPILED_CHUNKS = [
-    pytest.param(levers("none", mlp_chunk=16), id="mlp-chunk"),
-    pytest.param(levers("full", offload=True, mlp_chunk=16), id="all"),
-]
-MEMORIES = [
-    SELECTIVE,
-    pytest.param(levers("full"), id="full"),
-    pytest.param(levers("none", offload=True), id="offload"),
-    pytest.param(levers("none", offload="all", mlp_chunk=5), id="offload-all"),
-    pytest.param(levers("none", mlp_chunk=5), id="mlp-chunk"),
-    pytest.param(levers("full", offload=True, mlp_chunk=5), id="all"),
-]
 
 
 @pytest.mark.parametrize("activation", ["swiglu", *slow("gelu")])

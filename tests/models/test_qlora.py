@@ -11,7 +11,7 @@ from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_of, merge
 from fa_train.models.nf4 import quantized
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
-from tests.models.test_lora import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, small
+from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, small
 from tests.support.training import column, composed, tiny
 
 pytest.importorskip("torchao")

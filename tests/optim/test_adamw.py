@@ -19,7 +19,7 @@ from fa_train import training
 from fa_train.lit_gpt import scale_or_skip
 from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_offload
 from fa_train.optim.schedule import warmup_cosine
-from tests.models.test_gpt import build
+from tests.models.support.gpt import build
 from tests.support.training import column, composed, tiny
 
 CONF = Path(__file__).parents[2] / "conf"

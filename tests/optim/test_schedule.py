@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from fa_train.optim.schedule import warmup_cosine
-from tests.optim.test_adamw import optimizer_of
+from tests.optim.support.optimizers import optimizer_of
 
 
 @pytest.mark.parametrize(

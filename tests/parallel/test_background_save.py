@@ -24,10 +24,10 @@ from fa_train.checkpoints.files import CheckpointError, read_file, write_file
 from fa_train.checkpoints.resume import checkpoint_path
 from fa_train.parallel.background_save import BackgroundSave, HostCopies
 from fa_train.parallel.sharded_checkpoint import require_whole
-from tests.parallel.test_fsdp import train_in
+from tests.parallel.support.runs import train_in
 from tests.support.processes import start_server
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.training import column, write_corpus
-from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 CPU = torch.device("cpu")
 talks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
@@ -167,7 +167,7 @@ SETTINGS = ("data.val_rows=4", "max_steps=8", "trainer.val_check_interval=3")
 FSDP = (*SETTINGS, "strategy=fsdp")
 BEST = (  # the validation loss is lower at step 3 than at step 6
     "callbacks.checkpoint.every_n_train_steps=3", "callbacks.checkpoint.save_top_k=1",
-    "callbacks.checkpoint.keep_best=true", "+callbacks.losses._target_=tests.checkpoints.test_runs.Losses",
+    "callbacks.checkpoint.keep_best=true", "+callbacks.losses._target_=tests.checkpoints.support.callbacks.Losses",
     "+callbacks.losses.losses=[2,3]",
 )  # fmt: skip
 KILLED = (

@@ -28,11 +28,11 @@ from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.shard import ContextShard
 from fa_train.parallel.context.traffic import traffic
 from scripts import trained_model
-from tests.parallel.test_fsdp import train_in
+from tests.parallel.support.runs import train_in
 from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.training import column, write_corpus
-from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 pytestmark = [
     pytest.mark.slow,

@@ -24,7 +24,7 @@ from fa_train.models.gpt import GPT
 from fa_train.models.rope import document_positions
 from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.shard import ContextShard
-from tests.test_train import ranks_of_torchrun
+from tests.support.ranks import ranks_of_torchrun
 
 pytestmark = [
     pytest.mark.gpu,

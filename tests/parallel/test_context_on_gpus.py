@@ -16,7 +16,7 @@ from fa_train.parallel.context.attention import ContextAttention, shared_schedul
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.traffic import traffic
-from tests.test_train import ranks_of_torchrun
+from tests.support.ranks import ranks_of_torchrun
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,11 +16,10 @@ import torch
 
 from tests.memory.support.small import ATTENTIONS
 from tests.parallel.support.context import BOUNDARIES, FEATURES, Case, in_processes, train
-from tests.parallel.support.sharding import MEMORIES, Recorder
-from tests.parallel.test_sharding import assert_close
+from tests.parallel.support.sharding import MEMORIES, Recorder, assert_close
 from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
-from tests.test_train import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]  # (number of context groups, ranks in each group)
 PAIRWISE = [

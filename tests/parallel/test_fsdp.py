@@ -14,10 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,20 +36,18 @@ from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
 from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import trained_model
-from tests.checkpoints.test_files import Evil
 from tests.memory.support.plans import LLAMA_1B, changed
+from tests.parallel.support.runs import SETTINGS, train_in
+from tests.support.pickles import Evil
 from tests.support.processes import start_server
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.runs import start_and_stop
 from tests.support.training import column, command_line, composed, tiny, write_corpus
-from tests.test_train import processes_can_talk, ranks_of_torchrun, start_and_stop
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
 ]
-SETTINGS = (
-    "data.val_rows=3", "max_steps=6", "trainer.val_check_interval=6", "callbacks.checkpoint.every_n_train_steps=3",
-    "callbacks.checkpoint.save_top_k=-1",
-)  # fmt: skip
 RANKS = ("strategy=fsdp", "trainer.devices=2")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
@@ -71,19 +67,6 @@ class SpoilRankOne(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 6 and trainer.global_rank == 1:
             local(next(pl_module.parameters()).detach()).fill_(float("nan"))
-
-
-def train_in(folder: Path, corpus: Path, *overrides: str) -> Path:
-    """Trains in this process and returns the folder of the run. The config is written as train.py would write it."""
-    folder.mkdir(exist_ok=True)
-    with composed(folder, *tiny(corpus, *SETTINGS, *overrides)) as cfg:
-        if os.environ.get("RANK", "0") == "0":
-            (folder / ".hydra").mkdir()
-            settings = OmegaConf.masked_copy(cfg, [str(name) for name in cfg if name != "hydra"])
-            OmegaConf.save(settings, folder / ".hydra" / "config.yaml")
-            OmegaConf.save(HydraConfig.instance().cfg, folder / ".hydra" / "hydra.yaml")
-        training.train(cfg)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +163,7 @@ def refuse(shared: Path, case: str) -> None:
 def fill_the_disk(shared: Path, strategy: str) -> None:
     """If the disk is full, all ranks raise the same error, and the older checkpoint stays."""
     run = shared / f"full_{strategy}"
-    full = ("+callbacks.full._target_=tests.checkpoints.test_runs.FullDisk", "+callbacks.full.step=6")
+    full = ("+callbacks.full._target_=tests.checkpoints.support.callbacks.FullDisk", "+callbacks.full.step=6")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "save", torch.save)  # FullDisk replaces torch.save; the end of this block restores it
         with pytest.raises(CheckpointError, match=r"step_0000006.ckpt could not be written: File too large"):

@@ -23,8 +23,8 @@ from fa_train.models.lora import LoRA, save_adapter
 from fa_train.parallel.fsdp import shard, whole
 from tests.support.peak_memory import peak_growth
 from tests.support.processes import start_server
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.training import composed, tiny
-from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LLAMA: dict[str, Any] = {

@@ -7,41 +7,21 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from fa_train.data.batches import MicroBatches
-from tests.support import processes
 from tests.support.processes import REPOSITORY
-from tests.support.training import column, quiet_environment, tiny
-from tests.test_train import FORKED, processes_can_talk, start_and_stop
+from tests.support.ranks import forked, processes_can_talk
+from tests.support.runs import start_and_stop
+from tests.support.training import column, tiny
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
 ]
 TWO = ("strategy=ddp", "trainer.devices=2", "data=synthetic", "data.val_rows=2", "max_steps=4")
-
-
-class Fails(Callback):
-    """Kills one rank in its third step, or raises an out-of-memory error in this rank.
-
-    Writes the time of the failure to the file `failed_at` in the working directory.
-    """
-
-    def __init__(self, rank: int, how: str) -> None:
-        self.rank, self.how = rank, how
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        if (trainer.global_rank, trainer.global_step) != (self.rank, 2):
-            return
-        Path("failed_at").write_text(str(time.monotonic()))
-        if self.how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 class Slow(Callback):
@@ -61,11 +41,6 @@ class Slow(Callback):
 
     def on_before_backward(self, trainer, pl_module, loss) -> None:
         time.sleep(0.25 * trainer.global_rank)  # a step has two micro-batches
-
-
-def forked(tmp_path, launcher, *overrides):
-    """Runs train.py with two ranks that are forked."""
-    return processes.finish(FORKED, [launcher, *overrides], tmp_path, quiet_environment())
 
 
 def test_train_py_and_torchrun_give_the_same_run(tmp_path):
@@ -125,7 +100,7 @@ def failed_runs(tmp_path_factory):
 
     def run(name):
         rank, how, _ = FAILURES[name]
-        fails = ["+callbacks.fails._target_=tests.parallel.test_launch.Fails"]
+        fails = ["+callbacks.fails._target_=tests.parallel.support.runs.Fails"]
         fails += [f"+callbacks.fails.rank={rank}", f"+callbacks.fails.how={how}"]
         done = forked(folders[name], "train.py", *tiny(folders[name], *TWO, "data.num_workers=1"), *fails)
         # all processes of a machine have the same monotonic clock

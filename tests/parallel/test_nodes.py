@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.parallel.test_launch import forked
 from tests.support import processes
 from tests.support.processes import REPOSITORY
+from tests.support.ranks import forked, processes_can_talk
+from tests.support.runs import run
 from tests.support.training import column, tiny
-from tests.test_train import processes_can_talk, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +54,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path):
 @pytest.mark.skipif("SHARDING_CASES" not in os.environ, reason="takes 10 seconds: choose SHARDING_CASES=pairwise")
 def test_both_nodes_end_with_the_reason_if_a_rank_of_one_fails(tmp_path):
     """The last two lines come from torchrun: the reason, and a line of equals signs."""
-    fails = ["+callbacks.fails._target_=tests.parallel.test_launch.Fails", "+callbacks.fails.rank=1"]
+    fails = ["+callbacks.fails._target_=tests.parallel.support.runs.Fails", "+callbacks.fails.rank=1"]
     for node in on_two_nodes(tmp_path, "max_steps=4", *fails, "+callbacks.fails.how=oom"):
         assert node.returncode == 1
         reason, bar = node.stderr.splitlines()[-2:]

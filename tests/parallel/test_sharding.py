@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from torch import Tensor
 
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
@@ -28,6 +27,7 @@ from tests.parallel.support.sharding import (
     RANKS,
     Case,
     Recorder,
+    assert_close,
     build,
     finetune_overrides,
     generated,
@@ -35,8 +35,8 @@ from tests.parallel.support.sharding import (
     train,
 )
 from tests.support.processes import start_server
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.training import composed
-from tests.test_train import processes_can_talk, ranks_of_torchrun
 
 pytestmark = [
     pytest.mark.slow,
@@ -109,14 +109,6 @@ def one_process(micro_batches: int, tied: bool) -> Recorder:
 def of_rank(results: Path, case: Case, rank: int) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(results / f"{case}.{rank}.pt")
     return loaded
-
-
-def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
-    """Allows an error relative to the largest element of each tensor."""
-    assert ours.keys() == expected.keys()
-    for name, theirs in expected.items():
-        error = float((ours[name] - theirs).abs().max())
-        assert error <= relative * float(theirs.abs().max()), (name, error)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

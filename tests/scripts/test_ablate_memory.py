@@ -26,8 +26,9 @@ from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
 from scripts.ablation.sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
 from tests.scripts.support.html_page import assert_self_contained
+from tests.scripts.support.wandb_runs import environment, inspect
 from tests.support import processes
-from tests.support.training import REPOSITORY, quiet_environment
+from tests.support.training import REPOSITORY
 
 TINY = ("model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64")
 HEAD = {"command": "python <& a pipe", "GPU": "none"}
@@ -67,10 +68,6 @@ def parts():
     return [step_part(STEPS, 80 * GIB, "none"), attention_part(ALONE, 80 * GIB, "none")]
 
 
-def environment():
-    return quiet_environment() | {"WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
-
-
 @pytest.mark.slow
 def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
     """Cases whose scores need 274 GB fail, and longer cases are skipped. Checks the files and the offline W&B runs."""
@@ -108,12 +105,6 @@ def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
     charts = ("chart/tokens_per_s", "chart/attention_peak_gib", "chart/attention_step_ms")
     for name in ("table/ablation", "table/attention_formula", "picture/attention", "page", '"summary"', *charts):
         assert name in summaries[0], name
-
-
-def inspect(path):
-    done = processes.finish("wandb", ["leet", "inspect", "--json", str(path)], path.parent, environment())
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow

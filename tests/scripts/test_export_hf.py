@@ -19,8 +19,8 @@ from fa_train.models.hf.export import byte_tokenizer, model_card
 from fa_train.models.hf.import_ import load_pretrained
 from fa_train.models.lora import LoRA
 from scripts import trained_model
-from tests.checkpoints.test_files import Evil
 from tests.support import processes
+from tests.support.pickles import Evil
 from tests.support.training import column, command_line, quiet_environment, tiny
 
 pytestmark = pytest.mark.slow

@@ -19,8 +19,7 @@ from fa_train.memory.planner.predict import GIB, predict
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from scripts.composed import composed as composed_for_plan
 from scripts.memory_table import memory_table, plan_of_run
-from tests.memory.planner.test_levers import HOST
-from tests.memory.support.plans import GPT2, LLAMA_1B, changed
+from tests.memory.support.plans import GPT2, HOST, LLAMA_1B, changed
 from tests.support import processes
 from tests.support.marks import slow, slow_except
 from tests.support.training import REPOSITORY, composed, quiet_environment, tiny

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.packing.balance import deal
-from tests.data.packing.test_best_fit import lay, make
+from tests.data.support.numbered import lay, make
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,41 +11,13 @@ from hypothesis import strategies as st
 from fa_train.data.batches import PackedRows
 from fa_train.data.datamodule import PackedDataModule, stdlib_data
 from fa_train.data.packing import best_fit
-from fa_train.data.packing.best_fit import BestFit, best_fit_decreasing, load_plan, make_plan
+from fa_train.data.packing.best_fit import best_fit_decreasing, load_plan, make_plan
 from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.data.sources.corpus import StdlibCorpus
-from tests.data.packing.test_concat import PAD, Numbered
+from tests.data.support.numbered import OPTIONS, PAD, NumberedSource, lay, make
 
-OPTIONS = dict(
-    seq_len=16, batch_size=8, micro_batch_size=2, max_steps=6, seed=1, document_mask=True, reset_positions=True,
-    val_rows=4, num_workers=0,
-)  # fmt: skip
 policies = st.sampled_from(["split", "truncate", "drop"])
 lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30)
-
-
-class NumberedSource:
-    """Documents of given lengths. Every token of these documents is different."""
-
-    vocab_size, pad_id, cache_dir = 10**9, PAD, None
-
-    def __init__(self, lengths):
-        self.lengths = lengths
-
-    def prepare(self, workers=1):
-        pass
-
-    def documents(self, *, held_out):
-        return Numbered(self.lengths)
-
-
-def lay(lengths, seq_len=16, long_documents="split", max_doc_len=None, cache_dir=None):
-    documents = Numbered(lengths)
-    return BestFit(documents, seq_len, PAD, max_doc_len=max_doc_len, long_documents=long_documents, cache_dir=cache_dir)
-
-
-def make(lengths, **changes):
-    return PackedDataModule(NumberedSource(lengths), **({"packing": "best_fit"} | OPTIONS | changes))
 
 
 def naive_best_fit_decreasing(lengths, capacity):

@@ -9,23 +9,7 @@ from hypothesis import strategies as st
 from fa_train.data.packing.collate import collate
 from fa_train.data.packing.concat import ConcatenatedEpoch, max_documents_in_row, n_rows, pack_row
 from fa_train.data.packing.rows import IGNORE_INDEX
-
-PAD = 10**9
-
-
-class Numbered:
-    """Documents whose tokens are all different: token i of document d is 1000 * d + i."""
-
-    loss_mask = None
-
-    def __init__(self, lengths):
-        self.lengths = np.array(lengths)
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        return index * 1000 + np.arange(self.lengths[index])
+from tests.data.support.numbered import PAD, Numbered
 
 
 def pack_all(lengths, seq_len, seed):

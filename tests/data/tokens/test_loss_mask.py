@@ -14,9 +14,8 @@ from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.data.sources.corpus import TextCorpus
 from fa_train.data.tokens.store import StoredMask, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer
-from tests.data.packing.test_best_fit import OPTIONS
-from tests.data.packing.test_concat import PAD, Numbered
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
+from tests.data.support.numbered import OPTIONS, PAD, Numbered
 
 
 class Masked(Numbered):

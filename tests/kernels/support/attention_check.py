@@ -13,6 +13,10 @@ from tests.support.tolerance import assert_as_accurate
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Results = dict[str, Tensor]
+MASKS = [
+    {"causal": False}, {"causal": True}, {"causal": True, "window_size": (64, 0)},
+    {"causal": False, "window_size": (37, 90)}, {"causal": False, "window_size": (-1, 5)},
+]  # fmt: skip
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:

@@ -17,10 +17,9 @@ from fa_train.memory.planner.levers import (
     with_levers,
 )
 from fa_train.memory.planner.predict import GIB, predict
-from tests.memory.planner.test_planner import with_adapters
-from tests.memory.support.plans import GPT2, LLAMA_1B, changed
+from tests.memory.support.plans import GPT2, HOST, LLAMA_1B, changed, with_adapters
 
-H200, HOST = int(139.8 * GIB), 120 * GIB
+H200 = int(139.8 * GIB)  # bytes of memory
 
 
 @pytest.mark.parametrize("levers", COMBINATIONS, ids=str)

@@ -11,12 +11,9 @@ each rank's buffers of keys. It is given only if it is below the bound that the 
 """
 
 import json
-import os
-from collections.abc import Callable
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +21,16 @@ from torch import Tensor
 
 from fa_kernels.flash_attention.backend import backward_workspace
 from fa_train.memory import offload
-from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.memory.memory import Levers, Memory
+from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.levers import COMBINATIONS, with_levers
 from fa_train.memory.planner.optimizer import optimizer_bytes
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, kept_per_layer, predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
-from fa_train.models.attention import Attention, flash_attention, sdpa_attention
+from fa_train.models.attention import sdpa_attention
 from fa_train.models.config import Family
-from fa_train.models.gpt import GPT
-from fa_train.models.lora import LoRA, adapters_of
-from tests.memory.support.plans import GPT2, LLAMA_1B, SMALL, changed, recorded
+from tests.memory.support.plans import EVERY_CASE, GPT2, LLAMA_1B, SMALL, build, changed, recorded, with_adapters
 from tests.memory.support.simulated import as_on_a_gpu, kept_by_compiled_block, simulate
 from tests.support.marks import slow_if
 
@@ -48,7 +42,6 @@ def name_of(measured: dict[str, Any]) -> str:
     return f"{plan.model.n_layers}-{plan.run.tokens}-{plan.levers.checkpointing}-{plan.run.optimizer}-{ranks}{step}"
 
 
-EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
 RECORDED = {
     f"{file.stem}-{name_of(measured)}-{number}": measured
     for file in sorted(Path(__file__).parent.glob("peaks_*.json"))
@@ -91,16 +84,6 @@ def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     assert max(peaks) == measured["peak_gib"]
     differences = [max(peaks) - peak for peak in peaks]
     assert differences == pytest.approx([max(predicted) - peak for peak in predicted], abs=0.002)
-
-
-def build(plan: Plan, attention: Attention = flash_attention) -> GPT:
-    loss, levers = LinearCrossEntropy(plan.run.loss_chunk), plan.levers
-    return GPT(
-        **{field.name: getattr(plan.model, field.name) for field in fields(plan.model)},
-        attention=attention,
-        loss=loss,
-        memory=Memory(levers.checkpointing, levers.offload, levers.mlp_chunk, loss),
-    )
 
 
 def simulated_peak(plan: Plan) -> int:
@@ -174,16 +157,6 @@ def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     """
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)
-
-
-def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tuple[Plan, Callable[[], GPT]]:
-    """Returns the plan of a run with adapter=lora, and a function that builds its model."""
-
-    def adapted() -> GPT:
-        return LoRA(16, 32.0, 0.0, "all-linear", False, quantization, None)(build(plan))
-
-    with torch.device("meta"):
-        return changed(plan, adapters=adapters_of(adapted())), adapted
 
 
 # The four settings are the model, the precision, checkpointing and the chunks of the FFN. For any two settings, all

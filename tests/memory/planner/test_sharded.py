@@ -26,8 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fa_train.memory.planner.moments import Moment, moments_of
 from fa_train.memory.planner.plan import Plan
 from fa_train.parallel.fsdp import shard
-from tests.memory.planner.test_planner import EVERY_CASE, build
-from tests.memory.support.plans import LLAMA_1B, changed
+from tests.memory.support.plans import EVERY_CASE, LLAMA_1B, build, changed
 from tests.memory.support.simulated import HOST, Live, as_on_a_gpu
 from tests.support.marks import slow_if
 

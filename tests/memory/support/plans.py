@@ -1,13 +1,23 @@
-"""Memory plans of two published models, and a function that changes a plan's fields, for tests of the planner."""
+"""Memory plans of two published models, changes of their fields, and the models that they describe."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal
 
-from fa_train.memory.memory import Levers
+import torch
+
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.memory.memory import Levers, Memory
 from fa_train.memory.planner.plan import Adapters, Plan, RunSize
+from fa_train.memory.planner.predict import GIB
+from fa_train.models.attention import Attention, flash_attention
 from fa_train.models.config import ModelConfig
+from fa_train.models.gpt import GPT
+from fa_train.models.lora import LoRA, adapters_of
 
+EVERY_CASE = os.environ.get("PLANNER_CASES") == "all"
+HOST = 120 * GIB  # bytes of host memory
 GPT2 = Plan(
     ModelConfig(
         vocab_size=50257,
@@ -71,3 +81,24 @@ def recorded(plan: Mapping[str, Mapping[str, Any]]) -> Plan:
     if run["adapters"] is not None:
         run["adapters"] = Adapters(**run["adapters"] | {"sizes": tuple(run["adapters"]["sizes"])})
     return Plan(ModelConfig(**plan["model"]), Levers(**plan["levers"]), RunSize(**run))
+
+
+def build(plan: Plan, attention: Attention = flash_attention) -> GPT:
+    """Builds the model of a plan, with its memory levers."""
+    loss, levers = LinearCrossEntropy(plan.run.loss_chunk), plan.levers
+    return GPT(
+        **{field.name: getattr(plan.model, field.name) for field in fields(plan.model)},
+        attention=attention,
+        loss=loss,
+        memory=Memory(levers.checkpointing, levers.offload, levers.mlp_chunk, loss),
+    )
+
+
+def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tuple[Plan, Callable[[], GPT]]:
+    """Returns the plan of a run with adapter=lora, and a function that builds its model."""
+
+    def adapted() -> GPT:
+        return LoRA(16, 32.0, 0.0, "all-linear", False, quantization, None)(build(plan))
+
+    with torch.device("meta"):
+        return changed(plan, adapters=adapters_of(adapted())), adapted

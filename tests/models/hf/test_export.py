@@ -21,7 +21,7 @@ from tests.models.hf.support.checkpoints import (
     theirs,
     tokens,
 )
-from tests.models.test_gpt import build
+from tests.models.support.gpt import build
 
 
 @pytest.mark.parametrize("name", FAMILIES)

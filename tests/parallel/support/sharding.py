@@ -226,3 +226,11 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
         if Path(folder, "base").exists():
             finetune(Path(folder))
     dist.destroy_process_group()
+
+
+def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+    """Allows an error relative to the largest element of each tensor."""
+    assert ours.keys() == expected.keys()
+    for name, theirs in expected.items():
+        error = float((ours[name] - theirs).abs().max())
+        assert error <= relative * float(theirs.abs().max()), (name, error)

@@ -15,7 +15,7 @@ from scripts.ablation.cases import Result, measure
 from scripts.ablation.formula import step_formula
 from scripts.ablation.multirun import Report, case_of, run_job
 from tests.scripts.support.html_page import assert_self_contained
-from tests.scripts.test_ablate_memory import inspect
+from tests.scripts.support.wandb_runs import inspect
 from tests.support.marks import slow
 from tests.support.training import command_line, composed, tiny
 

@@ -44,8 +44,8 @@ from scripts.bench.step_trace import (
     step_of,
 )
 from tests.support import processes
+from tests.support.ranks import ranks_of_torchrun
 from tests.support.training import REPOSITORY, quiet_environment
-from tests.test_train import ranks_of_torchrun
 
 TINY = (
     "preset=cpu", "seq_len=64", "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2",

@@ -1,0 +1,34 @@
+"""Builds a tiny decoder, in which any argument can be changed."""
+
+import torch
+
+from fa_train.memory.loss import LinearCrossEntropy
+from fa_train.models.attention import sdpa_attention
+from fa_train.models.gpt import GPT
+
+
+def build(**overrides) -> GPT:
+    """Builds a model. Every call gives the model the same weights."""
+    arguments = {
+        "vocab_size": 40,
+        "n_layers": 2,
+        "dim": 32,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "head_dim": None,
+        "ffn_dim": 48,
+        "norm": "rmsnorm",
+        "norm_eps": 1e-5,
+        "positions": "rope",
+        "rope_theta": 10000.0,
+        "max_seq_len": 64,
+        "activation": "swiglu",
+        "bias": False,
+        "qk_norm": False,
+        "tied": True,
+        "init": "gpt2",
+        "attention": sdpa_attention,
+        "loss": LinearCrossEntropy(chunk_size=7),
+    }
+    torch.manual_seed(0)
+    return GPT(**(arguments | overrides))
