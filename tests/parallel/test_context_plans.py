@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, schedule_of_ranges
+from fa_train.parallel.context.attention import shared_schedule
 from fa_train.parallel.context.deal import (
     CHUNK_SIZES,
     MAX_PADDING,
@@ -253,3 +254,23 @@ def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class,
     for tiles, size in ((schedule.query_tiles, WORK_TILE), (schedule.wide_query_tiles, WIDE_TILE)):
         used = -(-counts.queries // size)
         assert torch.all(tiles[:used] < used), "tiles whose queries see no key come last"
+
+
+@pytest.mark.parametrize(("documents", "window"), [("short", None), ("long", None), ("long", 512)])
+def test_a_tile_of_keys_has_few_queries_that_do_not_see_it(documents, window):
+    """A tile of keys processes all queries between the first and the last one that sees it."""
+    lengths = [150, 90] * 68 if documents == "short" else [9000, 100, 7220]
+    boundaries, ranks = boundaries_of(lengths), 2
+    dealt = deal(boundaries, int(boundaries[-1]), ranks, balanced=window is None)
+    runs = 0
+    for rank in range(ranks):
+        plan = traffic(dealt, boundaries, rank, window)
+        schedule = shared_schedule(plan, "medium")
+        for part in (schedule.crossing, schedule.own):
+            for first in range(0, len(part.query_start), WORK_TILE):
+                tile = slice(first, first + WORK_TILE)
+                start, end = part.query_start[tile], part.query_end[tile]
+                sees = (end - start).max() if torch.any(end > start) else 0
+                assert end[-1] - start[0] <= 2 * sees + 2 * WORK_TILE
+        runs += Counts(*plan.counts).splits
+    assert runs, "at least one rank runs attention twice"

@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_
 from fa_train.models.attention import Attention, flash_attention, function_of
 from fa_train.parallel.context.attention_operators import context_forward
 from fa_train.parallel.context.operators import Moves, gather_keys
-from fa_train.parallel.context.traffic import Traffic
+from fa_train.parallel.context.traffic import Counts, Traffic
 
 
 class SharedSchedule(NamedTuple):
@@ -30,6 +30,10 @@ def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedu
     """Builds the schedules of a rank's queries, on the device of traffic's tensors."""
     t = traffic
     crossing = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
+    n_crossing = Counts(*t.counts).crossing  # no key sees the entries after these queries
+    crossing = crossing._replace(
+        query_start=crossing.query_start.clamp(max=n_crossing), query_end=crossing.query_end.clamp(max=n_crossing)
+    )
     own = schedule_of_ranges(t.own_start, t.own_end, t.kept.shape[0], length_class)
     sizes, counts = torch.tensor(t.sizes), torch.tensor(t.counts)
     moves = Moves(t.crossing, t.sent, t.kept, t.kept_rows, t.taken, t.shared, t.entries, t.offsets, sizes, counts)

@@ -8,49 +8,51 @@ The operators are registered with torch.library, for the reasons that operators.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
-from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE
+from fa_kernels.flash_attention import backend
+from fa_kernels.flash_attention.delta import sink_gradient
+from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, LengthClass, Schedule
 from fa_kernels.rows import copy_rows
 from fa_train.parallel.context.operators import Moves, gathered, start_gathering, summed_gradients
 from fa_train.parallel.context.traffic import Counts
 
 
 class Run(NamedTuple):
-    """One run of flash attention. The fields are arguments of torch.ops.flash_attention.forward and .backward."""
+    """One run of flash attention. It calls the kernels directly, because torch already observes the operators below."""
 
-    schedule: Sequence[Tensor]
-    alibi: Sequence[Tensor]
-    sinks: Tensor | None
-    softmax_scale: float
-    softcap: float
+    schedule: Schedule
+    features: Features
 
     def of_heads(self, heads: slice) -> "Run":
         """Returns the run for the query heads in `heads`."""
-        alibi = [self.alibi[0][:, heads].contiguous(), *self.alibi[1:]] if self.alibi else []
-        return self._replace(alibi=alibi, sinks=None if self.sinks is None else self.sinks[heads])
+        alibi, sinks = self.features.alibi, self.features.sinks
+        alibi = [alibi[0][:, heads].contiguous(), *alibi[1:]] if alibi else []
+        sinks = None if sinks is None else sinks[heads]
+        return self._replace(features=self.features._replace(alibi=alibi, sinks=sinks))
 
-    def forward(self, q: Tensor, keys: Tensor, values: Tensor, length_class: str) -> tuple[Tensor, Tensor]:
+    def without_sinks(self) -> "Run":
+        return self._replace(features=self.features._replace(sinks=None))
+
+    def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Returns o and lse."""
-        o, lse = torch.ops.flash_attention.forward(
-            q, keys, values, self.schedule, self.alibi, self.sinks, None, self.softmax_scale, self.softcap, q.dtype,
-            False, True, length_class,
-        )  # fmt: skip
-        return o, lse
+        q, keys, values = (backend.in_order(x) for x in (q, keys, values))
+        return backend.forward(q, keys, values, self.schedule, self.features, q.dtype)
 
     def backward(
         self, do: Tensor, q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, deterministic: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns dq, dk, dv and dsinks."""
-        dq, dk, dv, dsinks = torch.ops.flash_attention.backward(
-            do, None, q, keys, values, o, lse, self.schedule, self.alibi, self.sinks, self.softmax_scale, self.softcap,
-            deterministic, True,
-        )  # fmt: skip
-        return dq, dk, dv, dsinks
+        """Returns dq, dk, dv and dsinks. dsinks is empty without sinks."""
+        do, q, keys, values = (backend.in_order(x) for x in (do, q, keys, values))
+        dq, dk, dv, *delta = backend.backward(
+            do, None, q, keys, values, o, lse, self.schedule, self.features, deterministic
+        )
+        sinks = self.features.sinks
+        return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
 @torch.library.custom_op("fa_train::context_forward", mutates_args=())
@@ -77,11 +79,11 @@ def context_forward(
     """
     moved = Moves(*moves)
     counts = Counts(*moved.counts.tolist())
-    runs = _runs(schedules, alibi, sinks, softmax_scale, softcap, counts)
+    runs = _runs(schedules, length_class, Features(softmax_scale, softcap, sinks, alibi), counts)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor]:
         crossing, own = (run.of_heads(queries) for run in runs)
-        return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moved, counts, group, length_class)
+        return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moved, counts, group)
 
     groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     if head_groups == 1:
@@ -101,17 +103,16 @@ def _forward(
     moves: Moves,
     counts: Counts,
     group: str,
-    length_class: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns o and lse for one group of heads."""
     exchange = start_gathering([k, v], moves, group)
     if not counts.splits:
         keys, values = gathered([k, v], moves, counts.rows, group, exchange)
-        return crossing.forward(q, keys, values, length_class)
-    o, lse = own.forward(q, k, v, length_class)  # runs during the exchange
+        return crossing.forward(q, keys, values)
+    o, lse = own.forward(q, k, v)  # runs during the exchange
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     (crossing_q,) = _crossing_rows([q], moves, counts)
-    crossing_o, crossing_lse = crossing.forward(crossing_q, keys, values, length_class)
+    crossing_o, crossing_lse = crossing.forward(crossing_q, keys, values)
     rows = moves.crossing[: counts.crossing]
     copy_rows([crossing_o], [o], to_rows=rows)
     lse.index_copy_(1, rows.long(), crossing_lse[:, : counts.crossing])
@@ -148,7 +149,7 @@ def context_backward(
     """
     moved = Moves(*moves)
     counts = Counts(*moved.counts.tolist())
-    runs = _runs(schedules, alibi, sinks, softmax_scale, softcap, counts)
+    runs = _runs(schedules, "medium", Features(softmax_scale, softcap, sinks, alibi), counts)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         crossing, own = (run.of_heads(queries) for run in runs)
@@ -197,7 +198,7 @@ def _backward(
     crossing_q, crossing_do = _crossing_rows([q, do], moves, counts)
     (crossing_o,) = _crossing_rows([o], moves, counts)
     crossing_lse = lse.index_select(1, moves.crossing[: counts.queries])
-    crossing_dq, *of_buffer, _ = crossing._replace(sinks=None).backward(
+    crossing_dq, *of_buffer, _ = crossing.without_sinks().backward(
         crossing_do, crossing_q, keys, values, crossing_o, crossing_lse, deterministic
     )
     del keys, values
@@ -261,21 +262,21 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
     return [(slice(i * queries, (i + 1) * queries), slice(i * kv, (i + 1) * kv)) for i in range(groups)]
 
 
-def _runs(
-    schedules: Sequence[Tensor],
-    alibi: Sequence[Tensor],
-    sinks: Tensor | None,
-    softmax_scale: float,
-    softcap: float,
-    counts: Counts,
-) -> tuple[Run, Run]:
-    """Returns the run of crossing queries, and the run of all other queries. Arguments: as for context_forward."""
-    n_tensors, n_alibi = len(schedules) // 2, len(alibi) // 2
-    of_crossing = list(alibi[:n_alibi])
+def _runs(schedules: Sequence[Tensor], length_class: str, features: Features, counts: Counts) -> tuple[Run, Run]:
+    """Returns the run of crossing queries, and the run of all other queries.
+
+    schedules, features.alibi: both runs, as for context_forward. length_class: only forward passes need it.
+    """
+
+    def run(schedule: Sequence[Tensor], alibi: Sequence[Tensor]) -> Run:
+        whole = Schedule.from_tensors(schedule, True, cast(LengthClass, length_class))
+        return Run(whole, features._replace(alibi=alibi))
+
+    n_tensors, n_alibi = len(schedules) // 2, len(features.alibi) // 2
+    of_crossing = list(features.alibi[:n_alibi])
     of_crossing[1:] = [x[: counts.queries] for x in of_crossing[1:]]
-    schedule = used_part(schedules[:n_tensors], counts.queries, counts.rows)
-    crossing = Run(schedule, of_crossing, sinks, softmax_scale, softcap)
-    return crossing, crossing._replace(schedule=schedules[n_tensors:], alibi=alibi[n_alibi:])
+    crossing = run(used_part(schedules[:n_tensors], counts.queries, counts.rows), of_crossing)
+    return crossing, run(schedules[n_tensors:], features.alibi[n_alibi:])
 
 
 def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[Tensor]:

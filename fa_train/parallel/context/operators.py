@@ -139,16 +139,16 @@ def gathered(
     """Returns a buffer of n_rows rows for each tensor, filled as in gather_keys. The host does not wait for the device.
 
     This rank's own rows are copied while the rows of other ranks are sent.
-    Shapes: (local, heads, head_dim) -> (n_rows, heads, head_dim). exchange: the result of start_gathering for the same
-    tensors, or None to begin the exchange here.
+    Shapes: (local, heads, head_dim) -> (n_rows, heads, head_dim). All tensors have the same shape. exchange: the result
+    of start_gathering for the same tensors, or None to begin the exchange here.
     """
     if exchange is None:
         exchange = start_gathering(xs, moves, group)
     counts = Counts(*moves.counts.tolist())
-    buffers = [x.new_empty(n_rows, *x.shape[1:]) for x in xs]
+    whole = xs[0].new_empty(len(xs), n_rows, *xs[0].shape[1:])
+    whole[:, counts.keys :].zero_()
+    buffers = list(whole.unbind())
     copy_rows(xs, buffers, from_rows=moves.kept[: counts.kept], to_rows=moves.kept_rows[: counts.kept])
-    for buffer in buffers:
-        buffer[counts.keys :].zero_()
     exchange.wait()
     copy_rows(exchange.parts, buffers, to_rows=moves.taken[: exchange.parts[0].shape[0]])
     return buffers

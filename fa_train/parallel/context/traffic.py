@@ -120,19 +120,18 @@ def own_ranges(
 
     mine: (local,), the ascending stream positions of own tokens. start, end: (total,), from causal_ranges. The results
     are (local,) each. Crossing queries get empty ranges. Neither starts nor ends decrease from one query to the next.
+    Where possible, the empty range of a crossing query lies at its own key, so that a tile of keys has few crossing
+    queries in its range.
     """
     owned = np.zeros(total, bool)
     owned[mine] = True
     before = np.append(0, owned.cumsum())  # the number of own tokens before each position
-    # the first position at or after each query's start that another rank holds
     others = np.append(np.flatnonzero(~owned), total)
-    foreign = others[np.searchsorted(others, start[mine])]
-    crosses = foreign < end[mine]
-    return (
-        before[np.where(crosses, foreign, start[mine])],
-        before[np.where(crosses, foreign, end[mine])],
-        crosses,
-    )
+    crosses = others[np.searchsorted(others, start[mine])] < end[mine]
+    own_start, own_end, n_own = before[start[mine]], before[end[mine]], len(mine)
+    next_start = np.minimum.accumulate(np.where(crosses, n_own, own_start)[::-1])[::-1]
+    empty = np.minimum(np.arange(n_own), next_start)
+    return np.where(crosses, empty, own_start), np.where(crosses, empty, own_end), crosses
 
 
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
