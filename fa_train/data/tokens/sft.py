@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,13 @@ from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 FORMAT = "3"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
+
+
+class Rendered(NamedTuple):
+    """The text of a chat, and the spans of characters that the model is trained on."""
+
+    text: str
+    spans: Spans
 
 
 class ChatEncoder:
@@ -75,8 +82,8 @@ class ChatEncoder:
             for ids, offsets, chat_spans in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
         ]
 
-    def render(self, chat: Chat) -> tuple[str, Spans]:
-        """Returns the text of a chat, and the spans of characters that the model is trained on."""
+    def render(self, chat: Chat) -> Rendered:
+        """Renders a chat, and finds its answers."""
         template = self._hf.get_chat_template(tools=chat.tools)
         has_blocks = GENERATION.search(template) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
@@ -86,9 +93,9 @@ class ChatEncoder:
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
         elif trained_on != answers:  # a block does not say which message it belongs to
-            begin, _ = self._answer_span(template, chat, trained_on[0], text)
+            begin = self._answer_span(template, chat, trained_on[0], text)[0]
             spans = [(start, stop) for start, stop in spans if start >= begin]
-        return text, spans
+        return Rendered(text, spans)
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
         """Raises: ValueError if the template omits a chat's tools or tool calls.
@@ -105,7 +112,7 @@ class ChatEncoder:
             if bare == chat:
                 continue
             try:
-                rendered, _ = self._render(template, bare, bare.messages)
+                rendered = self._render(template, bare, bare.messages).text
             except ValueError:  # the template needs `name`, so it does not omit it
                 continue
             if rendered == text:
@@ -116,8 +123,8 @@ class ChatEncoder:
 
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
         """Returns the span of the answer chat.messages[index] in `text`. The span includes the answer's end token."""
-        prompt, _ = self._render(template, chat, chat.messages[:index], add_generation_prompt=True)
-        answered, _ = self._render(template, chat, chat.messages[: index + 1])
+        prompt = self._render(template, chat, chat.messages[:index], add_generation_prompt=True).text
+        answered = self._render(template, chat, chat.messages[: index + 1]).text
         if not (answered.startswith(prompt) and text.startswith(answered)):
             raise ValueError(
                 "a chat template must render a message independently of later messages, or mark answers with "
@@ -137,7 +144,8 @@ class ChatEncoder:
         *,
         add_generation_prompt: bool = False,
         has_blocks: bool = False,
-    ) -> tuple[str, Spans]:
+    ) -> Rendered:
+        """Renders some messages of a chat. The result has spans only if the template has {% generation %} blocks."""
         # apply_chat_template is not used here, because it returns no spans and rejects an empty list of messages.
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -152,7 +160,7 @@ class ChatEncoder:
         except (TemplateError, TypeError) as error:
             raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {error}") from error
         [text], spans = rendered
-        return text, spans[0] if has_blocks else []
+        return Rendered(text, spans[0] if has_blocks else [])
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:

@@ -138,8 +138,9 @@ def tensors_by_torch(
     if keys_in_order:
         key_tiles = torch.arange(-(-total_k // WORK_TILE), dtype=torch.int32, device=cu_seqlens_k.device)
     else:
-        key_tiles = document_by_document(_lengths(queries_of_keys), WORK_TILE, last_first=False)
-    length = _lengths(keys_of_queries)
+        length = queries_of_keys.end - queries_of_keys.start
+        key_tiles = document_by_document(length, WORK_TILE, last_first=False)
+    length = keys_of_queries.end - keys_of_queries.start
     query_tiles = document_by_document(length, WORK_TILE, last_first=True)
     wide_query_tiles = document_by_document(length, WIDE_TILE, last_first=True)
     return key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles
@@ -271,14 +272,18 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
     return torch.cat([cu_seqlens, cu_seqlens[-1:]])
 
 
-def _paired(own: _Side, other: _Side) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three positions on the other side for each token: its document's start and end, and its aligned token.
+class _Paired(NamedTuple):
+    """Positions on the other side, one for each token of the own side. Each field is (total,) int32."""
 
-    If `own` is the side of the queries, `other` is the side of the keys, and vice versa. Each of the three results is
-    (total,) int32, with one value per token of `own`.
-    """
+    start: Tensor  # where the token's document starts
+    end: Tensor  # where the token's document ends
+    aligned: Tensor  # the token's aligned token
+
+
+def _paired(own: _Side, other: _Side) -> _Paired:
+    """Pairs the queries with the documents of the keys if `own` is the side of the queries, and vice versa."""
     start, end = other.starts[own.document], other.ends[own.document]
-    return start, end, own.token if own is other else own.token - own.ends[own.document] + end
+    return _Paired(start, end, own.token if own is other else own.token - own.ends[own.document] + end)
 
 
 def _visible_ranges(start: Tensor, end: Tensor, aligned: Tensor, *, before: int, after: int) -> tuple[Tensor, Tensor]:
@@ -321,9 +326,3 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     n_tiles = longer.numel()
     place = torch.arange(n_tiles, device=length.device)
     return torch.argsort(longer * n_tiles + (place if last_first else -place), descending=True).to(torch.int32)
-
-
-def _lengths(paired: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Returns the length of each token's document on the other side. `paired` is the result of `_paired`."""
-    start, end, _ = paired
-    return end - start
