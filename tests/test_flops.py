@@ -39,5 +39,5 @@ def test_lengths_may_stay_on_the_gpu():
         pytest.param("Some Other GPU", torch.bfloat16, None, id="unknown"),
     ],
 )
-def test_peaks(name, dtype, peak):
+def test_each_gpu_and_dtype_has_its_peak(name, dtype, peak):
     assert peak_flops(name, dtype) == peak

@@ -67,13 +67,13 @@ def server():
 
 
 @pytest.mark.slow
-def test_a_key_in_the_environment_without_a_network(tmp_path):
+def test_a_key_in_the_environment_gives_offline_without_a_network(tmp_path):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY)
     assert mode == "offline" and len(lines) == 1 and "login failed" in lines[0]
 
 
 @pytest.mark.slow
-def test_a_key_in_a_netrc_file_without_a_network(tmp_path):
+def test_a_key_in_a_netrc_file_gives_offline_without_a_network(tmp_path):
     netrc = tmp_path / "netrc"
     netrc.write_text(f"machine 127.0.0.1:9\n  login user\n  password {KEY}\n")
     netrc.chmod(0o600)
@@ -82,7 +82,7 @@ def test_a_key_in_a_netrc_file_without_a_network(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_never_answers(tmp_path, silent_host):
+def test_a_host_that_never_answers_gives_offline(tmp_path, silent_host):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=silent_host)
     assert mode == "offline" and len(lines) == 1 and "login failed" in lines[0]
 
@@ -97,7 +97,7 @@ def test_a_wrong_key_does_not_end_a_run(key, tmp_path, server, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_key_that_the_server_accepts(tmp_path, server):
+def test_a_key_that_the_server_accepts_gives_online(tmp_path, server):
     mode, lines = mode_of(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}")
     assert (mode, lines) == ("online", [])
 

@@ -51,7 +51,7 @@ def test_micro_batches_must_divide_the_batch():
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_rows_of_documents_of_varying_length(packing):
+def test_rows_hold_documents_of_varying_length(packing):
     data = make(document_len=4, length_sigma=1.0, packing=packing)
     documents = data.source.documents(held_out=False)
     report = data.packing_report()

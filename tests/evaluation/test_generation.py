@@ -217,7 +217,7 @@ def test_the_text_is_transformers(folder, question):
     assert answer(str(folder), max_new_tokens=16, device="cpu", **question) == expected != ""
 
 
-def test_the_command_and_its_errors(folder, monkeypatch, capsys):
+def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["generate", str(folder), "--device", "cpu", *arguments])
         main()

@@ -45,13 +45,13 @@ DOCUMENTS = [
 
 
 @pytest.mark.parametrize(("lengths", "causal", "dtype"), DOCUMENTS)
-def test_packed_documents(lengths, causal, dtype):
+def test_packed_documents_equal_dense_attention(lengths, causal, dtype):
     cu = cumulative(lengths)
     check(*draw(sum(lengths), sum(lengths), 2, 1, 16, dtype=dtype), cu, cu, causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, *slow(8, 16, 20, 40, 96, 128, 192, 256)])
-def test_head_dims(head_dim):
+def test_every_head_dim_equals_dense_attention(head_dim):
     cu = cumulative([35, 14])
     check(*draw(49, 49, 2, 2, head_dim), cu, cu, causal=True)
 
@@ -65,7 +65,7 @@ def test_head_dims(head_dim):
     ],
     ids=str,
 )
-def test_values_of_another_width(head_dim, v_head_dim):
+def test_values_may_have_another_width_than_keys(head_dim, v_head_dim):
     cu = cumulative([35, 14])
     check(*draw(49, 49, 2, 1, head_dim, v_head_dim), cu, cu, causal=True)
 
@@ -78,7 +78,7 @@ def test_values_of_another_width(head_dim, v_head_dim):
         pytest.param(6, 1, id="mqa", marks=pytest.mark.slow),
     ],
 )
-def test_grouped_query_heads(n_heads, n_kv_heads):
+def test_query_heads_may_share_kv_heads(n_heads, n_kv_heads):
     cu = cumulative([35, 14])
     check(*draw(49, 49, n_heads, n_kv_heads, 16), cu, cu, causal=True)
 
@@ -89,7 +89,7 @@ UNEVEN = ([5, 40, 3, 0, 7], [9, 20, 0, 4, 70])
 
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0), *slow((20, 5), (0, 0), (-1, 3))], ids=str)
 @pytest.mark.parametrize("causal", [True, *slow(False)], ids=["causal", "full"])
-def test_more_or_fewer_keys_than_queries_in_a_window(causal, window):
+def test_windows_allow_more_or_fewer_keys_than_queries(causal, window):
     """The last query has the position of the last key.
 
     If a query sees no key, its output is 0, its lse is -inf and its gradients are zero.
@@ -123,7 +123,7 @@ FEATURES = {
         for fast in (name in ("softcap", "all"),)
     ],
 )
-def test_features(features, causal, window):
+def test_every_feature_equals_dense_attention(features, causal, window):
     """Each case has grouped heads, uneven packed documents, rows that see no key, and two blocks of head columns."""
     tensors = draw(55, 103, 4, 2, 24 if "softcap" in features else 48)
     check(*tensors, *map(cumulative, UNEVEN), causal=causal, window_size=window, **features)
@@ -141,7 +141,7 @@ def test_large_scores_saturate_the_softcap():
 @pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_softcap_of_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
+def test_softcap_is_accurate_in_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
     """Each dtype uses a different tanh instruction. `spread` is the standard deviation of the scores."""
     monkeypatch.setenv(backend.VARIABLE, chosen)
     q, *others = draw(1024, 1024, 4, 2, head_dim, dtype=dtype)
@@ -185,7 +185,7 @@ def test_partial_outputs_in_fp32_merge_to_the_whole():
         torch.testing.assert_close(ours, exact, rtol=5e-3, atol=5e-3)
 
 
-def test_fp8_with_sinks_that_require_a_gradient():
+def test_fp8_allows_sinks_that_require_a_gradient():
     """If a model is evaluated without torch.no_grad, its sinks require a gradient."""
     q, k, v, *_ = (x.detach().to(torch.float8_e4m3fn) for x in draw(20, 20, 2, 1, 16))
     sinks = torch.zeros(2, device=DEVICE)
@@ -234,7 +234,7 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
 
 
 @pytest.mark.slow
-def test_non_contiguous_inputs_and_gradient():
+def test_inputs_and_gradients_need_not_be_contiguous():
     """q and k are slices of one tensor, and v is a transposed view.
 
     The gradient is a broadcast tensor.
@@ -254,7 +254,7 @@ def test_non_contiguous_inputs_and_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_a_batch_of_any_layout(batch, alibi):
+def test_a_batch_may_have_any_layout(batch, alibi):
     """q, k and v are stored with heads before tokens, with tokens before heads, or in one tensor.
 
     The kernels cannot read the gradient in place, so it must be copied.
@@ -348,7 +348,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
 
 
 @pytest.mark.slow
-def test_operator_registration():
+def test_operators_pass_opcheck():
     q, k, v, *_ = draw(20, 20, 2, 1, 16)
     cu = cumulative([13, 7])
     schedule = causal_schedule(cu, 20, q.device).tensors()

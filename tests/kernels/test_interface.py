@@ -59,7 +59,7 @@ def test_signature_is_flash_attns(function, wanted):
     assert all(p.kind is p.KEYWORD_ONLY for p in found if p.name not in theirs)
 
 
-def test_positional_arguments_and_three_results():
+def test_positional_arguments_and_the_three_results_are_flash_attns():
     q, k, v = (x.half() for x in dense_inputs())
     o, lse, probabilities = flash_attn_func(q, k, v, 0.0, 0.3, True, (5, 0), 4.0, None, True, True)
     names = {"softmax_scale": 0.3, "causal": True, "window_size": (5, 0), "softcap": 4.0, "deterministic": True}
@@ -92,7 +92,7 @@ def test_windows_are_tokens_or_unbounded(window, expected):
     assert window_of(window) == expected
 
 
-def test_windows_past_what_int32_holds():
+def test_a_window_that_overflows_int32_hides_no_key():
     """If the sum of a position and the window exceeds int32, every key must be visible in both passes."""
     q = torch.randn(1, 5, 1, 8, device=DEVICE, requires_grad=True)
     k = torch.randn(1, 6, 1, 8, device=DEVICE, requires_grad=True)
@@ -105,7 +105,7 @@ def test_windows_past_what_int32_holds():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 5], ids=["pages-of-16", "pages-of-5"])
-def test_keys_in_pages(page_size):
+def test_keys_may_lie_in_pages(page_size):
     """Unused pages hold NaN, and unused entries of the block table are invalid. Gradients reach the pages."""
     lengths_q, lengths_k = [5, 0, 3, 1], [21, 7, 0, 16]
     q, k, v, do, _ = draw(9, 44, 2, 1, 8, 16)
@@ -277,7 +277,7 @@ def test_bad_pages_are_named(arguments, message, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
-def test_under_activation_checkpointing(reentrant):
+def test_activation_checkpointing_changes_nothing(reentrant):
     def attend(q, k, v):
         return flash_attn_func(q, k, v, causal=True)
 
@@ -290,7 +290,7 @@ def test_under_activation_checkpointing(reentrant):
     assert all_equal([o, *(x.grad for x in inputs)], expected)
 
 
-def test_under_autocast():
+def test_autocast_gives_half_precision_and_mixed_dtypes_are_refused():
     """Projections return half precision. Like flash-attn, our attention casts nothing and refuses mixed dtypes."""
     project = torch.nn.Linear(40, 40, device=DEVICE)
     q, k, v = dense_inputs()
@@ -325,7 +325,7 @@ def test_one_tf32_product_only_where_torch_allows_it(name, allowed, forbidden):
     ("capability", "precision"),
     [pytest.param((7, 5), "ieee", id="turing"), pytest.param((8, 0), "tf32x3", id="ampere")],
 )
-def test_no_tf32_product_on_gpus_without(monkeypatch, capability, precision):
+def test_gpus_without_tf32_get_no_tf32_product(monkeypatch, capability, precision):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     x = SimpleNamespace(dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0))
     _has_tf32.cache_clear()
@@ -336,7 +336,7 @@ def test_no_tf32_product_on_gpus_without(monkeypatch, capability, precision):
 
 
 @pytest.mark.slow
-def test_in_a_functional_call():
+def test_a_functional_call_gives_the_same_gradients():
     """Like flash-attn, our attention supports functional_call, but not torch.func's grad and vmap."""
     project = torch.nn.Linear(40, 40, device=DEVICE)
     q, k, v = dense_inputs()
@@ -370,7 +370,7 @@ ANY = settings(max_examples=200 if GPU else 6, deadline=None, derandomize=True)
 @pytest.mark.slow
 @ANY
 @given(DOCUMENTS, st.booleans(), WINDOWS, WINDOWS, st.integers(0, 3), st.integers(0, 5), st.booleans())
-def test_any_documents(pairs, causal, left, right, padding, tail, capped):
+def test_any_documents_equal_the_reference(pairs, causal, left, right, padding, tail, capped):
     """Both passes equal the reference for documents of any length.
 
     cu_seqlens may be padded, and tokens may follow the last document.

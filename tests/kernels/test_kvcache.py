@@ -20,13 +20,13 @@ PAGED = pytest.mark.parametrize("page_size", [None, 16, 32], ids=["dense", "page
 
 @SPLITS
 @PAGED
-def test_one_query_a_sequence(page_size, num_splits):
+def test_one_query_per_sequence_equals_the_reference(page_size, num_splits):
     check([1, 48, 61, 0], page_size=page_size, num_splits=num_splits)
 
 
 @SPLITS
 @PAGED
-def test_append(page_size, num_splits):
+def test_new_tokens_are_appended_at_their_positions(page_size, num_splits):
     """After the call, the new tokens must be at their positions in the cache, even if they span several pages. All
     other elements of the cache must stay the same.
     """
@@ -34,30 +34,30 @@ def test_append(page_size, num_splits):
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(3, 20), (7, 2)], ids=str)
-def test_append_of_more_or_fewer_tokens_than_queries(seqlen_q, seqlen_new):
+def test_more_or_fewer_tokens_than_queries_may_be_appended(seqlen_q, seqlen_new):
     """The last query has the position of the last key. A query that is before the first key sees no key."""
     check([0, 33], n_heads=1, seqlen_q=seqlen_q, seqlen_new=seqlen_new, causal=True, num_splits=2, page_size=16)
 
 
 @pytest.mark.parametrize("window", [(7, 0), *slow((20, 5), (0, 0), (-1, 3), (10**12, 1))], ids=str)
 @pytest.mark.parametrize(("causal", "num_splits"), [(True, 1), (False, 1), (False, 2)], ids=["causal", "full", "split"])
-def test_window(causal, num_splits, window):
+def test_windows_hide_keys_of_the_cache(causal, num_splits, window):
     check([3, 61], seqlen_q=9, n_heads=1, causal=causal, window=window, num_splits=num_splits)
 
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
-def test_grouped_query_heads(n_heads, n_kv_heads):
+def test_query_heads_may_share_kv_heads(n_heads, n_kv_heads):
     """A tile contains queries of all heads in a group. It can start or end between two heads of a token."""
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, *slow(8, 40, 96, 128, 192, 256)])
-def test_head_dims(head_dim):
+def test_every_head_dim_equals_the_reference(head_dim):
     check([35], seqlen_q=2, seqlen_new=2, capacity=48, head_dim=head_dim, causal=True, num_splits=2)
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (24, 80)], ids=str)
-def test_values_of_another_width(head_dim, v_head_dim):
+def test_values_may_have_another_width_than_keys(head_dim, v_head_dim):
     check([35], seqlen_new=1, capacity=48, head_dim=head_dim, v_head_dim=v_head_dim, page_size=16, num_splits=2)
 
 
@@ -68,7 +68,7 @@ def test_values_of_another_width(head_dim, v_head_dim):
     ids=["whole-head", "first-columns", "head-of-two-parts", "across-parts"],
 )
 @pytest.mark.parametrize("window", [(-1, -1), *slow((12, -1))], ids=["full", "window"])
-def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
+def test_queries_and_new_keys_are_rotated_by_their_positions(window, head_dim, rotary_dim, page_size, interleaved):
     """With a window, each query is rotated by its own position.
 
     Without a window, all queries are rotated by the position of the cache's end.
@@ -87,7 +87,7 @@ def test_rotary(window, head_dim, rotary_dim, page_size, interleaved):
 
 @SPLITS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, num_splits):
+def test_every_dtype_rounds_rotated_queries_and_keys(dtype, num_splits):
     """Rotated queries and keys are rounded to the dtype before they are multiplied."""
     check([5, 37], seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True, dtype=dtype, num_splits=num_splits)
 
@@ -112,18 +112,18 @@ SLOPES = torch.tensor([0.02, 0.3, 0.0, 1.0], device=DEVICE)
         ),
     ],
 )  # fmt: skip
-def test_features(features):
+def test_every_feature_equals_the_reference(features):
     check([21, 50], seqlen_q=6, n_heads=4, n_kv_heads=2, head_dim=24, num_splits=2, **features)
 
 
 @SPLITS
-def test_sequences_anywhere_in_the_cache(num_splits):
+def test_sequences_may_be_anywhere_in_the_cache(num_splits):
     check([21, 50, 3], seqlen_q=2, seqlen_new=2, batch_idx=[4, 0, 2], causal=True, num_splits=num_splits)
 
 
 @SPLITS
 @pytest.mark.parametrize("page_size", [None, 16], ids=["dense", "pages-of-16"])
-def test_padding_on_the_left(page_size, num_splits):
+def test_padding_on_the_left_is_not_seen(page_size, num_splits):
     """Padding can contain NaN, end inside a block, or fill the whole sequence."""
     check(
         [40, 61, 9, 30],
@@ -141,7 +141,7 @@ def test_padding_counts_in_positions():
 
 
 @pytest.mark.slow
-def test_more_splits_than_blocks():
+def test_there_may_be_more_splits_than_blocks():
     check([0, 61], num_splits=20)
 
 
@@ -157,7 +157,7 @@ def test_defaults_take_the_whole_cache():
 
 
 @pytest.mark.slow
-def test_strided_inputs():
+def test_inputs_and_caches_may_be_strided():
     """The caches are transposed views, and q, k and v are slices of one tensor."""
     qkv = draw(2, 3, 8, 16)
     q, k, v = qkv.split((4, 2, 2), dim=2)
@@ -181,7 +181,7 @@ def test_outputs_require_no_gradient():
     assert not o.requires_grad and torch.equal(k_cache[:, 3], new[:, 0])
 
 
-def test_empty_batch_and_no_queries():
+def test_a_batch_the_queries_or_the_cache_may_be_empty():
     cache = draw(2, 32, 2, 16)
     assert flash_attn_with_kvcache(draw(0, 1, 2, 16), cache, cache).shape == (0, 1, 2, 16)
     o, lse = flash_attn_with_kvcache(draw(2, 0, 2, 16), cache, cache, return_softmax_lse=True)
@@ -249,7 +249,7 @@ def test_compiles_without_a_graph_break():
 
 
 @pytest.mark.slow
-def test_operator_registration():
+def test_operators_pass_opcheck():
     q, k_cache, v_cache, new = draw(2, 3, 4, 16), draw(2, 40, 2, 16), draw(2, 40, 2, 16), draw(2, 3, 2, 16)
     angles, lengths = [draw(40, 8), draw(40, 8)], int32(5, 30)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
@@ -264,7 +264,7 @@ def test_operator_registration():
 
 
 @pytest.mark.gpu
-def test_no_host_sync():
+def test_a_call_does_not_synchronise_with_the_host():
     q, cache, new = draw(2, 1, 4, 64), draw(2, 4096, 2, 64), draw(2, 1, 2, 64)
     table, lengths = int32([0, 1], [2, 3]), int32(5, 700)
     flash_attn_with_kvcache(

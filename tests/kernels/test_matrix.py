@@ -123,7 +123,7 @@ TESTS = [
 @pytest.mark.parametrize(
     ("dtype", "width", "backend", "round_"), TESTS, ids=lambda x: f"d{x[0]}v{x[1]}" if isinstance(x, tuple) else str(x)
 )
-def test_matrix(dtype, width, backend, round_, monkeypatch):
+def test_every_combination_is_as_accurate_as_torch(dtype, width, backend, round_, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_BACKEND", backend)
     generator = random.Random(width[0] + 1000 * round_)
     worst: dict[str, tuple[float, float]] = {}

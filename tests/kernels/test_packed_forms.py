@@ -72,7 +72,7 @@ CASES = [
 
 @pytest.mark.parametrize("options", [*slow({}), OPTIONS], ids=["defaults", "options"])
 @pytest.mark.parametrize(("joined_function", "function", "q_shape", "joined_shape"), CASES)
-def test_same_as_separate(joined_function, function, q_shape, joined_shape, options):
+def test_joined_tensors_give_the_results_of_separate_ones(joined_function, function, q_shape, joined_shape, options):
     joined = draw(*joined_shape)
     q = [draw(*q_shape)] if q_shape else []
     ours = joined_function(*q, joined, **options)
@@ -87,7 +87,7 @@ def test_same_as_separate(joined_function, function, q_shape, joined_shape, opti
 
 
 @pytest.mark.parametrize(("joined_function", "function", "q_shape", "joined_shape"), CASES)
-def test_outputs_with_lse(joined_function, function, q_shape, joined_shape):
+def test_lse_and_probabilities_are_returned_if_asked(joined_function, function, q_shape, joined_shape):
     tensors = [draw(*shape).detach() for shape in (q_shape, joined_shape) if shape]
     o, lse = joined_function(*tensors, return_lse=True)
     probs = joined_function(*tensors, return_attn_probs=True)
@@ -95,7 +95,7 @@ def test_outputs_with_lse(joined_function, function, q_shape, joined_shape):
     assert torch.equal(probs[0], o) and torch.equal(probs[1], lse)
 
 
-def test_against_the_reference():
+def test_a_packed_form_equals_the_reference():
     """Compares one case with the reference implementation.
 
     The comparison finds mistakes in the code that all functions share.

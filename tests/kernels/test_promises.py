@@ -96,7 +96,7 @@ def test_twenty_packings_compile_once():
 
 
 @pytest.mark.timeout(600)
-def test_more_than_two_to_the_31_elements():
+def test_tensors_may_have_more_than_two_to_the_31_elements():
     """q, k and v have 2.15e9 elements each, more than int32 can count.
 
     The first and last documents must equal a reference that is computed on their slices.
@@ -133,7 +133,7 @@ ADVERSARIAL = {
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_adversarial_scores(name, head_dim):
+def test_adversarial_scores_give_finite_and_accurate_results(name, head_dim):
     q, k, v = (x.detach() for x in inputs_of(500, 4, head_dim, n_kv_heads=4))
     tensors = [x.requires_grad_() for x in ADVERSARIAL[name](q, k, v)]
     cu = cumulative([300, 200])

@@ -46,7 +46,7 @@ RENAMED = RENAMED.replace("kernels_old_load$1,", "a_b,").replace("_fwd_kernel", 
         pytest.param(PTX, RENAMED, id="names-of-functions"),
     ],
 )
-def test_digest_ignores(before, after):
+def test_the_digest_ignores_comments_and_names(before, after):
     assert PTX.replace(before, after) != PTX
     assert normalised(PTX.replace(before, after)) == normalised(PTX)
 
@@ -61,7 +61,7 @@ def test_digest_ignores(before, after):
         pytest.param("kernels_old_load$10", "kernels_old_load$11", id="longer-name"),
     ],
 )
-def test_digest_depends_on(before, after):
+def test_the_digest_depends_on_the_code(before, after):
     assert PTX.replace(before, after) != PTX
     assert normalised(PTX.replace(before, after)) != normalised(PTX)
 

@@ -74,7 +74,7 @@ def assert_repaired(ours, exact, spoiled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("units", SOME + EVERY + NONE)
-def test_forward_of_marked_tiles(problem, device, units):
+def test_forward_repairs_marked_tiles_only(problem, device, units):
     (_, q, k, v, *_), masks, (o, lse, *_) = problem
     spoiled = marks(HEADS, units, device)
     some, some_lse = torch.full_like(o, UNTOUCHED), torch.full_like(lse, UNTOUCHED)
@@ -84,7 +84,7 @@ def test_forward_of_marked_tiles(problem, device, units):
 
 
 @pytest.mark.parametrize("units", SOME + EVERY + NONE)
-def test_backward_of_marked_tiles(problem, device, units):
+def test_backward_repairs_marked_tiles_only(problem, device, units):
     tensors, masks, (_, _, *exact) = problem
     dq, dk, dv = (torch.full_like(x, UNTOUCHED) for x in exact)
     spoiled_q, spoiled_k = marks(HEADS, units, device), marks(KV_HEADS, units, device)

@@ -86,7 +86,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
 @KEEP_SUM
 @pytest.mark.parametrize("dim", [768, 2048, 5120, 16384])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bf16(x_dtype, dim, keep_sum, device):
+def test_bf16_is_accurate_at_the_sizes_of_models(x_dtype, dim, keep_sum, device):
     """The sizes are those of real models.
 
     The test needs a GPU, because Triton's interpreter computes bf16 incorrectly.
@@ -99,7 +99,7 @@ def test_bf16(x_dtype, dim, keep_sum, device):
 
 @pytest.mark.usefixtures("implementation")
 @KEEP_SUM
-def test_gradients_of_any_layout(keep_sum, device):
+def test_gradients_may_have_any_layout(keep_sum, device):
     x, added, weight, d_sum, dy = draw(6, 16, (torch.float32,) * 3, device)
     strided = [x.T.contiguous().T, added.T.contiguous().T, weight, d_sum[:1].expand(6, 16), dy.T.contiguous().T]
     dense = [tensor.contiguous() for tensor in strided]
@@ -108,7 +108,7 @@ def test_gradients_of_any_layout(keep_sum, device):
 
 
 @pytest.mark.usefixtures("implementation")
-def test_one_gradient_alone(device):
+def test_one_output_alone_may_have_a_gradient(device):
     """Only one of the two outputs has a gradient: the sum, or the norm of the sum."""
     x, added, weight, d_sum, dy = draw(4, 16, (torch.float32,) * 3, device)
     zeros = torch.zeros_like(d_sum)
@@ -121,7 +121,7 @@ def test_one_gradient_alone(device):
 
 
 @KEEP_SUM
-def test_what_is_kept(keep_sum, device):
+def test_only_the_sum_is_kept_if_it_exists(keep_sum, device):
     x, added, weight, *_ = draw(4, 16, (torch.float32, torch.bfloat16, torch.bfloat16), device)
     leaves = [tensor.requires_grad_() for tensor in (x, added, weight)]
     kept = []
@@ -132,7 +132,7 @@ def test_what_is_kept(keep_sum, device):
 
 
 @pytest.mark.slow
-def test_operator_registration(device):
+def test_operators_pass_opcheck(device):
     x, added, weight, d_sum, dy = draw(3, 8, (torch.float32, torch.float16, torch.float16), device)
     torch.library.opcheck(module.forward, (x, added, weight, EPS, torch.float16))
     rstd = module.forward(x, added, weight, EPS, torch.float16)[2]
@@ -142,20 +142,20 @@ def test_operator_registration(device):
 
 
 @pytest.mark.parametrize("shapes", [((4, 8), (3, 8), (8,)), ((4, 8), (4, 8), (4,)), ((2, 4, 8), (2, 4, 8), (8,))])
-def test_shapes_that_do_not_fit(shapes, device):
+def test_shapes_that_do_not_fit_are_named(shapes, device):
     with pytest.raises(ValueError, match=r"x, added and weight must be \(rows, dim\), \(rows, dim\) and \(dim,\); got"):
         add_rms_norm(*(torch.zeros(s, device=device) for s in shapes), EPS, torch.float32, keep_sum=True)
 
 
 @pytest.mark.usefixtures("implementation")
-def test_no_rows(device):
+def test_there_may_be_no_rows(device):
     x, added, weight, d_sum, dy = draw(0, 8, (torch.float32,) * 3, device)
     *others, d_weight = results(x, added, weight, d_sum, dy, True)
     assert all(tensor.shape == (0, 8) for tensor in others) and not d_weight.any()
 
 
 @pytest.mark.gpu
-def test_offsets_past_31_bits(device):
+def test_offsets_may_exceed_31_bits(device):
     """The 1,048,577 rows have 2048 elements each, so the offset of the last row is 2**31."""
     rows, dim = 2**20 + 1, 2048
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:

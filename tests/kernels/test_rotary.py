@@ -91,7 +91,7 @@ def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtyp
 
 
 @pytest.mark.usefixtures("implementation")
-def test_slices_and_other_dtypes(device):
+def test_heads_may_be_slices_and_are_rounded_once(device):
     """The heads are slices of wider rows, and are rounded to fp16. The gradient has the dtype of x."""
     row = torch.randn(5, 4, 16, device=device, requires_grad=True)
     cos, sin = angles(5, 8, device)
@@ -208,7 +208,7 @@ def test_qkv_is_one_buffer(device):
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
-def test_qkv_in_a_checkpoint(reentrant, device):
+def test_activation_checkpointing_does_not_change_qkv(reentrant, device):
     qkv, cos, sin = draw(device)
 
     def layer(qkv):
@@ -273,12 +273,12 @@ def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [[3], [2, 1, 1]], ids=["one-part", "three-parts"])
-def test_operator_registration(heads, device):
+def test_the_operator_passes_opcheck(heads, device):
     parts = [torch.randn(5, n_heads, 8, device=device, requires_grad=True) for n_heads in heads]
     torch.library.opcheck(rotary._rotate, (parts, *angles(5, 4, device), 2, torch.float32, False))
 
 
-def test_empty(device):
+def test_tensors_may_be_empty(device):
     assert rotate_heads(torch.zeros(0, 2, 8, device=device), *angles(0, 4, device), 2).shape == (0, 2, 8)
     qkv, cos, sin = draw(device, total=0)
     rotated = rotate_qkv(qkv, HEADS, cos, sin)

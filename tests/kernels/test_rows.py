@@ -102,14 +102,14 @@ def test_targets_with_gaps_between_heads_are_refused(device):
 
 @pytest.mark.gpu
 @HEADS
-def test_bf16(heads, device):
+def test_bf16_rows_are_copied_and_added(heads, device):
     """The test needs a GPU, because Triton's interpreter computes bf16 incorrectly."""
     test_rows_are_copied(True, True, heads, torch.bfloat16, device)
     test_rows_are_added_and_rounded_once(heads, torch.bfloat16, device)
 
 
 @pytest.mark.gpu
-def test_offsets_past_31_bits(device):
+def test_offsets_may_exceed_31_bits(device):
     """The tensor has 2**20 + 1 rows with 2048 elements each, so its last row starts at offset 2**31."""
     n = 2**20 + 1
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:

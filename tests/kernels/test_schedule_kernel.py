@@ -132,7 +132,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
-def test_attention_by_the_kernels_schedule(gradients, monkeypatch):
+def test_attention_is_the_same_with_the_kernels_schedule(gradients, monkeypatch):
     """The schedule of a call without gradients has only the tensors that a forward pass reads."""
     q, k, v = torch.randn(3, 50, 2, 16, device=DEVICE, requires_grad=gradients)
     cu = cumulative([20, 0, 27])

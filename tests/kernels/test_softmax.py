@@ -36,7 +36,7 @@ def recurrence(scores, values, block=2):
     return maxima.tolist(), sums.tolist(), out.item()
 
 
-def test_running_maxima_and_sums():
+def test_running_maxima_and_sums_are_those_of_the_recurrence():
     maxima, sums, _ = recurrence([1, 3, 2, 5, 4, 0], [0.0] * 6)
     assert maxima == pytest.approx([3, 5, 5], rel=1e-6)
     assert sums == pytest.approx([1.1353, 1.2035, 1.578], abs=1e-4)

@@ -82,7 +82,7 @@ def test_equals_autograd(rows, ffn_dim, dtype, device):
 
 @pytest.mark.gpu
 @SHAPES
-def test_bf16(rows, ffn_dim, device):
+def test_bf16_is_rounded_once(rows, ffn_dim, device):
     """The test needs a GPU, because Triton's interpreter computes bf16 incorrectly."""
     projected, d_activated = draw(rows, ffn_dim, torch.bfloat16, device)
     activated, d_projected = exactly(projected, d_activated)
@@ -97,12 +97,12 @@ def test_bf16(rows, ffn_dim, device):
 
 
 @pytest.mark.parametrize("operator", [swiglu_backward, swiglu_gradient], ids=["backward", "gradient"])
-def test_operator_registration(operator, device):
+def test_operators_pass_opcheck(operator, device):
     torch.library.opcheck(operator, draw(3, 8, torch.float32, device))
 
 
 @pytest.mark.gpu
-def test_offsets_past_31_bits(device):
+def test_offsets_may_exceed_31_bits(device):
     """The 131,073 rows have 2 x 8192 elements each, so the offset of the last row is 2**31."""
     rows, ffn_dim = 2**17 + 1, 8192
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:

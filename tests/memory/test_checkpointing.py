@@ -35,7 +35,7 @@ CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "f
     ("attention", "checkpointing", "compiled"),
     [pytest.param(*case, id="-".join((*case[:2], "compiled" if case[2] else "eager"))) for case in CASES],
 )
-def test_same_loss_and_gradients(attention, checkpointing, compiled, device):
+def test_checkpointing_does_not_change_loss_and_gradients(attention, checkpointing, compiled, device):
     model = small_gpt(levers(checkpointing), device, attention)
     if compiled:
         compile_blocks(model, fullgraph=attention != "chunked")  # chunked attention is not compiled
@@ -89,7 +89,7 @@ class Operators(TorchDispatchMode):
     ("checkpointing", "times"), [pytest.param("selective", 1, id="selective"), pytest.param("full", 2, id="full")]
 )
 @pytest.mark.parametrize("documents", ["packed", "one"])
-def test_how_often_torchs_attention_runs(documents, checkpointing, times, device):
+def test_recomputation_repeats_torchs_attention_only_as_chosen(documents, checkpointing, times, device):
     batch = stream(device)
     if documents == "one":
         del batch["cu_seqlens"]
@@ -117,7 +117,7 @@ def test_attention_without_an_operator_is_recomputed(checkpointing, device):
         pytest.param("selective", True, ["lse", "o", "x"], id="selective-compiled", marks=pytest.mark.slow),
     ],
 )
-def test_tensors_that_a_block_keeps(checkpointing, compiled, expected, device):
+def test_a_block_keeps_only_the_expected_tensors(checkpointing, compiled, expected, device):
     model = small_gpt(levers(checkpointing), device, "flash", n_layers=1, positions="none")
     if compiled:
         compile_blocks(model)
@@ -151,6 +151,6 @@ def test_recomputation_keeps_autocasts_dtype(checkpointing, device):
     assert_equal(*results)
 
 
-def test_unknown():
+def test_an_unknown_checkpointing_is_named():
     with pytest.raises(ValueError, match=r"memory.checkpointing must be one of none, selective, full; got some"):
         levers("some")

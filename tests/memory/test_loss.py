@@ -79,7 +79,7 @@ def test_a_soft_cap_is_that_of_dense_logits(z_loss, label_smoothing, device):
 
 
 @TERMS
-def test_all_labels_ignored(z_loss, label_smoothing, device):
+def test_the_loss_is_0_if_all_labels_are_ignored(z_loss, label_smoothing, device):
     hidden, weight, labels = draw(device)
     loss = LinearCrossEntropy(16, z_loss, label_smoothing)(hidden, weight, torch.full_like(labels, -100))
     loss.backward()
@@ -87,7 +87,7 @@ def test_all_labels_ignored(z_loss, label_smoothing, device):
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_one_side_frozen(frozen, device):
+def test_hidden_states_or_weight_may_be_frozen(frozen, device):
     hidden, weight, labels = draw(device)
     trained = weight if frozen == "hidden" else hidden
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
@@ -96,7 +96,7 @@ def test_one_side_frozen(frozen, device):
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_gradients(device):
+def test_the_loss_is_the_same_without_gradients(device):
     hidden, weight, labels = draw(device)
     with torch.no_grad():
         loss = LinearCrossEntropy(16)(hidden, weight, labels)
@@ -217,7 +217,7 @@ def test_operator_keeps_torchs_rules(device):
         torch.library.opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_errors(device):
+def test_wrong_settings_and_shapes_are_named(device):
     hidden, weight, labels = draw(device)
     with pytest.raises(ValueError, match="chunk_size must be at least 1 token; got 0"):
         LinearCrossEntropy(0)

@@ -60,7 +60,7 @@ def test_every_combination_equals_none(attention, checkpointing, offload, mlp_ch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_all_levers_around_compiled_blocks(checkpointing, device):
+def test_all_levers_work_around_compiled_blocks(checkpointing, device):
     batch, none = stream(device), step_without_levers("flash", device)
     model = compile_blocks(small_gpt(levers(checkpointing, True, 16), device, "flash"))  # chunks of 16 and 8 tokens
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_all_levers_around_compiled_blocks(checkpointing, device):
 
 
 @pytest.mark.usefixtures("bf16_matmul")
-def test_all_levers_under_autocast(device):
+def test_all_levers_change_little_under_autocast(device):
     """The difference between the results with and without levers must be less than 1e-2 of their norm.
 
     bf16 has a relative error of 4e-3, and the sums over chunks are in fp32.
@@ -83,7 +83,7 @@ def test_all_levers_under_autocast(device):
     assert (results[1] - results[0]).norm() < 1e-2 * results[0].norm()
 
 
-def test_accumulated_gradients(device):
+def test_levers_do_not_change_accumulated_gradients(device):
     """Runs two micro-batches before one optimizer step, as training with gradient accumulation does."""
     batches, results = [stream(device), stream(device, [24])], []
     for memory in (levers(), levers("selective", True, 10)):
@@ -143,7 +143,7 @@ def test_every_key_reaches_the_model():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("checkpointing", "offload", "mlp_chunk"), COMBINATIONS)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "inductor"])
-def test_every_combination_in_bf16(checkpointing, offload, mlp_chunk, compiled, device):
+def test_every_combination_changes_little_in_bf16(checkpointing, offload, mlp_chunk, compiled, device):
     batch, results = stream(device, [150, 0, 1, 105]), []
     for memory in (levers(), levers(checkpointing, offload, mlp_chunk and 64)):
         model = small_gpt(memory, device, "flash")

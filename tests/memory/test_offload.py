@@ -23,7 +23,7 @@ EVERYTHING = levers(offload="all", mlp_chunk=5)
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("n_layers", [1, 2, 4])
-def test_same_loss_and_gradients(n_layers, checkpointing, device):
+def test_offload_does_not_change_loss_and_gradients(n_layers, checkpointing, device):
     batch = stream(device)
     expected = step(small_gpt(levers(), device, n_layers=n_layers), batch)
     model = small_gpt(levers(checkpointing, offload=True), device, n_layers=n_layers)
@@ -34,7 +34,7 @@ def test_same_loss_and_gradients(n_layers, checkpointing, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_around_compiled_blocks(checkpointing, device):
+def test_offload_works_around_compiled_blocks(checkpointing, device):
     batch = stream(device)
     expected = step(small_gpt(levers(), device), batch)
     model = compile_blocks(small_gpt(levers(checkpointing, offload=True), device))
@@ -50,7 +50,7 @@ def test_around_compiled_blocks(checkpointing, device):
         pytest.param(True, None, True, marks=pytest.mark.slow),
     ],
 )
-def test_everything(qk_norm, mlp_chunk, compiled, device):
+def test_offload_all_changes_no_result_and_reuses_host_memory(qk_norm, mlp_chunk, compiled, device):
     """Blocks offload all tensors that they keep for the backward.
 
     Results are bitwise equal to those without offload. All later steps reuse the host memory of the first step.
@@ -137,7 +137,7 @@ def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
 
 
 @pytest.mark.parametrize("memory", [levers("full", offload=True), EVERYTHING], ids=["inputs", "all"])
-def test_two_graphs_at_once(memory, device):
+def test_two_graphs_at_once_do_not_share_buffers(memory, device):
     """A host buffer belongs to an autograd graph until the graph's backward has used the buffer."""
     model, first, second = small_gpt(memory, device), stream(device), stream(device, [20, 4])
     expected = [step(model, batch) for batch in (first, second)]
@@ -151,7 +151,7 @@ def test_two_graphs_at_once(memory, device):
 
 
 @pytest.mark.parametrize("memory", [levers(offload=True), EVERYTHING], ids=["inputs", "all"])
-def test_backward_twice(memory, device):
+def test_a_second_backward_gives_the_same_gradients(memory, device):
     model, batch = small_gpt(memory, device), stream(device)
     objective = model(batch["tokens"], batch["cu_seqlens"]).square().sum()
     once = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
@@ -194,14 +194,14 @@ def test_buffers_of_a_longer_stream_replace_the_shorter(device):
     assert [buffer.numel() for buffer in model.offload.pool.free] == [STATE, STATE]
 
 
-def test_no_gradients_no_copies(device):
+def test_nothing_is_copied_without_gradients(device):
     model, batch = small_gpt(levers("selective", offload=True), device), stream(device)
     with torch.no_grad():
         model(**batch)
     assert model.offload.pool is None
 
 
-def test_frozen_embedding(device):
+def test_the_embedding_may_be_frozen(device):
     """With a frozen embedding, the first state needs no gradient."""
     results = []
     for memory in (levers(), levers("full", offload=True), levers(offload="all")):
@@ -213,7 +213,7 @@ def test_frozen_embedding(device):
 
 
 @pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # 32, 48, 64: rows of a weight (dim, ffn_dim, qkv)
-def test_weights_stay(tokens, device, monkeypatch):
+def test_weights_stay_on_the_device(tokens, device, monkeypatch):
     """Weights are never offloaded, even if they have as many rows as there are tokens."""
     sent, send = [], offload._State.send
 
@@ -238,7 +238,7 @@ def test_budget_is_what_a_step_takes(dtype, device):
     assert taken == 3 * 24 * 32 * dtype.itemsize
 
 
-def test_too_little_host_memory(device, monkeypatch):
+def test_too_little_host_memory_is_an_error(device, monkeypatch):
     message = r"needs 4.0 GiB of host memory in each of 8 processes; 31.0 GiB are available"
     with pytest.raises(ValueError, match=message):
         require_host_memory(4 * 2**30, 31 * 2**30, processes=8)
@@ -251,7 +251,7 @@ def test_too_little_host_memory(device, monkeypatch):
     model(**stream(device))
 
 
-def test_too_little_host_memory_for_everything(device, monkeypatch):
+def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch):
     """When the error is raised, only the first block has saved its states."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))

@@ -111,7 +111,7 @@ def test_bf16_is_as_accurate_as_eager(autocast, bias, device, passes):
         assert_as_accurate(name, found, exact[name], expected[name])
 
 
-def test_backward_again(device, passes):
+def test_a_second_backward_reads_the_saved_tensors(device, passes):
     """The first backward must not overwrite the saved tensors, because a second backward reads them."""
     ffn, (x, dy) = feed_forward(device), draw(device)
     y = compiled(ffn)(x)
@@ -121,7 +121,7 @@ def test_backward_again(device, passes):
 
 
 @pytest.mark.slow
-def test_gradients_of_any_layout(device, passes):
+def test_gradients_may_have_any_layout(device, passes):
     ffn, (x, _) = feed_forward(device), draw(device)
     run = compiled(ffn)
     for dy in (torch.ones(1, 1, device=device).expand(10, DIM), torch.randn(DIM, 10, device=device).T):
@@ -132,7 +132,7 @@ def test_gradients_of_any_layout(device, passes):
 
 
 @pytest.mark.slow
-def test_compiled_once_for_all_lengths(device, passes):
+def test_the_ffn_is_compiled_once_for_all_lengths(device, passes):
     """torch.compile compiles for the first length, and then once more for all other lengths."""
     ffn = feed_forward(device)
     run = compiled(ffn)
@@ -149,7 +149,7 @@ def test_compiled_once_for_all_lengths(device, passes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_in_the_model(checkpointing, device, passes):
+def test_the_kernel_runs_once_per_layer_of_a_model(checkpointing, device, passes):
     """The kernel runs once for each of two layers, with every kind of checkpointing."""
     expected = step(small_gpt(levers(), device, n_layers=2), stream(device))
     assert not passes
@@ -181,7 +181,7 @@ def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
     assert uses == [True, False]
 
 
-def test_without_gradients(device):
+def test_the_output_is_the_same_without_gradients(device):
     ffn, (x, _) = feed_forward(device), draw(device)
     with torch.no_grad():
         torch.testing.assert_close(compiled(ffn)(x), ffn(x))
@@ -191,7 +191,7 @@ class Sharded(Tensor):
     """Stands in for tensor subclasses such as DTensor."""
 
 
-def test_which_layers_train_plainly(device):
+def test_only_plain_layers_train_plainly(device):
     frozen, sharded = nn.Linear(8, 4), nn.Linear(8, 4)
     frozen.weight.requires_grad_(False)
     sharded.weight = nn.Parameter(sharded.weight.detach().as_subclass(Sharded))

@@ -117,7 +117,7 @@ def test_nothing_is_kept_without_gradients(device):
 
 
 @pytest.mark.parametrize("layout", ["expanded", "transposed"])
-def test_gradients_of_any_layout(layout, device):
+def test_gradients_may_have_any_layout(layout, device):
     arguments, dy = draw("swiglu", False, device)
     dy = torch.ones(1, 1, device=device).expand(TOTAL, DIM) if layout == "expanded" else dy.T.contiguous().T
     ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, 7), run(at_once, arguments, dy)
@@ -155,7 +155,7 @@ def test_frozen_weights_cost_no_products(device, monkeypatch):
     assert all(x.grad is None for x in arguments[1:5])
 
 
-def test_one_weight_frozen(device):
+def test_one_weight_may_be_frozen(device):
     arguments, dy = draw("gelu", False, device)
     expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
     arguments[1].requires_grad_(False)
@@ -163,7 +163,7 @@ def test_one_weight_frozen(device):
     assert arguments[1].grad is None and torch.equal(arguments[3].grad, expected["d_down"])
 
 
-def test_frozen_input(device):
+def test_the_input_may_be_frozen(device):
     arguments, dy = draw("gelu", False, device)
     expected = run(tiled_ffn.tiled_mlp, arguments, dy, 16)
     arguments[0].requires_grad_(False)
@@ -189,7 +189,7 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_in_the_model(activation, bias, device):
+def test_chunks_do_not_change_a_model(activation, bias, device):
     model = {}
     for chunk in (None, 24, 5):
         memory = levers(mlp_chunk=chunk)
@@ -212,7 +212,7 @@ def test_operators_keep_torchs_rules(activation, bias, device):
             torch.library.opcheck(mlp_backward, backward, test_utils=checks)
 
 
-def test_errors(device):
+def test_wrong_shapes_and_sizes_are_named(device):
     arguments, _ = draw("swiglu", False, device)
     x, up, _, down, *_ = arguments
     with pytest.raises(ValueError, match=r"for gelu; got \(50, 16\), \(48, 16\) and \(16, 24\)"):

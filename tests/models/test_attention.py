@@ -158,7 +158,7 @@ class LargestTensor(TorchDispatchMode):
         pytest.param(partial(chunked_attention, chunk_size=16), 2 * 256 * 16, id="chunked-holds-one-chunk"),
     ],
 )
-def test_largest_tensor_of_both_passes(attention, elements, device):
+def test_the_largest_tensor_has_the_expected_size(attention, elements, device):
     tensors = draw(256, 2, 2, device)
     schedule = causal_schedule(cumulative([100, 156], device), 256, device)
     with LargestTensor() as largest:

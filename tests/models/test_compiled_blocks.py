@@ -56,14 +56,14 @@ def test_what_is_kept_of_a_blocks_input_is_one_tensor(memory, device, passes):
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 @pytest.mark.parametrize("memory", [levers(), levers("full")], ids=["adds-later", "adds-at-once"])
-def test_one_graph_for_all_blocks(memory, norm, device):
+def test_all_blocks_share_one_graph(memory, norm, device):
     model = compile_blocks(small_gpt(memory, device, n_layers=LAYERS, norm=norm, positions="none", qk_norm=False))
     step(model, stream(device))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.slow
-def test_one_graph_under_autocast(device, passes):
+def test_all_blocks_share_one_graph_under_autocast(device, passes):
     model = compile_blocks(small_gpt(levers(), device, n_layers=LAYERS))
     with torch.autocast(device.type, torch.bfloat16):
         step(model, stream(device))

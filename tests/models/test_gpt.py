@@ -145,7 +145,7 @@ def test_a_window_ends_what_a_token_sees(attention, device):
             assert differs.tolist() == expected, (windows, documents)
 
 
-def test_layers_without_rope_or_with_their_own_theta(device):
+def test_layers_may_have_no_rope_or_a_separate_theta(device):
     """If no layer has RoPE, changed positions do not change the logits.
 
     A window as long as the stream hides no token.
@@ -212,7 +212,7 @@ def test_autocast_hands_attention_one_half_dtype(overrides, device):
 
 @pytest.mark.usefixtures("bf16_matmul")
 @pytest.mark.parametrize("overrides", VARIANTS)
-def test_bf16_weights(overrides, device):
+def test_bf16_weights_give_an_fp32_loss(overrides, device):
     model = build(**overrides).to(device)
     tokens, cu_seqlens, labels = stream([9, 15], device)
     exact = model(tokens, cu_seqlens, labels=labels)
@@ -376,7 +376,7 @@ def test_a_tied_head_is_the_embedding():
         ),
     ],
 )
-def test_impossible_sizes(overrides, message):
+def test_impossible_sizes_are_named(overrides, message):
     with pytest.raises(ValueError, match=message):
         build(**overrides)
 
@@ -389,7 +389,7 @@ def test_impossible_sizes(overrides, message):
         pytest.param({"logit_softcap": float("inf")}, "family.logit_softcap must be .* got inf", id="logits"),
     ],
 )
-def test_impossible_families(fields, message):
+def test_impossible_families_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         Family(**fields)
 
@@ -417,7 +417,7 @@ def test_impossible_families(fields, message):
         ),
     ],
 )
-def test_impossible_streams(arguments, message):
+def test_impossible_streams_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         build()(*arguments)
 

@@ -252,7 +252,7 @@ def test_dropout_drops_in_training_only():
         pytest.param("lora_alpha", None, "lora_alpha must be a number; got null", id="no-alpha"),
     ],
 )
-def test_folders_that_cannot_be_read(field, value, message, tmp_path):
+def test_a_folder_that_cannot_be_read_is_named(field, value, message, tmp_path):
     model = small_gpt(levers(), CPU)
     save_adapter(lora(target_modules=["q_proj"])(model), tmp_path, None)
     config = json.loads((tmp_path / "adapter_config.json").read_text()) | {field: value}
@@ -261,7 +261,7 @@ def test_folders_that_cannot_be_read(field, value, message, tmp_path):
         lora(path=str(tmp_path))(small_gpt(levers(), CPU))
 
 
-def test_files_that_are_not_there_or_broken(tmp_path):
+def test_missing_and_broken_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"adapter.path must be a folder with adapter_config.json"):
         lora(path=str(tmp_path))(small_gpt(levers(), CPU))
     model = lora()(small_gpt(levers(), CPU))

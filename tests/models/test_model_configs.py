@@ -60,7 +60,7 @@ def test_a_pretrained_model_composes_and_instantiates(tmp_path):
     assert own.ropes == [Rope(10000.0, None)] * 4
 
 
-def test_rope_scaling_of_an_own_model():
+def test_an_own_model_may_have_rope_scaling():
     overrides = ("model.vocab_size=259", "model.max_seq_len=512", "model.rope_scaling={rope_type: yarn, factor: 8}")
     assert build("nano", overrides=overrides).ropes[0].scaling == YarnScaling(8, 512)
 

@@ -129,11 +129,11 @@ def test_dynamic_ntk_counts_each_document_for_itself():
         pytest.param([5, 6, 7, 3], [7, 7, 7, 3], id="from-the-middle"),
     ],
 )
-def test_last_positions(position_ids, last):
+def test_each_token_gets_the_last_position_of_its_document(position_ids, last):
     assert last_positions(torch.tensor(position_ids)).tolist() == last
 
 
-def test_a_scaling_in_two_spellings():
+def test_both_spellings_of_a_scaling_are_read():
     named = rope_scaling({"type": "linear", "factor": 2}, None)
     assert named == rope_scaling({"rope_type": "linear", "factor": 2.0}, 77)
     assert rope_scaling({"rope_type": "default"}, None) is None
@@ -154,6 +154,6 @@ def test_a_scaling_in_two_spellings():
         pytest.param({"rope_type": "linear", "factor": 0.5}, "factor must be at least 1; got 0.5", id="shrinking"),
     ],
 )
-def test_impossible_scalings(parameters, message):
+def test_impossible_scalings_are_named(parameters, message):
     with pytest.raises(ValueError, match=message):
         rope_scaling(parameters, None)

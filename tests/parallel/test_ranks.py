@@ -56,7 +56,7 @@ def environment(monkeypatch):
         pytest.param({"devices": 4}, {"SLURM_NTASKS": "8", "SLURM_JOB_NAME": "interactive"}, 4, id="interactive"),
     ],
 )
-def test_the_number_of_ranks_to_start(trainer, variables, expected, environment):
+def test_devices_and_launcher_decide_how_many_ranks_start(trainer, variables, expected, environment):
     environment.setattr(torch.cuda, "device_count", lambda: 3)
     for name, value in variables.items():
         environment.setenv(name, value)

@@ -69,7 +69,7 @@ def parts():
 
 
 @pytest.mark.slow
-def test_a_sweep_with_cases_that_run_out_of_memory(tmp_path):
+def test_a_sweep_reports_cases_that_run_out_of_memory(tmp_path):
     """Cases whose scores need 274 GB fail, and longer cases are skipped. Checks the files and the offline W&B runs."""
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
     arguments += ["--attention-seq-lens", "64", "131072", "262144", "--n-heads", "4", "--head-dims", "16"]
@@ -306,7 +306,7 @@ import scripts.ablation.sweep
 
 
 @pytest.mark.slow
-def test_the_formula_of_a_step():
+def test_the_formula_of_a_step_counts_every_component():
     tiny = step_formula(case("naive"))
     parameters = 259 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32 + 2 * 32) + 32
     assert tiny == Formula(4, 8, 16 * parameters, 0, (4 * 4 + 1) + (12 * 4 + 1))

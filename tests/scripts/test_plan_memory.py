@@ -33,7 +33,7 @@ def numbers(table: str) -> dict[str, float]:
     return {" ".join(words[: words.index("GiB") - 1]): float(words[words.index("GiB") - 1]) for words in lines}
 
 
-def test_the_table():
+def test_the_table_adds_up_to_the_prediction():
     table = memory_table(["model=llama_1b", "seq_len=131072", "memory=selective", "gpu_gib=139", "host_gib=125"])
     found = numbers(table)
     parts = {name: gib for name, gib in found.items() if name not in ("GPU", "host")}
@@ -262,7 +262,7 @@ def test_a_run_slightly_over_the_memory_may_start():
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_what_a_run_prints():
+def test_a_run_prints_its_plan_and_the_longest_length():
     printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="flash")
     planned, parts, longest = printed.splitlines()
     assert planned == "planned: 5.0 of 139.8 GiB, peak at the loss"

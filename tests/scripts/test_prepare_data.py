@@ -43,7 +43,7 @@ def test_train_finds_it_done(tmp_path, overrides, monkeypatch):
 
 
 @pytest.mark.slow
-def test_as_a_command(tmp_path):
+def test_the_command_prepares_data_or_prints_its_help(tmp_path):
     path = write_jsonl(tmp_path / "chats.jsonl", many_chats(10))
     arguments = [
         "data=sft", f"data.path={path}", f"data.tokenizer={save_tokenizer(tmp_path / 'tokenizer')}",

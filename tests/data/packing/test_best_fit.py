@@ -75,7 +75,7 @@ def test_every_token_is_there_once_or_counted(lengths, seq_len, data, policy):
 
 @settings(max_examples=200, deadline=None)
 @given(lengths_of_documents.filter(any), st.integers(1, 25), st.booleans())
-def test_labels_positions_boundaries_and_costs(lengths, seq_len, split):
+def test_rows_have_correct_labels_positions_boundaries_and_costs(lengths, seq_len, split):
     layout = lay(lengths, seq_len, "split" if split else "truncate")
     for index in range(layout.n_rows):
         row = layout.row(index)
@@ -96,7 +96,7 @@ def test_labels_positions_boundaries_and_costs(lengths, seq_len, split):
             assert labels[-1] == (piece[-1] + 1 if goes_on else IGNORE_INDEX)
 
 
-def test_a_worked_example():
+def test_a_layout_equals_a_worked_example():
     layout = lay([3, 9, 5, 0, 2], seq_len=8)
     rows = [layout.row(i) for i in range(layout.n_rows)]
     # The pieces have 8, 5, 3, 2 and 1 tokens. The document of 9 tokens continues in another row, so the last token of
@@ -173,7 +173,7 @@ def test_the_plan_lies_next_to_the_tokenised_file(tmp_path):
     assert report.tokens_in == report.tokens_packed == data.source.documents(held_out=False).lengths.sum()
 
 
-def test_the_report_as_text_and_for_a_logger():
+def test_the_report_gives_text_metrics_and_a_chart():
     report = lay([3, 9, 40, 0, 2], seq_len=8, long_documents="truncate").report
     lengths = ((1, 1), (2, 1), (4, 1), (8, 0), (16, 1), (32, 0), (64, 1))
     assert report.charts() == {"packing/document_lengths": lengths}

@@ -46,7 +46,7 @@ def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq
 
 @settings(max_examples=200, deadline=None)
 @given(lengths_of_documents, st.integers(1, 25), st.integers(0, 5))
-def test_boundaries_and_positions(lengths, seq_len, seed):
+def test_rows_have_correct_boundaries_and_positions(lengths, seq_len, seed):
     documents, order, rows = pack_all(lengths, seq_len, seed)
     epoch = ConcatenatedEpoch(documents, order, np.cumsum(documents.lengths[order]), seq_len, PAD)
     assert [epoch.cost(i) for i in range(len(rows))] == [(np.diff(row.boundaries) ** 2).sum() for row in rows]

@@ -28,7 +28,7 @@ def texts(path, column="text"):
     return [text for _, text in TextCorpus(str(path), column).documents()]
 
 
-def test_a_folder_a_glob_and_a_file(folder):
+def test_a_path_may_be_a_folder_a_glob_or_a_file(folder):
     assert texts(folder) == ["one", "# two", "drei", "vier ü", "five"]
     assert texts(folder / "*.md") == ["# two"]
     assert texts(folder / "c.jsonl") == ["drei", "vier ü"]

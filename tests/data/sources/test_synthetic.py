@@ -14,7 +14,7 @@ def lengths_of(document_len, sigma, held_out=False):
     return SyntheticSource(50, document_len, sigma).documents(held_out=held_out).lengths
 
 
-def test_equal_lengths_and_their_tokens(monkeypatch):
+def test_documents_of_equal_length_keep_their_tokens(monkeypatch):
     """The checksum was computed before data.length_sigma existed, so the tokens must still be the same."""
     monkeypatch.setattr(synthetic, "N_TOKENS", 2**14)
     documents = SyntheticSource(50257, 1000, 0).documents(held_out=True)

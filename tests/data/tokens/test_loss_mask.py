@@ -78,7 +78,7 @@ def answers(hf, tokens):
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @pytest.mark.parametrize("n", [7, 200])
-def test_chats_from_a_file_to_labels(tmp_path, packing, n):
+def test_every_answer_of_a_file_becomes_labels(tmp_path, packing, n):
     path = write_jsonl(tmp_path / "chats.jsonl", many_chats(n))
     options = OPTIONS | dict(seq_len=128, packing=packing)
     data = sft_data(str(path), save_tokenizer(tmp_path / "tokenizer"), None, str(tmp_path / "cache"), **options)

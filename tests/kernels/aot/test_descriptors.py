@@ -32,7 +32,7 @@ def test_wrong_registers_are_found():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kernels_for_rows_that_are_not_aligned():
+def test_kernels_for_unaligned_rows_have_no_misplaced_descriptor():
     reports = compile_all("tests.kernels.aot.portable", UNALIGNED)
     reports |= compile_all("tests.kernels.aot.decode", [UNALIGNED_DECODE])
     wrong = {case: report for case, report in reports.items() if report["misplaced_descriptors"]}

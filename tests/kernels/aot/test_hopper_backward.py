@@ -70,7 +70,7 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
         assert config.block_m == items.SUM_BLOCK and not config.dynamic
 
 
-def test_registers_of_three_groups():
+def test_three_groups_share_all_registers():
     """The first warp group gets all registers that the other warp groups do not use.
 
     The first warp group needs as many registers as the second, because both compute.
@@ -85,7 +85,7 @@ def test_registers_of_three_groups():
 @pytest.mark.parametrize("with_dlse", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
-def test_prepared_rows_delta_and_sums(device, total, head_dim, with_dlse, dtype):
+def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dlse, dtype):
     """Padding rows add nothing to the gradients. For every dtype, delta is rowsum(do * o), minus dlse if given.
 
     The buffers for sums and semaphores are initialised.
@@ -137,7 +137,7 @@ def test_only_requested_buffers_are_prepared(device, sums, ordered):
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", bwd.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_kernels_of_a_call(device, monkeypatch, dtype, head_dim, softcap, deterministic):
+def test_dtype_width_and_features_choose_the_kernels(device, monkeypatch, dtype, head_dim, softcap, deterministic):
     """A deterministic call sums dQ in a fixed order if its kernel adds partial sums to dQ."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []

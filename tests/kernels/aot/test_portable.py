@@ -135,7 +135,7 @@ def test_entries_that_compile_slowly_are_within_limits():
 
 @CORE_OR_REST
 @pytest.mark.slow
-def test_shared_bytes_of_other_dtypes_and_of_unequal_head_dims(core):
+def test_shared_bytes_covers_other_dtypes_and_unequal_head_dims(core):
     assert {*UNUSUAL} >= CORE_UNUSUAL
     for case, report in compile_all(MODULE, [case for case in UNUSUAL if (case in CORE_UNUSUAL) == core]).items():
         assert report["shared"] <= report["shared_computed"] <= 1.25 * report["shared"], (case, report)

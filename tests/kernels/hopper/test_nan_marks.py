@@ -67,7 +67,7 @@ def not_finite(*of_rows):
     [(d, torch.bfloat16) for d in (64, 96, 128, 256)] + [(d, torch.float32) for d in (64, 96, 128)],
     ids=str,
 )
-def test_forward(head_dim, out_dtype, spoiled, marks):
+def test_forward_marks_exactly_the_rows_with_nan(head_dim, out_dtype, spoiled, marks):
     (q, k, v, _), schedule = problem(head_dim, spoiled)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > WIDE_O_STAGES:
@@ -82,7 +82,7 @@ def test_forward(head_dim, out_dtype, spoiled, marks):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_backward(head_dim, dtype, deterministic, causal, spoiled, marks):
+def test_backward_marks_exactly_the_rows_with_nan(head_dim, dtype, deterministic, causal, spoiled, marks):
     (q, k, v, do), schedule = problem(head_dim, spoiled, dtype, causal)
     features = Features(head_dim**-0.5, 0.0, None, ())
     o, lse = fwd.attention_forward(q, k, v, schedule, features, dtype)

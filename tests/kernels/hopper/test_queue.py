@@ -46,7 +46,7 @@ def assert_same(results, expected):
 
 
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
-def test_two_streams_at_the_same_time(head_dim):
+def test_two_streams_at_the_same_time_give_the_results_of_each_alone(head_dim):
     for pair in problems(head_dim):
         expected = [run(one) for one in pair]
         streams = [torch.cuda.Stream() for _ in pair]
@@ -62,7 +62,7 @@ def test_two_streams_at_the_same_time(head_dim):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward", "deterministic"])
-def test_a_graph_replayed_alongside_launches_on_its_capture_stream(pass_):
+def test_a_replayed_graph_and_launches_on_its_capture_stream_do_not_disturb_each_other(pass_):
     lengths = [700, 300, 3000]
     if pass_ == "forward":
         one = problem(lengths, 128)

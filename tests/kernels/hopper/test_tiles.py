@@ -27,7 +27,7 @@ LENGTHS = [([700], [700]), ([500], [900]), ([150, 0, 3, 247, 300], [150, 7, 40, 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
-def test_as_accurate_as_torch(head_dim, dtype, with_sinks, softcap, device):
+def test_every_tile_size_is_as_accurate_as_torch(head_dim, dtype, with_sinks, softcap, device):
     generator = torch.Generator(device).manual_seed(0)
 
     def heads(total, n_heads):

@@ -56,7 +56,7 @@ def gather(monkeypatch: pytest.MonkeyPatch, plan: Plan, keys: int) -> None:
 
 
 @pytest.mark.parametrize("measured", [pytest.param(measured, id=name) for name, measured in RECORDED.items()])
-def test_peaks_measured_on_gpus(measured, monkeypatch):
+def test_predictions_are_the_peaks_measured_on_gpus(measured, monkeypatch):
     plan = recorded(measured["plan"])
     if "keys" in measured:
         gather(monkeypatch, plan, measured["keys"])
@@ -177,7 +177,7 @@ PAIRWISE = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)
     ]
     + [("llama_1b", "bf16-mixed", ("none", "all", mlp_chunk)) for mlp_chunk in (None, *[8192] * EVERY_CASE)],
 )
-def test_simulated_peaks_of_adapters(model, precision, levers):
+def test_predictions_are_the_simulated_peaks_of_adapters(model, precision, levers):
     # with many layers, tensors that are kept by mistake make a visible difference
     n_layers = 12 if "all" in levers else 4
     base = changed({"gpt2": GPT2, "llama_1b": LLAMA_1B}[model], n_layers=n_layers, vocab_size=259, seq_len=32768)
@@ -258,7 +258,7 @@ SIMULATED = [
 
 
 @pytest.mark.parametrize(("levers", "case"), SIMULATED)
-def test_simulated_peaks(levers, case):
+def test_predictions_are_the_simulated_peaks(levers, case):
     plan = changed(LLAMA_1B, n_layers=4, vocab_size=259, seq_len=32768, accumulates=True)
     plan = changed(with_levers(plan, SIMULATED_LEVERS[levers]), **CASES[case])
     assert predicted_peak(plan) == pytest.approx(simulated_peak(plan), rel=0.02)
@@ -290,7 +290,7 @@ DDP_CASES: dict[str, dict[str, Any]] = {
         if EVERY_CASE or (a + b + accumulates) % 2 == 0
     ],
 )
-def test_simulated_peaks_with_ddp(changes, buckets, accumulates):
+def test_predictions_are_the_simulated_peaks_with_ddp(changes, buckets, accumulates):
     """With several micro-batches per step, the peak is in a micro-batch before the last one."""
     plan = changed(LLAMA_1B, n_layers=4, accumulates=accumulates, buckets=buckets)
     plan = changed(plan, **changes)
@@ -312,7 +312,7 @@ def test_simulated_peaks_with_ddp(changes, buckets, accumulates):
         if EVERY_CASE or (number + a + b) % 2 == 0
     ],
 )
-def test_simulated_peaks_of_many_layers(name, offload, mlp_chunk):
+def test_predictions_are_the_simulated_peaks_of_many_layers(name, offload, mlp_chunk):
     changes = {"geglu": {"activation": "geglu"}, "qk-norm": {"qk_norm": True}}[name]
     plan = changed(
         LLAMA_1B, n_layers=12, vocab_size=259, seq_len=32768, offload=offload, mlp_chunk=mlp_chunk, **changes
@@ -322,7 +322,7 @@ def test_simulated_peaks_of_many_layers(name, offload, mlp_chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("levers", COMBINATIONS, ids=str)
-def test_simulated_peaks_under_every_combination(levers):
+def test_predictions_are_the_simulated_peaks_of_every_combination(levers):
     plan = with_levers(changed(GPT2, n_layers=3, seq_len=65536), levers)
     assert predicted_peak(plan) == pytest.approx(simulated_peak(plan), rel=0.02)
 
@@ -330,7 +330,7 @@ def test_simulated_peaks_under_every_combination(levers):
 @pytest.mark.parametrize("mlp_chunk", [None, 64], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
+def test_predictions_are_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
     """Uses real fp32 tensors.
 
     Saved-tensor hooks do not see the outputs of attention, because selective checkpointing stores them itself.
@@ -378,7 +378,7 @@ def test_components_add_up():
 
 @pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_host_memory_of_everything(qk_norm, mlp_chunk):
+def test_the_host_memory_of_offload_all_is_what_a_forward_takes(qk_norm, mlp_chunk):
     """Compares the predicted bytes with those that a forward pass takes from the pool of host memory."""
     plan = changed(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
@@ -390,7 +390,7 @@ def test_host_memory_of_everything(qk_norm, mlp_chunk):
     assert predict(plan).host == sum(taken)
 
 
-def test_host_memory():
+def test_the_host_memory_counts_offload_and_optimizer():
     offloaded = changed(LLAMA_1B, offload=True, seq_len=2**20)
     assert predict(offloaded).host == 15 * 2**20 * 2048 * 4  # the inputs of all blocks except the last
     assert predict(changed(offloaded, precision="bf16-true")).host == predict(offloaded).host // 2
@@ -401,7 +401,7 @@ def test_host_memory():
     assert 16 * parameters * 0.99 < host < 24 * parameters
 
 
-def test_optimizers_states():
+def test_each_optimizers_states_have_their_size():
     parameters = sum(parameter_sizes(LLAMA_1B.model))
     on_gpu = {
         kind: optimizer_bytes(changed(LLAMA_1B, optimizer=kind))[0] / parameters
@@ -413,7 +413,7 @@ def test_optimizers_states():
     assert optimizer_bytes(changed(LLAMA_1B, optimizer="adamw_bf16", precision="bf16-true"))[0] == 4 * parameters
 
 
-def test_unknown_settings():
+def test_unknown_settings_are_named():
     with pytest.raises(ValueError, match=r"trainer.precision must be one of .*; got 16-mixed"):
         changed(GPT2, precision="16-mixed")
     with pytest.raises(ValueError, match=r"memory.checkpointing must be one of .*; got most"):
@@ -431,7 +431,7 @@ def test_unknown_settings():
         pytest.param("sm80", 64, torch.bfloat16, 0.0, 1, id="ampere"),
     ],
 )
-def test_the_workspace_of_attentions_backward(arch, head_dim, dtype, softcap, elements):
+def test_the_workspace_of_attentions_backward_depends_on_the_kernel(arch, head_dim, dtype, softcap, elements):
     """The workspace has `elements` fp32 elements per query and head."""
     assert backward_workspace(head_dim, dtype, softcap, arch) == 4 * elements
 

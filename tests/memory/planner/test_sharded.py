@@ -181,7 +181,7 @@ def test_the_default_cases_have_every_moment_and_setting():
         if EVERY_CASE or name not in REST
     ],
 )
-def test_simulated_peaks(moment, changes):
+def test_predictions_are_the_simulated_peaks(moment, changes):
     plan = changed(BASE, **changes)
     expected = max(moments_of(plan), key=Moment.total)
     assert expected.name == moment

@@ -109,7 +109,7 @@ def test_the_checkpoints_own_scaling_goes_further(checkpoint, tmp_path):
     assert "attention_factor" not in written, "the attention factor belongs to the old scaling"
 
 
-def test_base_and_length_of_a_llama_before_transformers_5(checkpoint, tmp_path):
+def test_a_llama_before_transformers_5_can_get_another_base_and_length(checkpoint, tmp_path):
     folder = checkpoint("llama")
     config = json.loads((folder / "config.json").read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]

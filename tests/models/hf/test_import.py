@@ -43,7 +43,7 @@ def test_logits_are_transformers(name, checkpoint):
 
 
 @torch.no_grad()
-def test_the_text_of_a_model_with_images(tmp_path):
+def test_a_model_with_images_is_imported_without_them(tmp_path):
     """Gemma 3 models with 4B or more parameters also take images.
 
     The config.json of a Gemma 3 model with images leaves out values that equal transformers' defaults.
@@ -77,7 +77,7 @@ def test_the_text_of_a_model_with_images(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
-def test_shards(name, checkpoint, tmp_path, monkeypatch):
+def test_sharded_files_hold_the_same_weights(name, checkpoint, tmp_path, monkeypatch):
     whole, sharded = load_pretrained(checkpoint(name)), checkpoint(name, max_shard_size="20kB")
     (sharded / "model.safetensors").unlink()
     assert len(list(sharded.glob("*.safetensors"))) > 2
@@ -118,7 +118,7 @@ def test_on_the_meta_device_no_weights_are_read(checkpoint):
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(None, torch.bfloat16), ("float32", torch.float32)], ids=str)
-def test_dtype(dtype, expected, checkpoint, tmp_path):
+def test_an_import_and_an_export_choose_the_dtype(dtype, expected, checkpoint, tmp_path):
     folder = checkpoint("llama-tied", dtype=torch.bfloat16)
     model = load_pretrained(folder, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {expected}
@@ -129,7 +129,7 @@ def test_dtype(dtype, expected, checkpoint, tmp_path):
     assert json.loads((tmp_path / "as-is/config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
 
 
-def test_tensors_as_older_checkpoints_name_them(checkpoint):
+def test_older_names_of_tensors_are_read(checkpoint):
     """GPT-2 on the Hub omits the prefix `transformer.`, stores the attention mask, and has other fields in
     config.json.
     """
@@ -141,7 +141,7 @@ def test_tensors_as_older_checkpoints_name_them(checkpoint):
     assert_same_weights(load_pretrained(folder), expected)
 
 
-def test_config_of_a_llama_before_transformers_5(checkpoint):
+def test_a_llama_config_before_transformers_5_is_read(checkpoint):
     """A Llama config before transformers 5 has rope_theta and rope_scaling instead of rope_parameters, and lacks newer
     fields.
     """
@@ -156,7 +156,7 @@ def test_config_of_a_llama_before_transformers_5(checkpoint):
     assert torch.equal(load_pretrained(folder, attention="naive")(tokens()), expected)
 
 
-def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
+def test_a_gemma_3_config_before_transformers_5_is_read(checkpoint):
     """Before transformers 5, a Gemma 3 config had two thetas and an interval of global layers. Later configs have RoPE
     parameters for each layer type, and a list of layer types.
     """
@@ -181,7 +181,7 @@ def test_config_of_a_gemma_3_before_transformers_5(checkpoint):
         pytest.param("gemma2", {"sliding_window_size": 7, "cache_implementation": "hybrid"}, id="gemma-2-9b"),
     ],
 )
-def test_fields_of_published_checkpoints(name, fields, checkpoint, tmp_path):
+def test_fields_of_published_checkpoints_are_kept(name, fields, checkpoint, tmp_path):
     """Configs on the Hub have fields that the classes of transformers lack.
 
     An import accepts these fields, and an export writes them.

@@ -108,7 +108,7 @@ def test_parts_of_one_matrix_must_be_of_one_dtype(checkpoint):
     load_pretrained(path.parent, dtype="float32")
 
 
-def test_folders_without_a_checkpoint(checkpoint, tmp_path):
+def test_folders_without_a_checkpoint_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"must hold config\.json"):
         load_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
@@ -133,12 +133,12 @@ def test_folders_without_a_checkpoint(checkpoint, tmp_path):
         pytest.param({"rope_scaling": {"rope_type": "yarn"}}, "missing: factor", id="scaling"),
     ],
 )  # fmt: skip
-def test_impossible_choices(options, message, checkpoint):
+def test_impossible_choices_are_named(options, message, checkpoint):
     with pytest.raises(ValueError, match=message):
         load_pretrained(checkpoint("llama"), **options)
 
 
-def test_choices_that_a_family_cannot_do(checkpoint):
+def test_choices_that_a_family_does_not_support_are_refused(checkpoint):
     with pytest.raises(ValueError, match=r"attention=sdpa cannot cap scores, and this model caps them at 0.4"):
         load_pretrained(checkpoint("gemma2"), attention="sdpa")
     with pytest.raises(ValueError, match=r"rope_scaling need a checkpoint with RoPE; got model_type=gpt2"):
