@@ -22,6 +22,7 @@ from fa_train.models.attention import chunked_attention, flash_attention, naive_
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
 from fa_train.models.rope import document_positions
+from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
@@ -131,6 +132,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     os.environ.update(environments[rank])
     compile_without_inductor()
     shared = Path(folder)
+    traffic_module.MAX_CROSSING = 1 / 4  # so that attention runs twice in some cases, although streams are short
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
         with slow_exchanges() if name == "longer" else nullcontext():

@@ -22,9 +22,9 @@ from fa_train.parallel.context.deal import Deal, causal_ranges
 
 STEPS = 32  # about how many sizes the buffer of a stream can have
 STEP = 128  # buffer sizes and numbers of queries are multiples of this number of rows
-# Attention runs twice if at most this fraction of a rank's queries are crossing queries. Then the copies of these
-# queries take less time than the copies of all keys.
-MAX_CROSSING = 1 / 4
+# Attention runs twice if at most this fraction of a rank's queries are crossing queries. With more of them, the second
+# run and the copies of queries take about as long as the exchange.
+MAX_CROSSING = 1 / 16
 
 
 class Traffic(NamedTuple):

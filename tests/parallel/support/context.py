@@ -21,6 +21,7 @@ from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
 from fa_train.models.initial import Distribution, Normal
 from fa_train.models.rope import document_positions
+from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context.attention import ContextAttention
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from tests.memory.support.small import ATTENTIONS, VOCAB, compile_blocks
@@ -186,6 +187,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     """Trains one rank of each case. Rank 0 writes the results to <case>.pt."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
+    traffic_module.MAX_CROSSING = 1 / 4  # so that attention runs twice in some cases, although streams are short
     with patched_once_a_launch():
         for case in cases:
             recorder = train(case, rank)
