@@ -136,9 +136,9 @@ def _require_isolation(
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)
     q[past - 1, 0, -1] = v[first, -1, 0] = torch.nan
-    spoiled, clean = (attend(ours, x, features, sinks, do, dlse) for x in ((q, k, v), inputs))
+    with_nan, clean = (attend(ours, x, features, sinks, do, dlse) for x in ((q, k, v), inputs))
     for name in ("o", "dq", "dk", "dv"):
-        others = [torch.cat([x[name][:first], x[name][past:]]).float() for x in (spoiled, clean)]
+        others = [torch.cat([x[name][:first], x[name][past:]]).float() for x in (with_nan, clean)]
         allowed = 16 * torch.finfo(q.dtype).eps * others[1].abs().max()
         error = (others[0] - others[1]).abs().max()
         assert error <= allowed, f"{name} next to a document with NaN: error {error:.2e}, allowed {allowed:.2e}"

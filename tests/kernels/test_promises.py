@@ -164,7 +164,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
     """
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
-    total, spoiled = sum(lengths), 270
+    total, nan_row = sum(lengths), 270
     clean = [x.detach() for x in inputs_of(total, 4, head_dim, dtype=dtype)]
     clean.append(torch.randn_like(clean[0]))
     others = torch.ones(total, dtype=torch.bool, device="cuda")
@@ -180,7 +180,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
     truth = run(*clean)
     for index, value in itertools.product(range(4), (torch.nan, torch.inf)):
         tensors = [x.clone() for x in clean]
-        tensors[index][spoiled, 0, 3] = value
+        tensors[index][nan_row, 0, 3] = value
         results = run(*tensors)
         for ours, exact in zip(results, truth, strict=True):
             # repaired tiles are rounded differently
@@ -189,8 +189,8 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
         o, lse, dq, _, _ = results
         if value == value:
             continue  # infinity can give a score of -inf, whose weight is 0, so results can be finite
-        assert torch.isnan(dq[spoiled, 0]).any()
+        assert torch.isnan(dq[nan_row, 0]).any()
         if index < 2:
-            assert torch.isnan(o[spoiled, 0]).all() and torch.isnan(lse[spoiled, 0])
+            assert torch.isnan(o[nan_row, 0]).all() and torch.isnan(lse[nan_row, 0])
         if index == 2:
-            assert torch.isnan(o[spoiled:last, 0]).any(1).all()
+            assert torch.isnan(o[nan_row:last, 0]).any(1).all()

@@ -52,23 +52,23 @@ def marks(heads, units, device):
 
     Pairs whose head does not exist are ignored.
     """
-    spoiled = new_marks(heads, TOTAL, device).zero_()
-    assert spoiled.shape == (heads, UNITS)
+    marked = new_marks(heads, TOTAL, device).zero_()
+    assert marked.shape == (heads, UNITS)
     for head, unit in units:
         if head < heads:
-            spoiled[head, unit] = 1
-    return spoiled
+            marked[head, unit] = 1
+    return marked
 
 
-def assert_repaired(ours, exact, spoiled):
+def assert_repaired(ours, exact, marked):
     """Shapes: ours, exact (total, heads, columns).
 
     Marked rows must equal `exact`, and rows of unmarked tiles must be unchanged.
     """
-    marked = spoiled.repeat_interleave(64, 1)[:, :TOTAL].T > 0
-    torch.testing.assert_close(ours[marked], exact[marked], rtol=1e-5, atol=1e-5, equal_nan=True)
+    in_unit = marked.repeat_interleave(64, 1)[:, :TOTAL].T > 0
+    torch.testing.assert_close(ours[in_unit], exact[in_unit], rtol=1e-5, atol=1e-5, equal_nan=True)
     # a tile has at most 128 rows
-    in_tile = spoiled.unflatten(1, (-1, 2)).amax(2).repeat_interleave(128, 1)[:, :TOTAL].T > 0
+    in_tile = marked.unflatten(1, (-1, 2)).amax(2).repeat_interleave(128, 1)[:, :TOTAL].T > 0
     assert (ours[~in_tile] == UNTOUCHED).all()
 
 
@@ -76,21 +76,21 @@ def assert_repaired(ours, exact, spoiled):
 @pytest.mark.parametrize("units", SOME + EVERY + NONE)
 def test_forward_repairs_marked_tiles_only(problem, device, units):
     (_, q, k, v, *_), masks, (o, lse, *_) = problem
-    spoiled = marks(HEADS, units, device)
+    marked = marks(HEADS, units, device)
     some, some_lse = torch.full_like(o, UNTOUCHED), torch.full_like(lse, UNTOUCHED)
-    repair_forward(q, k, v, some, some_lse, spoiled, *masks)
-    assert_repaired(some, o, spoiled)
-    assert_repaired(some_lse.T[..., None], lse.T[..., None], spoiled)
+    repair_forward(q, k, v, some, some_lse, marked, *masks)
+    assert_repaired(some, o, marked)
+    assert_repaired(some_lse.T[..., None], lse.T[..., None], marked)
 
 
 @pytest.mark.parametrize("units", SOME + EVERY + NONE)
 def test_backward_repairs_marked_tiles_only(problem, device, units):
     tensors, masks, (_, _, *exact) = problem
     dq, dk, dv = (torch.full_like(x, UNTOUCHED) for x in exact)
-    spoiled_q, spoiled_k = marks(HEADS, units, device), marks(KV_HEADS, units, device)
-    repair_backward(*tensors, dq, dk, dv, spoiled_q, spoiled_k, *masks)
-    for ours, all_of_it, spoiled in zip((dq, dk, dv), exact, (spoiled_q, spoiled_k, spoiled_k), strict=True):
-        assert_repaired(ours, all_of_it, spoiled)
+    marked_q, marked_k = marks(HEADS, units, device), marks(KV_HEADS, units, device)
+    repair_backward(*tensors, dq, dk, dv, marked_q, marked_k, *masks)
+    for ours, all_of_it, marked in zip((dq, dk, dv), exact, (marked_q, marked_k, marked_k), strict=True):
+        assert_repaired(ours, all_of_it, marked)
 
 
 def in_order_of_threads(sums):
@@ -110,10 +110,10 @@ def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     sums[total:] = torch.nan
     for token, head, column, value in ((0, 1, 0, torch.nan), (63, 2, head_dim - 1, torch.inf), (149, 0, 7, torch.nan)):
         sums[token, head, column] = value
-    spoiled = new_marks(n_heads, total, device).fill_(7)
-    dq = finish(in_order_of_threads(sums), 0.5, spoiled, torch.empty(total, n_heads, head_dim, device=device))
+    marked = new_marks(n_heads, total, device).fill_(7)
+    dq = finish(in_order_of_threads(sums), 0.5, marked, torch.empty(total, n_heads, head_dim, device=device))
     torch.testing.assert_close(dq, 0.5 * sums[:total], equal_nan=True)
-    assert spoiled.tolist() == [[0, 0, 1], [1, 0, 0], [1, 0, 0]]
+    assert marked.tolist() == [[0, 0, 1], [1, 0, 0], [1, 0, 0]]
 
 
 def test_empty_inputs_launch_no_program(device):

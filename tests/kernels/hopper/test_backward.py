@@ -31,10 +31,10 @@ def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
     """
     total, n_heads = 197, 3
     q, k, v, do = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    spoiled = q.clone()
-    spoiled[:, 1, 0] = torch.nan
+    with_nan = q.clone()
+    with_nan[:, 1, 0] = torch.nan
     options = {"softcap": softcap, "causal": causal, "deterministic": deterministic}
-    results = run(spoiled, k, v, do, **options)
+    results = run(with_nan, k, v, do, **options)
     for ours, exact in zip(results, run(q, k, v, do, **options), strict=True):
         assert torch.equal(ours[:, ::2], exact[:, ::2])
         assert ours[:, 1].isnan().any()

@@ -37,10 +37,10 @@ def marks(monkeypatch):
     return made
 
 
-def problem(head_dim, spoiled, dtype=torch.bfloat16, causal=True):
+def problem(head_dim, nan_in, dtype=torch.bfloat16, causal=True):
     """Returns q, k, v and do of several documents, and their schedule.
 
-    One row of q or v contains NaN, unless `spoiled` is "nothing".
+    One row of q or v contains NaN, unless `nan_in` is "nothing".
 
     The row with NaN belongs to the fourth document. The block of 64 rows with this NaN also contains the first rows of
     the fifth document.
@@ -50,44 +50,44 @@ def problem(head_dim, spoiled, dtype=torch.bfloat16, causal=True):
     tensors = [
         torch.randn(TOTAL, heads, head_dim, device="cuda", dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     ]
-    if spoiled != "nothing":
-        tensors[{"q": 0, "v": 2}[spoiled]][1420, 1, head_dim - 1] = torch.nan
+    if nan_in != "nothing":
+        tensors[{"q": 0, "v": 2}[nan_in]][1420, 1, head_dim - 1] = torch.nan
     return tensors, schedule
 
 
-def not_finite(*of_rows):
+def not_finite(*tensors):
     """Returns the marks that tensors of shape (total, heads, columns) must have."""
-    spoiled = torch.stack([(~x.isfinite()).any(2) for x in of_rows]).any(0).T  # [heads, total]
-    return torch.nn.functional.pad(spoiled, (0, -TOTAL % 64)).unflatten(1, (-1, 64)).any(2).int()
+    of_rows = torch.stack([(~x.isfinite()).any(2) for x in tensors]).any(0).T  # [heads, total]
+    return torch.nn.functional.pad(of_rows, (0, -TOTAL % 64)).unflatten(1, (-1, 64)).any(2).int()
 
 
-@pytest.mark.parametrize("spoiled", ["nothing", "q", "v"])
+@pytest.mark.parametrize("nan_in", ["nothing", "q", "v"])
 @pytest.mark.parametrize(
     ("head_dim", "out_dtype"),
     [(d, torch.bfloat16) for d in (64, 96, 128, 256)] + [(d, torch.float32) for d in (64, 96, 128)],
     ids=str,
 )
-def test_forward_marks_exactly_the_rows_with_nan(head_dim, out_dtype, spoiled, marks):
-    (q, k, v, _), schedule = problem(head_dim, spoiled)
+def test_forward_marks_exactly_the_rows_with_nan(head_dim, out_dtype, nan_in, marks):
+    (q, k, v, _), schedule = problem(head_dim, nan_in)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > WIDE_O_STAGES:
             continue  # too many stages: an fp32 output would not fit in shared memory
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))
-        assert o.isfinite().all() == (spoiled == "nothing")
+        assert o.isfinite().all() == (nan_in == "nothing")
 
 
-@pytest.mark.parametrize("spoiled", ["nothing", "q", "v"])
+@pytest.mark.parametrize("nan_in", ["nothing", "q", "v"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_backward_marks_exactly_the_rows_with_nan(head_dim, dtype, deterministic, causal, spoiled, marks):
-    (q, k, v, do), schedule = problem(head_dim, spoiled, dtype, causal)
+def test_backward_marks_exactly_the_rows_with_nan(head_dim, dtype, deterministic, causal, nan_in, marks):
+    (q, k, v, do), schedule = problem(head_dim, nan_in, dtype, causal)
     features = Features(head_dim**-0.5, 0.0, None, ())
     o, lse = fwd.attention_forward(q, k, v, schedule, features, dtype)
     marks.clear()
     dq, dk, dv, _ = bwd.attention_backward(do, None, q, k, v, o, lse, schedule, features, deterministic)
     of_q, of_k = marks
     assert torch.equal(of_q, not_finite(dq)) and torch.equal(of_k, not_finite(dk, dv))
-    assert dk.isfinite().all() == (spoiled == "nothing")
+    assert dk.isfinite().all() == (nan_in == "nothing")
