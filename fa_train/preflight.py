@@ -86,8 +86,8 @@ def require_shardable(run: RunSize, *, samples: bool) -> None:
         raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
     if run.optimizer in ("adamw_8bit", "adamw_offload"):
         raise ValueError(
-            "strategy=fsdp needs optimizer=adamw, or optimizer=adamw_bf16 with trainer.precision=bf16-true; "
-            f"got {run.optimizer}"
+            "strategy=fsdp needs optimizer=adamw, or optimizer=adamw_master or adamw_bf16 with "
+            f"trainer.precision=bf16-true; got {run.optimizer}"
         )
     if samples and run.context > 1:
         raise ValueError(f"strategy.context={run.context} needs callbacks.sample=null; got a callback")

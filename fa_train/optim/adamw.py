@@ -66,18 +66,25 @@ def adamw_bf16(
     """
     from fa_train.optim.low_memory import RoundingAdamW
 
-    groups = parameter_groups(model, weight_decay)
-    others = {str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]} - {"bfloat16"}
-    if others and any(not p.requires_grad for p in model.parameters()):
-        raise ValueError("optimizer=adamw_bf16 cannot train adapters, which are fp32; choose optimizer=adamw")
-    if others:
-        raise ValueError(
-            "optimizer=adamw_bf16 needs bfloat16 weights (trainer.precision=bf16-true); "
-            f"got {', '.join(sorted(others))}"
-        )
+    groups = _bf16_groups(model, weight_decay, "adamw_bf16")
     optimizer = RoundingAdamW(
         groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, bf16_stochastic_round=True
     )
+    optimizer.register_load_state_dict_pre_hook(with_own_settings)
+    return optimizer
+
+
+def adamw_master(
+    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
+) -> Optimizer:
+    """Returns AdamW for bf16 weights, with fp32 moments and exact fp32 master weights.
+
+    Raises: ValueError if a trained weight is not bf16, such as the weights of LoRA adapters, which are always fp32.
+    """
+    from fa_train.optim.master_weights import MasterWeightsAdamW
+
+    groups = _bf16_groups(model, weight_decay, "adamw_master")
+    optimizer = MasterWeightsAdamW(groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay)
     optimizer.register_load_state_dict_pre_hook(with_own_settings)
     return optimizer
 
@@ -107,6 +114,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             is_matrix = parameter.dim() >= 2 and "position_embedding" not in name
             (decayed if is_matrix else kept).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+
+
+def _bf16_groups(model: nn.Module, weight_decay: float, optimizer: str) -> list[dict[str, Any]]:
+    """Returns `parameter_groups`. Raises: ValueError if a trained weight is not bf16, and names `optimizer`."""
+    groups = parameter_groups(model, weight_decay)
+    others = {str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]} - {"bfloat16"}
+    if others and any(not p.requires_grad for p in model.parameters()):
+        raise ValueError(f"optimizer={optimizer} cannot train adapters, which are fp32; choose optimizer=adamw")
+    if others:
+        raise ValueError(
+            f"optimizer={optimizer} needs bfloat16 weights (trainer.precision=bf16-true); "
+            f"got {', '.join(sorted(others))}"
+        )
+    return groups
 
 
 def _pair(betas: Sequence[float]) -> tuple[float, float]:

@@ -9,17 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchao import optim
 from torchao.optim import AdamW8bit, CPUOffloadOptimizer, quant_utils, subclass_8bit
 
-from fa_train.private_names import private, private_module, require_names
+from fa_train.optim.compiled_step import (
+    Closure,
+    CompiledStep,
+    Groups,
+    Scalars,
+    adamw_values,
+    local,
+    run,
+    update_in_place,
+)
+from fa_train.private_names import private, require_names
 
-Groups = list[dict[str, Any]]
-Closure = Callable[[], Any]
 _AdamW: Any = private("torchao", optim, "_AdamW")
 OptimState8bit: Any = private("torchao", subclass_8bit, "OptimState8bit")
-_without_compile_limit: Any = private("torch", private_module("torch", "torch._dynamo.utils"), "disable_cache_limit")
 _round_stochastically, _dequantize, _quantize, _divide_blocks = (
     private("torchao", quant_utils, name)
     for name in ("_fp32_to_bf16_sr", "dequant_with_qmap", "quantize_8bit_with_qmap", "scale_tensor")
@@ -35,31 +41,23 @@ def _update(
     first: Moment,
     second: Moment,
     step: Tensor,
-    rate: Tensor,
-    grad_scale: Tensor,
-    found_inf: Tensor,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
+    scalars: Scalars,
+    betas: tuple[float, float],
     eps: float,
     stochastic: bool,
 ) -> None:
-    """Updates a weight, its moments and its number of steps in place (arXiv:1711.05101), in fp32.
+    """Updates a weight, its moments and its number of steps in place, in fp32.
 
     first, second: the moments. stochastic: whether the new weight is rounded to bf16 stochastically.
     """
-    skipped = found_inf != 0
-    steps, old = step + 1, weight.float()
-    exact = gradient.float() / grad_scale
-    mean = _value(first).lerp(exact, 1 - beta1)
-    square = _value(second).lerp(exact.square(), 1 - beta2)
-    spread = square.sqrt() / (1 - beta2**steps).sqrt() + eps
-    new = old - rate * weight_decay * old - rate * (mean / (1 - beta1**steps)) / spread
-    weight.copy_(torch.where(skipped, weight, _round_stochastically(new) if stochastic else new.to(weight.dtype)))
+    steps = step + 1
+    new, mean, square = adamw_values(
+        weight.float(), gradient.float(), _value(first), _value(second), steps, scalars, betas, eps
+    )
+    updates = [(weight, _round_stochastically(new) if stochastic else new.to(weight.dtype))]
     for moment, value in ((first, mean), (second, square)):
-        for part, part_of_value in zip(moment, _parts_of(value, moment), strict=False):  # the code book stays
-            part.copy_(torch.where(skipped, part, part_of_value))
-    step.copy_(torch.where(skipped, step, steps))
+        updates += zip(moment, _parts_of(value, moment), strict=False)  # the code book stays
+    update_in_place(scalars.found_inf != 0, [*updates, (step, steps)])
 
 
 _compiled_update = torch.compile(_update, fullgraph=True, dynamic=False)
@@ -87,73 +85,34 @@ def _parts(moment: Any) -> Moment:
     return (moment.codes, moment.scale, moment.qmap) if isinstance(moment, OptimState8bit) else (moment,)
 
 
-def _local(x: Any) -> Any:
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-class _AdamWOfTorchao:
+class _AdamWOfTorchao(CompiledStep):
     """Replaces the `step` of torchao's AdamW with a `step` that computes the same weights and needs less host time.
 
     torchao's `step` calls torch.compile for each parameter in each step, and passes DTensors to the compiled function.
     This class uses a function that is compiled once for each shape, and passes it the shards of DTensors.
-
-    grad_scale, found_inf: fp32 scalars on the device of the weights. As in torch's fused AdamW, `step` divides the
-    gradients by grad_scale, and changes nothing if found_inf is not 0. The host does not wait for grad_scale and
-    found_inf.
     The learning rate is a float, as in torch's optimizers.
     """
 
-    param_groups: Groups
     defaults: dict[str, Any]
-    state: dict[Tensor, dict[str, Any]]
     bf16_stochastic_round: bool
     _new_buffer: Any
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    # if this attribute is true, torch.amp.GradScaler and fa_train.lit_gpt.scale_or_skip set grad_scale and found_inf
-    _step_supports_amp_scaling = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         rate = param_group.get("lr", self.defaults["lr"])
         super().add_param_group(param_group)  # type: ignore[misc]
         self.param_groups[-1]["lr"] = rate
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        """Updates the weights, as `torch.optim.Optimizer.step` does."""
-        loss = _run(closure)
-        with _without_compile_limit():  # there is one compiled function for each shape
-            for group in self.param_groups:
-                rate = torch.tensor(group["lr"], dtype=torch.float32)  # a float would be compiled into the function
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, rate, group)
-        return loss
+    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
+        signed, unsigned = (self._new_buffer(parameter, is_signed) for is_signed in (True, False))
+        return {"exp_avg": signed, "exp_avg_sq": unsigned}
 
-    def _update(self, parameter: Tensor, rate: Tensor, group: dict[str, Any]) -> None:
-        state, weight = self.state[parameter], _local(parameter.detach())
-        if not state:
-            state["step"] = torch.zeros((), device=weight.device)
-            state["exp_avg"] = self._new_buffer(parameter, True)  # True: signed values
-            state["exp_avg_sq"] = self._new_buffer(parameter, False)
-        if state["step"].device != weight.device:  # old checkpoints store it on the CPU
-            state["step"] = state["step"].to(weight.device)
-        if self.grad_scale is None or self.found_inf is None:
-            self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
+    def _update(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
+    ) -> None:
+        first, second = (_parts(local(state[name])) for name in ("exp_avg", "exp_avg_sq"))
+        stochastic = self.bf16_stochastic_round and weight.dtype is torch.bfloat16
         _compiled_update(
-            weight,
-            _local(parameter.grad),
-            _parts(_local(state["exp_avg"])),
-            _parts(_local(state["exp_avg_sq"])),
-            state["step"],
-            rate,
-            self.grad_scale,
-            self.found_inf,
-            group["betas"][0],
-            group["betas"][1],
-            group["weight_decay"],
-            group["eps"],
-            self.bf16_stochastic_round and weight.dtype is torch.bfloat16,
+            weight, gradient, first, second, state["step"], scalars, tuple(group["betas"]), group["eps"], stochastic
         )
 
 
@@ -199,7 +158,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Updates the weights, as `torch.optim.Optimizer.step` does. Waits for the CPU to update the host copies."""
-        loss = _run(closure)
+        loss = run(closure)
         self._set_hyperparameters()
         self.stream.wait_stream(torch.cuda.current_stream())
         for on_gpu, on_host in self.param_d2h_map.items():
@@ -254,10 +213,3 @@ def _put_together(value: Any) -> Any:
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _run(closure: Closure | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -26,6 +26,7 @@ KINDS = (
     "adamw",
     "adamw_8bit",
     "adamw_bf16",
+    "adamw_master",
     "adamw_offload",
 )  # the names of functions in adamw.py and of YAML files in conf/optimizer
 
@@ -52,6 +53,8 @@ def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
         return ["adamw_offload"]
     if any("fused" in group for group in saved["param_groups"]):
         return ["adamw"]
+    if any("low_bits" in state for state in saved["state"].values()):
+        return ["adamw_master"]
     moments = [state["exp_avg"] for state in saved["state"].values()]
     if any(isinstance(moment, dict) for moment in moments):
         return ["adamw_8bit"]

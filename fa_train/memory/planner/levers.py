@@ -8,10 +8,11 @@ with step times measured on an H200.
 from dataclasses import replace
 from typing import Any, get_args
 
+from fa_train.bounds import Precision
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import keeps_up
-from fa_train.memory.planner.plan import OptimizerKind, Plan
+from fa_train.memory.planner.plan import OptimizerKind, Plan, RunSize
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 from fa_train.models.float8 import MULTIPLE
 
@@ -130,8 +131,8 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
     The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, other
-    levers, attention with one KV head at a time, smaller optimizer states, and a lower precision. If none of them is
-    enough, the overrides also set seq_len to the longest sequence that fits.
+    levers, attention with one KV head at a time, bf16 weights with fp32 master weights, smaller optimizer states, and
+    a lower precision. If none of them is enough, the overrides also set seq_len to the longest sequence that fits.
     """
     if plan.run.ranks > 1 and not plan.run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
         others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes)
@@ -163,17 +164,16 @@ def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
     """Returns changes of head_groups, optimizer and precision that save memory, the cheapest first.
 
     Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is empty.
+    adamw_master and adamw_bf16 cannot train adapters, which stay in fp32.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
     """
     run = plan.run
     changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
+    if run.optimizer == "adamw" and run.precision == "bf16-mixed" and run.adapters is None:
+        changes += [_change(run, "adamw_master", "bf16-true")]
     if run.ranks > 1:
-        if run.precision != "bf16-true":
-            # adamw_bf16 cannot train adapters, which stay in fp32
-            optimizer: OptimizerKind = "adamw" if run.adapters else "adamw_bf16"
-            overrides = [] if optimizer == run.optimizer else [f"optimizer={optimizer}"]
-            half: dict[str, Any] = {"optimizer": optimizer, "precision": "bf16-true"}
-            changes += [([*overrides, "trainer.precision=bf16-true"], half)]
+        if run.precision != "bf16-true" or run.optimizer == "adamw_master":
+            changes += [_change(run, "adamw" if run.adapters else "adamw_bf16", "bf16-true")]
         heads = plan.model.heads.kv
         if run.context == 1 or run.head_groups == heads:
             return changes
@@ -182,10 +182,15 @@ def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
             for overrides, change in changes
         ]
         return [change for pair in zip(changes, in_groups, strict=True) for change in pair]
-    if run.optimizer == "adamw":
-        changes += [(["optimizer=adamw_8bit"], {"optimizer": "adamw_8bit"})]
-        changes += [(["optimizer=adamw_offload"], {"optimizer": "adamw_offload"})]
+    if run.optimizer in ("adamw", "adamw_master"):
+        changes += [_change(run, "adamw_8bit", run.precision), _change(run, "adamw_offload", run.precision)]
     if run.precision != "bf16-true":
-        smallest: dict[str, Any] = {"optimizer": "adamw_8bit", "precision": "bf16-true"}
-        changes += [(["optimizer=adamw_8bit", "trainer.precision=bf16-true"], smallest)]
+        changes += [_change(run, "adamw_8bit", "bf16-true")]
     return changes
+
+
+def _change(run: RunSize, optimizer: OptimizerKind, precision: Precision) -> tuple[list[str], dict[str, Any]]:
+    """Returns one change of `_changes`. The overrides name only what differs from the run."""
+    overrides = [f"optimizer={optimizer}"] if optimizer != run.optimizer else []
+    overrides += [f"trainer.precision={precision}"] if precision != run.precision else []
+    return overrides, {"optimizer": optimizer, "precision": precision}

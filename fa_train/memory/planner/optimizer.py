@@ -4,6 +4,7 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import trained_sizes
 
 OFFLOADED_FROM = QUANTIZED_FROM = 4096  # torchao does not offload or quantize tensors with fewer elements
+MASTER_WEIGHTS_BYTES = 4 + 4 + 2  # per parameter: two moments in fp32, and the low bits of the master weight
 QUANTIZATION_BLOCK = 256  # the number of elements per scale
 
 
@@ -23,7 +24,8 @@ def optimizer_bytes(plan: Plan) -> tuple[int, int]:
         quantized = sum(n for n in sizes if n >= QUANTIZED_FROM and n % QUANTIZATION_BLOCK == 0)
         scales = 2 * 4 * quantized // QUANTIZATION_BLOCK
         return 2 * quantized + scales + 2 * w * (sum(sizes) - quantized), 0
-    return 2 * w * sum(sizes) // plan.run.ranks, 0
+    bytes_of_each = MASTER_WEIGHTS_BYTES if plan.run.optimizer == "adamw_master" else 2 * w
+    return bytes_of_each * sum(sizes) // plan.run.ranks, 0
 
 
 def optimizer_working(plan: Plan) -> int:

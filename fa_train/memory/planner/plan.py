@@ -10,7 +10,7 @@ from fa_train.bounds import Precision
 from fa_train.memory.memory import Levers
 from fa_train.models.config import ModelConfig
 
-OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"]
+OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", "adamw_offload"]
 Buckets = Literal["none", "views", "copies"]
 
 

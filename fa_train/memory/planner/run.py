@@ -36,6 +36,7 @@ OPTIMIZERS: dict[object, OptimizerKind] = {
     adamw.adamw: "adamw",
     adamw.adamw_8bit: "adamw_8bit",
     adamw.adamw_bf16: "adamw_bf16",
+    adamw.adamw_master: "adamw_master",
     adamw.adamw_offload: "adamw_offload",
 }
 WITHOUT_FLOAT8 = "the plan assumes bf16 matmuls; lit_gpt.float8 keeps other copies of weights and activations"

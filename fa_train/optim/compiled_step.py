@@ -1,0 +1,116 @@
+"""The step that AdamW's variants share: it calls a compiled update for each parameter, and can skip an update."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fa_train.private_names import private, private_module
+
+Groups = list[dict[str, Any]]
+Closure = Callable[[], Any]
+_without_compile_limit: Any = private("torch", private_module("torch", "torch._dynamo.utils"), "disable_cache_limit")
+
+
+class Scalars(NamedTuple):
+    """Tensors () in fp32 that all parameters of a group share. As tensors, they are not compiled into the update.
+
+    decay: the learning rate times the weight decay. grad_scale, found_inf: see `CompiledStep`.
+    """
+
+    rate: Tensor
+    decay: Tensor
+    grad_scale: Tensor
+    found_inf: Tensor
+
+
+def adamw_values(
+    old: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    steps: Tensor,
+    scalars: Scalars,
+    betas: tuple[float, float],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns a weight and its two moments after a step of AdamW (arXiv:1711.05101). All tensors are in fp32.
+
+    steps: the number of steps, including this one.
+    """
+    exact = gradient / scalars.grad_scale
+    mean = mean.lerp(exact, 1 - betas[0])
+    square = square.lerp(exact.square(), 1 - betas[1])
+    spread = square.sqrt() / (1 - betas[1] ** steps).sqrt() + eps
+    new = old - scalars.decay * old - scalars.rate * (mean / (1 - betas[0] ** steps)) / spread
+    return new, mean, square
+
+
+def update_in_place(skipped: Tensor, updates: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies the second tensor of each pair to the first one, unless `skipped` is true."""
+    for tensor, value in updates:
+        tensor.copy_(torch.where(skipped, tensor, value))
+
+
+class CompiledStep:
+    """Gives an optimizer a `step` that passes the shards of DTensors to a compiled function.
+
+    grad_scale, found_inf: fp32 scalars on the device of the weights. As in torch's fused AdamW, `step` divides the
+    gradients by grad_scale, and changes nothing if found_inf is not 0. The host does not wait for grad_scale and
+    found_inf.
+    """
+
+    param_groups: Groups
+    state: Any
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    # if this attribute is true, torch.amp.GradScaler and fa_train.lit_gpt.scale_or_skip set grad_scale and found_inf
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Updates the weights, as `torch.optim.Optimizer.step` does."""
+        loss = run(closure)
+        with _without_compile_limit():  # there may be one compiled function for each shape
+            for group in self.param_groups:
+                rate = torch.tensor(group["lr"], dtype=torch.float32)
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_of(parameter, rate, rate * group["weight_decay"], group)
+        return loss
+
+    def _step_of(self, parameter: Tensor, rate: Tensor, decay: Tensor, group: dict[str, Any]) -> None:
+        state, weight = self.state[parameter], local(parameter.detach())
+        if not state:
+            state.update(step=torch.zeros((), device=weight.device), **self._new_state(parameter))
+        if state["step"].device != weight.device:  # old checkpoints store it on the CPU
+            state["step"] = state["step"].to(weight.device)
+        if self.grad_scale is None or self.found_inf is None:
+            self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
+        scalars = Scalars(rate, decay, self.grad_scale, self.found_inf)
+        self._update(weight, local(parameter.grad), state, scalars, group)
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Returns the state of a parameter before its first step, except `step`."""
+        raise NotImplementedError
+
+    def _update(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
+    ) -> None:
+        """Updates one parameter and its state in place. weight, gradient: the tensors of this rank."""
+        raise NotImplementedError
+
+
+def local(x: Any) -> Any:
+    """Returns this rank's shard of x, without a copy. Returns x unchanged if it is not sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def run(closure: Closure | None) -> Any:
+    """Calls the closure of an optimizer's step, with gradients enabled."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

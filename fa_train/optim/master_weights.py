@@ -1,0 +1,91 @@
+"""AdamW for bf16 weights, with exact fp32 master weights that need only 16 more bits per weight.
+
+The master weight is the sum of the bf16 weight and of 16 low bits, added as 32-bit integers (the split weights of
+arXiv:2005.04680). The bf16 weight is the master weight rounded to nearest, and ties are rounded away from zero.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, local, update_in_place
+
+COLUMNS = 16  # Triton loads vectors only if it knows that the number of elements is a multiple of 16: twice as fast
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits fp32 values into the bits of the rounded bf16 values and the low bits, both as int16."""
+    bits = master.view(torch.int32)
+    quiet_nan = (bits >> 16) | 0x40  # rounding could turn a NaN into infinity or zero
+    high = torch.where(master.isnan(), quiet_nan, (bits + 0x8000) >> 16)
+    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+
+
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """Returns the fp32 values that `split` has split."""
+    return ((high.to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def _update(
+    high: Tensor,
+    low: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: Tensor,
+    scalars: Scalars,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Updates the two halves of a master weight, its moments and its number of steps in place."""
+    steps = step + 1
+    new, mean, square = adamw_values(join(high, low), gradient.float(), first, second, steps, scalars, betas, eps)
+    new_high, new_low = split(new)
+    updates = [(high, new_high), (low, new_low), (first, mean), (second, square), (step, steps)]
+    update_in_place(scalars.found_inf != 0, updates)
+
+
+_compiled_update = torch.compile(_update, fullgraph=True)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Views x as a matrix of `COLUMNS` columns or as a vector, so that two compiled updates serve most parameters."""
+    return x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
+
+
+class MasterWeightsAdamW(CompiledStep, Optimizer):
+    """AdamW with fp32 moments. The state `low_bits` makes the bf16 weights exact fp32 weights."""
+
+    def __init__(self, groups: Groups, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the states in their own dtypes. torch's method would round them to the dtype of the weights."""
+        super().load_state_dict(state_dict | {"state": {}})
+        for parameter, saved in zip(
+            _parameters(self.param_groups), _parameters(state_dict["param_groups"]), strict=True
+        ):
+            state = state_dict["state"].get(saved, {})
+            if state:
+                self.state[parameter] = {name: value.to(parameter.device) for name, value in state.items()}
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
+        dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "low_bits": torch.int16}
+        return {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
+
+    def _update(
+        self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
+    ) -> None:
+        low, first, second = (_flat(local(state[name])) for name in ("low_bits", "exp_avg", "exp_avg_sq"))
+        high, gradient = _flat(weight.view(torch.int16)), _flat(gradient.contiguous())
+        _compiled_update(
+            high, low, gradient, first, second, state["step"], scalars, tuple(group["betas"]), group["eps"]
+        )
+
+
+def _parameters(groups: Iterable[dict[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(group["params"] for group in groups)
