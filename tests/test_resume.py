@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
+from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from tests.support.processes import start_server
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.training import column, composed, tiny, write_corpus
@@ -77,6 +78,7 @@ OPTIMIZERS = {
     "adamw": ["optimizer=adamw"],
     "adamw_8bit": ["optimizer=adamw_8bit"],
     "adamw_bf16": ["optimizer=adamw_bf16", "trainer.precision=bf16-true"],
+    "adamw_master": ["optimizer=adamw_master", "trainer.precision=bf16-true"],
     "adamw_offload": ["optimizer=adamw_offload", "trainer.accelerator=gpu"],
 }
 ON_GPU = pytest.param("adamw_offload", marks=pytest.mark.gpu)
@@ -101,7 +103,7 @@ def run_of(name: str, runs: dict[str, Path]) -> Path:
     return runs[name]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", ON_GPU])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", ON_GPU])
 def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
     whole = run_of(name, runs)
     folder = run(tmp_path / "changed", *OPTIMIZERS[name], *CHANGED, from_step_three(whole), SEEN)
@@ -115,7 +117,7 @@ def test_changed_settings_count_from_the_first_step(name, runs, tmp_path):
             assert tuple(group["betas"]) == (0.8, 0.9) and group["eps"] == 1e-6
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", ON_GPU])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", ON_GPU])
 def test_a_learning_rate_of_zero_leaves_the_weights(name, runs, tmp_path):
     """The update uses the learning rate in `param_groups`, which the resumed run sets to 0."""
     whole = run_of(name, runs)
@@ -144,6 +146,9 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(runs, tmp_path):
         ("adamw_8bit", "adamw_bf16"),
         ("adamw_bf16", "adamw"),
         ("adamw_bf16", "adamw_8bit"),
+        ("adamw", "adamw_master"),
+        ("adamw_bf16", "adamw_master"),
+        ("adamw_master", "adamw_bf16"),
         ("adamw", "adamw_offload"),
         pytest.param("adamw_offload", "adamw", marks=pytest.mark.gpu),
     ],
@@ -171,6 +176,7 @@ def test_a_run_with_a_users_own_optimizer_goes_on(tmp_path):
 
 
 FSDP = ("strategy=fsdp", "trainer.devices=2", "trainer.precision=bf16-true")
+MASTER = OPTIMIZERS["adamw_master"]
 DDP = ("strategy=ddp", "trainer.devices=2")
 
 
@@ -200,12 +206,14 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
         train_in("dropout", *DDP, *RANDOM["dropout"])
         rounded = train_in("ddp", *DDP, *RANDOM["adamw_bf16"])
         train_in("ddp-changed", *DDP, *RANDOM["adamw_bf16"], *CHANGED, from_step_three(rounded))
-        for name in ("adamw", "adamw_bf16"):
+        for name in ("adamw", "adamw_bf16", "adamw_master"):
             whole = train_in(f"fsdp-{name}", *FSDP, f"optimizer={name}")
             train_in(f"fsdp-{name}-resumed", *FSDP, f"optimizer={name}", from_step_three(whole))
-            train_in(f"fsdp-{name}-changed", *FSDP, f"optimizer={name}", *CHANGED, from_step_three(whole))
+            if name != "adamw_master":
+                train_in(f"fsdp-{name}-changed", *FSDP, f"optimizer={name}", *CHANGED, from_step_three(whole))
         train_in("fsdp-of-a-file", *FSDP, "optimizer=adamw_bf16", *CHANGED, from_step_three(rounded))
-        for saved, given in (("adamw", "adamw_bf16"), ("adamw_bf16", "adamw")):
+        train_in("fsdp-from-one", *FSDP, *MASTER, "optimizer.lr=0", from_step_three(shared / "one"))
+        for saved, given in (("adamw", "adamw_master"), ("adamw_bf16", "adamw"), ("adamw_master", "adamw_bf16")):
             for checkpoint in (shared / f"fsdp-{saved}", *([rounded] if saved == "adamw_bf16" else [])):
                 with pytest.raises(ValueError, match=rf"of optimizer={given}; got one of optimizer={saved}$"):
                     train_in("refused", *FSDP, f"optimizer={given}", from_step_three(checkpoint))
@@ -213,9 +221,10 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> Path:
+def two_ranks(tmp_path_factory, runs) -> Path:
     folder: Path = tmp_path_factory.mktemp("two_ranks")
     write_corpus(folder / "corpus")
+    (folder / "one").symlink_to(run_of("adamw_master", runs))
     start_server()
     arguments = (str(folder), ranks_of_torchrun(2))
     torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
@@ -243,7 +252,43 @@ def test_changed_settings_count_on_two_ranks(name, two_ranks):
 
 
 @of_two_ranks
-@pytest.mark.parametrize("name", ["fsdp-adamw", "fsdp-adamw_bf16"])
+@pytest.mark.parametrize("name", ["fsdp-adamw", "fsdp-adamw_bf16", "fsdp-adamw_master"])
 def test_sharded_runs_round_as_if_never_stopped(name, two_ranks):
     losses = column(two_ranks / name, "train/loss")
     assert column(two_ranks / f"{name}-resumed", "train/loss") == {step: losses[step] for step in (4, 5, 6)}
+
+
+def master_weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Returns the weights and low bits in a checkpoint, which is the file of one process or the folder of two ranks."""
+    saved = CheckpointFiles().load_checkpoint(checkpoint)
+    states = saved["optimizer_states"][0]["state"]
+    low_bits = {str(number): state["low_bits"] for number, state in sorted(states.items())}
+    assert all(bits.dtype is torch.int16 and bits.any() for bits in low_bits.values())
+    return saved["state_dict"] | low_bits
+
+
+def test_master_weights_are_those_of_a_run_never_stopped(runs, tmp_path):
+    whole = run_of("adamw_master", runs)
+    resumed = run(tmp_path / "resumed", *OPTIMIZERS["adamw_master"], from_step_three(whole))
+    expected, found = (master_weights_of(path / "checkpoints/step_0000006.ckpt") for path in (whole, resumed))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@of_two_ranks
+@pytest.mark.parametrize(("saved", "given"), [("one", "fsdp-from-one"), ("fsdp-adamw_master", "one-from-fsdp")])
+def test_master_weights_move_to_another_number_of_ranks(saved, given, two_ranks):
+    """With a learning rate of 0, the resumed run saves the master weights that it has loaded."""
+    if given == "one-from-fsdp":
+        run(two_ranks / given, *MASTER, "optimizer.lr=0", from_step_three(two_ranks / saved))
+    before, after = (
+        master_weights_of(two_ranks / name / "checkpoints" / f"step_000000{step}.ckpt")
+        for name, step in ((saved, 3), (given, 6))
+    )
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@of_two_ranks
+def test_master_weights_of_two_ranks_train_as_on_one(two_ranks):
+    """The bf16 gradients of two ranks are added in another order."""
+    one, two = (column(two_ranks / name, "train/loss") for name in ("one", "fsdp-adamw_master"))
+    assert two == pytest.approx(one, rel=5e-3)

@@ -53,8 +53,12 @@ _compiled_update = torch.compile(_update, fullgraph=True)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Views x as a matrix of `COLUMNS` columns or as a vector, so that two compiled updates serve most parameters."""
-    return x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
+    """Reshapes x to a matrix of `COLUMNS` columns if possible, so that two compiled updates serve most parameters.
+
+    The result shares the memory of x.
+    """
+    flat = x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
+    return flat.data  # without `data`, torch.compile would compile again for views of x with other dimensions
 
 
 class MasterWeightsAdamW(CompiledStep, Optimizer):

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
@@ -173,7 +173,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Loads the checkpoint file of an unsharded run. Each rank copies its shard of each tensor.
 
         The file numbers optimizer states by the order of parameters in the optimizer's groups. Lightning's own loader
-        cannot be used, because it numbers the states by the order of parameters in the model.
+        cannot be used, because it numbers the states by the order of parameters in the model. Torch's option
+        full_state_dict would send the states between ranks, but gloo and NCCL cannot send int16 (adamw_master).
         """
         assert self.model is not None
         checkpoint = read_file(path, mmap=True)
@@ -187,9 +188,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=True):
             own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
             groups = [group | {"params": [own[i] for i in group["params"]]} for group in saved["param_groups"]]
-            states = {own[i]: state for i, state in saved["state"].items()}
+            like: Any = get_optimizer_state_dict(self.model, optimizer)["state"]
+            states = {
+                own[i]: {field: _filled(like[own[i]][field], value) for field, value in state.items()}
+                for i, state in saved["state"].items()
+            }
             by_name: dict[str, Any] = {"state": states, "param_groups": groups}
-            set_optimizer_state_dict(self.model, optimizer, by_name, options=options)
+            set_optimizer_state_dict(self.model, optimizer, by_name)
         return checkpoint
 
     def _require_same_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -200,6 +205,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         model = self.lightning_module.model if self.lightning_module is not None else None
         assert isinstance(model, GPT)
         return model
+
+
+def _filled(shard: Any, full: Any) -> Any:
+    """Copies this rank's part of a whole tensor to the DTensor `shard`, without communication, and returns `shard`.
+
+    Returns `full` if `shard` is not a DTensor.
+    """
+    if not isinstance(shard, DTensor):
+        return full
+    # src_data_rank=None: each rank takes its part of its own copy. The result may be a view of the whole tensor.
+    shard.copy_(distribute_tensor(full.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None))
+    return shard
 
 
 def make_context_groups(context: int) -> None:

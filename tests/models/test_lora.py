@@ -14,7 +14,7 @@ from fa_train import training
 from fa_train.models.gpt import GPT, Head
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
-from fa_train.optim.adamw import adamw, adamw_bf16
+from fa_train.optim.adamw import adamw, adamw_bf16, adamw_master
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB
 from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, randomised, small
@@ -286,9 +286,10 @@ def test_a_damaged_adapter_config_is_named(text, message, tmp_path):
         lora(path=str(tmp_path))(small_gpt(levers(), CPU))
 
 
-def test_bf16_moments_are_refused():
-    with pytest.raises(ValueError, match=r"adapters, which are fp32"):
-        adamw_bf16(small().bfloat16(), lr=0.1, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-8)
+@pytest.mark.parametrize("optimizer", [adamw_bf16, adamw_master])
+def test_optimizers_for_bf16_weights_are_refused(optimizer):
+    with pytest.raises(ValueError, match=rf"{optimizer.__name__} cannot train adapters, which are fp32"):
+        optimizer(small().bfloat16(), lr=0.1, weight_decay=0.0, betas=[0.9, 0.95], eps=1e-8)
 
 
 @pytest.mark.slow

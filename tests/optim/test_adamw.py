@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fa_train import training
 from fa_train.lit_gpt import scale_or_skip
-from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_offload
+from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_master, adamw_offload
 from fa_train.optim.schedule import warmup_cosine
 from tests.models.support.gpt import build
 from tests.support.training import column, composed, tiny
@@ -28,7 +28,9 @@ LOW_MEMORY: dict[str, tuple[Callable[[nn.Module], Optimizer], torch.dtype]] = {
     "8bit": (lambda model: adamw_8bit(model, stochastic_rounding=True, **SETTINGS), torch.float32),
     "8bit-bf16": (lambda model: adamw_8bit(model, stochastic_rounding=True, **SETTINGS), torch.bfloat16),
     "bf16": (lambda model: adamw_bf16(model, **SETTINGS), torch.bfloat16),
+    "master": (lambda model: adamw_master(model, **SETTINGS), torch.bfloat16),
 }
+OF_TORCHAO = [name for name in LOW_MEMORY if name != "master"]
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
@@ -262,7 +264,7 @@ def test_low_memory_optimizers_scale_or_skip_without_waiting_for_the_gpu(name, m
 
 
 @pytest.mark.usefixtures("without_compiler")
-@pytest.mark.parametrize("name", LOW_MEMORY)
+@pytest.mark.parametrize("name", OF_TORCHAO)
 def test_low_memory_optimizers_step_like_those_of_torchao(name):
     """Also checks that our step does not call torch.compile."""
     from torchao import optim
@@ -300,10 +302,12 @@ def test_low_memory_optimizers_say_what_they_need():
         adamw_offload(small_model(), **SETTINGS)
     with pytest.raises(ValueError, match=r"adamw_bf16 needs bfloat16 weights .*bf16-true\); got float32"):
         adamw_bf16(small_model(), **SETTINGS)
+    with pytest.raises(ValueError, match=r"adamw_master needs bfloat16 weights .*bf16-true\); got float32"):
+        adamw_master(small_model(), **SETTINGS)
 
 
 @pytest.mark.usefixtures("without_compiler")
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_offload"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", "adamw_offload"])
 def test_every_config_decays_the_same_parameters(name, request):
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(overrides=[f"+optimizer={name}"])
@@ -312,7 +316,7 @@ def test_every_config_decays_the_same_parameters(name, request):
         with pytest.raises(ValueError, match="CUDA GPU"):
             instantiate(config.optimizer)(model)
         return
-    if name == "adamw_bf16":
+    if name in ("adamw_bf16", "adamw_master"):
         model.bfloat16()
     optimizer, expected = instantiate(config.optimizer)(model), optimizer_of(model)
     for ours, theirs in zip(optimizer.param_groups, expected.param_groups, strict=True):

@@ -186,6 +186,23 @@ def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
     assert any("optimizer=adamw_8bit" in next_lever(changed(plan, ranks=1), size, HOST) for size in sizes)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "smaller"), [(1, (22, 20, 17), "adamw_8bit"), (8, (9, 6, 5), "adamw_bf16")], ids=["one", "eight"]
+)
+def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
+    """With less and less memory, adamw_master comes before the optimizers that are less exact. It cannot train
+    adapters.
+    """
+    plan = changed(LLAMA_1B, ranks=ranks, seq_len=2**14)
+    none, master, less_exact = (next_lever(plan, GIB * gib, HOST) for gib in sizes)
+    assert "optimizer" not in none and f"optimizer={smaller}" in less_exact
+    assert master.endswith(" optimizer=adamw_master trainer.precision=bf16-true")
+    half = changed(plan, optimizer="adamw_master", precision="bf16-true")
+    assert next_lever(half, GIB * sizes[2], HOST).endswith(f" optimizer={smaller}")
+    adapters = changed(with_adapters(LLAMA_1B)[0], ranks=ranks, seq_len=2**16)
+    assert "adamw_master" not in next_lever(adapters, GIB * sizes[1] / 2, HOST)
+
+
 def test_levers_are_told_as_overrides():
     ours, theirs = Levers("full", True, 16384), GPT2.levers
     assert ours.overrides(theirs) == ["memory.checkpointing=full", "memory.offload=true", "memory.mlp_chunk=16384"]

@@ -410,7 +410,10 @@ def test_each_optimizers_states_have_their_size():
     assert on_gpu["adamw"] == on_gpu["adamw_bf16"] == 8  # bytes of optimizer states per fp32 weight
     assert on_gpu["adamw_8bit"] == pytest.approx(2 + 8 / 256, rel=1e-3)
     assert on_gpu["adamw_offload"] == pytest.approx(0, abs=1e-3)
-    assert optimizer_bytes(changed(LLAMA_1B, optimizer="adamw_bf16", precision="bf16-true"))[0] == 4 * parameters
+    for kind, size in (("adamw_bf16", 4), ("adamw_master", 10)):
+        half = changed(LLAMA_1B, optimizer=kind, precision="bf16-true")
+        assert optimizer_bytes(half)[0] == size * parameters
+        assert optimizer_bytes(changed(half, ranks=8))[0] == size * parameters // 8
 
 
 def test_unknown_settings_are_named():

@@ -1,0 +1,128 @@
+"""Tests AdamW with exact fp32 master weights: the bits of weights, the updates, and the saved state."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from fa_train.optim import master_weights
+from fa_train.optim.adamw import adamw_master
+from fa_train.optim.master_weights import join, split
+
+SETTINGS: Any = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+STEPS = 20
+EDGES = {
+    "zeros": (0x00000000, 0x80000000),
+    "subnormals": (0x00000001, 0x80000001, 0x00007FFF, 0x00008000, 0x00008001, 0x007FFFFF, 0x807FFFFF),
+    "ties": (0x3F808000, 0x3F818000, 0xBF808000, 0xBF818000),
+    "next-exponent": (0x3F7F8000, 0x3FFFFFFF, 0xBFFFFFFF, 0x007F8000),
+    "rounded-to-infinity": (0x7F7FFFFF, 0xFF7FFFFF, 0x7F7F8000),
+    "infinities": (0x7F800000, 0xFF800000),
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_compiler() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def of_bits(*bits: int) -> Tensor:
+    return torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def assert_exact(master: Tensor) -> None:
+    """Asserts that `split` rounds to nearest, and that `join` returns every bit."""
+    high, low = split(master)
+    assert torch.equal(join(high, low).view(torch.int32), master.view(torch.int32))
+    weight = high.view(torch.bfloat16)
+    away = ((master.view(torch.int32) & 0xFFFF) == 0x8000).int()  # torch rounds ties to even
+    rounded = (master.view(torch.int32) + away).view(torch.float32).bfloat16()
+    assert torch.equal(weight.view(torch.int16), rounded.view(torch.int16))
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_master_weights_at_the_edges_are_exact(edge):
+    assert_exact(of_bits(*EDGES[edge]))
+
+
+def test_random_master_weights_are_exact():
+    noise = torch.Generator().manual_seed(0)
+    values = torch.randint(2**32, (2**18,), generator=noise).to(torch.int32).view(torch.float32)
+    assert_exact(values[~values.isnan()])
+
+
+def test_nan_stays_nan():
+    nans = of_bits(0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001, 0x7FC00000)  # a GPU computes 0x7FFFFFFF
+    high, low = split(nans)
+    assert high.view(torch.bfloat16).isnan().all() and join(high, low).isnan().all()
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48), nn.Linear(48, 5)).bfloat16()
+
+
+def train_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        noise = torch.Generator().manual_seed(step)
+        for weight in model.parameters():
+            weight.grad = torch.randn(weight.shape, generator=noise).bfloat16().to(weight.dtype)
+        optimizer.step()
+
+
+def masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [join(w.detach().view(torch.int16), optimizer.state[w]["low_bits"]) for w in model.parameters()]
+
+
+def test_master_weights_are_those_of_adamw_in_fp32():
+    """bf16 weights without low bits would differ by about 2**-9 of their size."""
+    model, exact = new_model(), new_model().float()
+    optimizer = adamw_master(model, **SETTINGS)
+    groups = [
+        {"params": [p for p in exact.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
+    train_steps(model, optimizer, 0, STEPS)
+    train_steps(exact, torch.optim.AdamW(groups, **SETTINGS), 0, STEPS)
+    for weight, master, theirs in zip(model.parameters(), masters(model, optimizer), exact.parameters(), strict=True):
+        # in each step, both optimizers round a decay and an update of the weight
+        bound = STEPS * 4 * 2**-24 * theirs.abs().max().item()
+        torch.testing.assert_close(master, theirs.detach(), rtol=0, atol=bound)
+        assert torch.equal(weight.detach().view(torch.int16), split(master)[0])
+        assert (weight.detach() - theirs.detach()).abs().max() > 4 * bound
+
+
+def test_a_loaded_state_has_every_bit():
+    """torch's load_state_dict would round moments and low bits to bf16."""
+    whole, resumed = new_model(), new_model()
+    optimizer, other = adamw_master(whole, **SETTINGS), adamw_master(resumed, **SETTINGS)
+    train_steps(whole, optimizer, 0, 3)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    resumed.load_state_dict(whole.state_dict())
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    for weight in resumed.parameters():
+        dtypes = {name: value.dtype for name, value in other.state[weight].items()}
+        assert dtypes == {
+            "step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32, "low_bits": torch.int16,
+        }  # fmt: skip
+    for model, of_model in ((whole, optimizer), (resumed, other)):
+        train_steps(model, of_model, 3, 6)
+    torch.testing.assert_close(masters(resumed, other), masters(whole, optimizer), rtol=0, atol=0)
+
+
+def test_two_compiled_updates_serve_all_shapes(monkeypatch):
+    """The first shape is compiled for its size, and the second one for all sizes that are multiples of 16."""
+    counter = CompileCounter()
+    compiled = torch.compile(master_weights._update, fullgraph=True, backend=counter)
+    monkeypatch.setattr(master_weights, "_compiled_update", compiled)
+    model = nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48), nn.Linear(48, 32), nn.LayerNorm(32)).bfloat16()
+    with torch.compiler.set_stance("default"):
+        train_steps(model, adamw_master(model, **SETTINGS), 0, 2)
+    assert counter.frame_count == 2
