@@ -5,15 +5,14 @@
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --head-dims 64 128 --dtypes bf16 fp32    # no training step.
 
-The script makes two sweeps. Each sweep varies the attention implementation and seq_len. The first sweep measures a
-training step of one model on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile,
-except with chunked attention. The first step is not timed. The second sweep measures attention alone: forward and
-backward, in eager mode. The second sweep varies one of --n-heads, --head-dims and --dtypes at a time. The other
-two options keep their first values. Each case runs in a new process, so a crash or running out of memory affects
-only that case. A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its
-step would take longer than --max-step-seconds, or if the time limit --budget has passed. The script first prints the
-minimum memory that naive attention needs, and the shortest length at which naive attention cannot fit (see
-scripts/ablation/formula.py).
+The script makes two sweeps. Each sweep varies the attention implementation and seq_len. The first sweep measures a step
+of train.py's loop with one synthetic document. On a GPU, the model's blocks are compiled with torch.compile, except
+with chunked attention. The first steps are not timed. The second sweep measures attention alone: forward and backward,
+in eager mode. The second sweep varies one of --n-heads, --head-dims and --dtypes at a time. The other two options keep
+their first values. Each case runs in a new process, so a crash or running out of memory affects only that case. A case
+is skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would take longer
+than --max-step-seconds, or if the time limit --budget has passed. The script first prints the minimum memory that naive
+attention needs, and the shortest length at which naive attention cannot fit (see scripts/ablation/formula.py).
 
 OUT/results.jsonl holds the finished cases. After Ctrl-C, the same command continues where it stopped, and also tries
 failed cases again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a

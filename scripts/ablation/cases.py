@@ -1,8 +1,10 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
-Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. Times
-are medians. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. In attention
-alone, a forward pass has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many FLOPs.
+A training step is a step of train.py's loop (scripts/bench/training_case.py). The first two runs of a case are warm-up
+runs. If the time limit ends the case early, only the first run is a warm-up run. Times are medians of the other runs.
+Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. The
+FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. In attention alone, a forward pass
+has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many FLOPs.
 """
 
 import os
@@ -11,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -26,15 +27,13 @@ from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.attention import Attention, require_backend
 from fa_train.models.gpt import GPT
+from scripts.bench.training_case import VOCABULARY, WARMUP, Device, StepTimes, training_config
+from scripts.bench.training_case import measure as measure_ours
 from scripts.composed import CONF
 
 GIB = 2**30
-WARMUP = 2  # number of untimed runs at the start of a case
-SHORT = 256  # tokens of the eager warm-up step, which compiles kernels and allocates optimizer state
 VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; nano has 256 bytes and 3 special tokens
-GPT2_VOCABULARY = 50257
 REPLACEABLE = ("memory", "optimizer")  # an override can choose another option of these config groups
-Device = Literal["cuda", "cpu"]
 Precision = Literal["bf16-mixed", "32-true"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -42,7 +41,7 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16,
 
 @dataclass(frozen=True)
 class StepCase:
-    """One training step (forward, backward, optimizer) on one synthetic document of seq_len tokens.
+    """One training step on one synthetic document of seq_len tokens.
 
     compiled: whether the model's blocks are compiled with torch.compile, as with lit_gpt.compile_model=true.
     """
@@ -56,7 +55,7 @@ class StepCase:
     device: Device
     precision: Precision
     steps: int  # maximum number of timed steps
-    seconds: float  # time limit of the case; a step is not started if it would probably end later
+    seconds: float  # time limit after the first step; a step is not started if it would probably end later
     overrides: tuple[str, ...] = ()
     compiled: bool = False
 
@@ -151,7 +150,7 @@ def configuration(case: StepCase) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose(overrides=[*(f"+{name}={value}" for name, value in groups.items()), *values])
     if config.model.vocab_size is None:
-        config.model.vocab_size = VOCABULARIES.get(case.model, GPT2_VOCABULARY)
+        config.model.vocab_size = VOCABULARIES.get(case.model, VOCABULARY)
     return config
 
 
@@ -165,55 +164,38 @@ def measure(case: Case) -> Result:
 
 
 def _measure_step(case: StepCase) -> Result:
+    times = StepTimes(case.steps, limit=case.seconds)
     try:
-        step, flops = training_step(case)
-        # a compiled step uses the full length, because torch.compile would compile again for another length
-        step(case.seq_len if case.compiled else min(SHORT, case.seq_len))
-        _forget_peak(case.device)
-        step_ms, timed_steps = timed(lambda: step(case.seq_len), case)
+        config = training_configuration(case)
+        measure_ours(config, torch.device(case.device), times)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return Result("oom", *memory_gib(case.device))
-    dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
-    return finished(case, step_ms, timed_steps, flops, dtype)
-
-
-def training_step(case: StepCase) -> tuple[Callable[[int], None], float]:
-    """Returns a function that runs one step on the first N tokens, and the model FLOPs of a step on all tokens.
-
-    Does not use training_case.measure, whose steps all have the same number of tokens.
-    """
-    config, device = configuration(case), torch.device(case.device)
-    require_backend(instantiate(config.attention), device)
-    with device:
+    with torch.device("meta"):
         model: GPT = instantiate(config.model)
-        tokens = torch.randint(model.config.vocab_size, (case.seq_len + 1,))
-    if case.compiled:
-        model.compile_blocks()
-    optimizer = instantiate(config.optimizer)(model)
-    mixed = case.precision == "bf16-mixed"
+    flops = train_flops(model.config, case.seq_len, float(case.seq_len) ** 2)
+    dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
+    return finished(case, statistics.median(times.milliseconds), len(times.milliseconds), flops, dtype)
 
-    def step(n: int) -> None:
-        with torch.autocast(case.device, torch.bfloat16) if mixed else nullcontext():
-            loss = model(tokens[:n], labels=tokens[1 : n + 1]) / n
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step, train_flops(model.config, case.seq_len, float(case.seq_len) ** 2)
+def training_configuration(case: StepCase) -> DictConfig:
+    """Composes conf/train.yaml for the case, as train.py does."""
+    chosen = [
+        f"model.vocab_size={configuration(case).model.vocab_size}",
+        f"trainer.precision={case.precision}",
+        f"lit_gpt.compile_model={case.compiled}",
+        *case.overrides,
+    ]
+    return training_config(case.model, case.attention, case.seq_len, WARMUP + case.steps, case.device, chosen)
 
 
 def _measure_attention(case: AttentionCase) -> Result:
     dtype, forward_ms, forward_peak_gib = DTYPES[case.dtype], None, None
     try:
         forward, both = attention_passes(case)
-        forward()  # compiles
-        _forget_peak(case.device)
         forward_ms, _ = timed(forward, case)
         forward_peak_gib, _ = memory_gib(case.device)
-        both()
-        _forget_peak(case.device)
         step_ms, timed_steps = timed(both, case)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -246,30 +228,28 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
     """Runs the function repeatedly. Returns the median milliseconds of the timed runs, and the number of timed runs.
 
-    Stops if another run would end later than the case's time limit.
+    Peak memory then covers all runs except the first, which compiles.
     """
-    milliseconds: list[float] = []
-    began = time.perf_counter()
-    while True:
-        milliseconds.append(_milliseconds(run, case.device))
-        next_ends = time.perf_counter() - began + milliseconds[-1] / 1e3
-        if len(milliseconds) == WARMUP + case.steps or next_ends > case.seconds:
-            break
-    counted = milliseconds[WARMUP:] or milliseconds[-1:]
-    return statistics.median(counted), len(counted)
+    times = StepTimes(case.steps, limit=case.seconds)
+    times.add(_seconds(run, case.device))
+    if case.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    while not times.complete:
+        times.add(_seconds(run, case.device))
+    return statistics.median(times.milliseconds), len(times.milliseconds)
 
 
-def _milliseconds(run: Callable[[], object], device: Device) -> float:
+def _seconds(run: Callable[[], object], device: Device) -> float:
     if device == "cpu":
         start = time.perf_counter()
         run()
-        return (time.perf_counter() - start) * 1e3
+        return time.perf_counter() - start
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     run()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last)
+    return first.elapsed_time(last) / 1e3
 
 
 def finished(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
@@ -285,11 +265,6 @@ def finished(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: 
         mfu=flops_per_s / peak if peak else None,
         timed_steps=timed_steps,
     )
-
-
-def _forget_peak(device: Device) -> None:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
 
 
 def memory_gib(device: Device) -> tuple[float, float | None]:

@@ -4,11 +4,11 @@
     python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile  # 32k only.
     python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call.
 
-A step runs forward, backward, optimizer and zero_grad on one document of seq_len random tokens. Gradients are not
-clipped. The config of a measurement is composed from conf/train.yaml. Each measurement runs in a new process, so
-running out of memory affects only that measurement. Times are host times, with a device sync before and after the
-optimizer step. Peak memory is the CUDA allocator's maximum over all steps. On a CPU, peak memory is that of the
-process. Host memory counts only offloaded activations and the tensors of an offloaded optimizer.
+A measurement runs train.py's loop on documents of seq_len random tokens (scripts/bench/training_case.py). Each
+measurement runs in a new process, so running out of memory affects only that measurement. Times are host times, with a
+device sync before and after the optimizer. The optimizer's time includes gradient clipping. Peak memory is the CUDA
+allocator's maximum over all steps. On a CPU, peak memory is that of the process. Host memory counts only offloaded
+activations and the tensors of an offloaded optimizer.
 
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
@@ -25,67 +25,65 @@ memory.md and memory.json to the folder OUT, and traces for https://ui.perfetto.
 import argparse
 import gzip
 import json
-import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
-from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
-from torch import nn
 from torch.optim import Optimizer
-from torch.profiler import profile, record_function, schedule
 
 import train
 from fa_train.callbacks.monitor import GIB
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from fa_train.models.gpt import GPT
+from fa_train.lit_gpt import LitGPT
+from fa_train.memory.offload import Offload
 from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.memory_cases import COMBINATIONS, PROFILED, SEQ_LENS, Case, Row, levers_of
 from scripts.bench.memory_report import cells, markdown, profile_text
-from scripts.bench.overlap import Overlap, overlap_of
+from scripts.bench.overlap import overlap_of
+from scripts.bench.profile_step import StepProfiler
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     FEWEST_STEPS,
     REPOSITORY,
-    VOCABULARY,
     WARMUP,
     Device,
-    Loss,
+    StepTimes,
     memory_gib,
-    our_loss,
+    training_config,
+    wait,
 )
-from scripts.composed import composed, options
+from scripts.bench.training_case import measure as measure_ours
+from scripts.composed import options
+
+PROFILER_STEPS = 2  # the profiler starts in the first of these steps, and records the second
 
 
 def configuration(case: Case) -> DictConfig:
     """Composes conf/train.yaml for this case, as train.py does."""
     levers = levers_of(case.combination)
     chosen = [
-        f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
-        f"model={case.model}",
-        f"attention={case.attention}",
         f"optimizer={levers.optimizer}",
-        f"seq_len={case.seq_len}",
         f"lit_gpt.compile_model={str(case.compiled).lower()}",
         f"memory.checkpointing={levers.checkpointing}",
         f"memory.offload={str(levers.offload).lower()}",
         f"memory.mlp_chunk={'null' if levers.mlp_chunk is None else levers.mlp_chunk}",
         f"memory.loss.chunk_size={case.seq_len if levers.loss_chunk is None else levers.loss_chunk}",
+        *(["trainer.precision=bf16-true"] if levers.precision == "bf16-true" else []),
+        *case.overrides,
     ]
-    config = composed([*chosen, *case.overrides])
-    if config.model.vocab_size is None:
-        config.model.vocab_size = VOCABULARY
-    return config
+    steps = WARMUP + case.steps + (PROFILER_STEPS if case.trace else 0)
+    return training_config(case.model, case.attention, case.seq_len, steps, case.device, chosen)
 
 
 def measure(case: Case) -> Row:
@@ -94,102 +92,61 @@ def measure(case: Case) -> Row:
     All other errors are raised.
     """
     torch.manual_seed(0)
-    config, device = configuration(case), torch.device(case.device)
+    config, device, trace = configuration(case), torch.device(case.device), Path(case.trace)
+    recorder = OptimizerRecorder()
+    if case.trace:
+        times = StepTimes(case.steps + PROFILER_STEPS)
+        callbacks = [recorder, StepProfiler(trace, WARMUP + case.steps)]
+    else:
+        times, callbacks = StepTimes(case.steps, case.slow_step), [recorder]
     try:
-        model, loss = our_loss(config, device)
-        if levers_of(case.combination).precision == "bf16-true":
-            model.bfloat16()
-        stepper = Stepper(case, loss, instantiate(config.optimizer)(model))
-        whole, of_optimizer = stepper.timed()
-        peak, _ = memory_gib(device)
-        overlap = stepper.profiled(Path(case.trace)) if case.trace else None
+        measure_ours(config, device, times, callbacks)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return Row(case.seq_len, case.combination, "out of memory", peak_gib=memory_gib(device)[0])
+    overlap = overlap_of(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]) if case.trace else None
     return Row(
         case.seq_len,
         case.combination,
         "ok",
-        whole,
-        of_optimizer,
-        peak,
-        host_bytes(model, stepper.optimizer) / GIB,
-        stepper.loss,
+        times.milliseconds[: case.steps],
+        recorder.milliseconds[times.warmup :][: case.steps],
+        memory_gib(device)[0],
+        recorder.host_bytes / GIB,
+        times.losses[-1],
         asdict(overlap) if overlap else None,
     )
 
 
-class Stepper:
-    """Runs the training steps of one case. `loss` is the loss of the most recent step.
+class OptimizerRecorder(Callback):
+    """Records the milliseconds of clipping and optimizer in each step, and the host memory at the end of training."""
 
-    training_case.measure is not used, because it cannot profile a step or time the optimizer separately.
-    """
+    def __init__(self) -> None:
+        self.milliseconds: list[float] = []
+        self.host_bytes = 0
 
-    def __init__(self, case: Case, loss: Loss, optimizer: Optimizer) -> None:
-        self.case, self.mean_loss, self.optimizer = case, loss, optimizer
-        self.loss = math.nan
-        self.mixed = case.device == "cuda" and levers_of(case.combination).precision == "bf16-mixed"
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        wait(pl_module.device)
+        self._start = time.perf_counter()
 
-    def step(self) -> tuple[float, float]:
-        """Runs one step. Returns the milliseconds that the step took, and the milliseconds that the optimizer took in
-        this step.
-        """
-        start = time.perf_counter()
-        with torch.autocast(self.case.device, torch.bfloat16) if self.mixed else nullcontext():
-            value = self.mean_loss()
-        value.backward()
-        self._wait()
-        before = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._wait()
-        end = time.perf_counter()
-        self.loss = value.item()
-        return (end - start) * 1e3, (end - before) * 1e3
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        wait(pl_module.device)
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.milliseconds.append((time.perf_counter() - self._start) * 1e3)
 
-    def timed(self) -> tuple[list[float], list[float]]:
-        """Runs all steps of the case.
-
-        Returns the milliseconds of each timed step, and the milliseconds of the optimizer in each of these steps.
-        """
-        times: list[tuple[float, float]] = []
-        warmup, steps = WARMUP, self.case.steps
-        while len(times) < warmup + steps:
-            times.append(self.step())
-            # the first step compiles, so only a later step shows whether the case is slow
-            if len(times) == WARMUP and times[-1][0] > self.case.slow_step * 1e3:
-                warmup, steps = WARMUP - 1, min(steps, FEWEST_STEPS)
-        whole, of_optimizer = zip(*times[warmup:], strict=True)
-        return list(whole), list(of_optimizer)
-
-    def profiled(self, trace: Path) -> Overlap | None:
-        """Runs one more step under the profiler and writes its trace to the file `trace`.
-
-        Returns None if there is no GPU.
-        """
-        plan = schedule(wait=0, warmup=1, active=1)  # the profiler initialises itself in its warm-up step
-        with profile(
-            schedule=plan, on_trace_ready=lambda done: done.export_chrome_trace(str(trace)), acc_events=True
-        ) as profiler:
-            for _ in range(2):
-                with record_function("step"):
-                    self.step()
-                profiler.step()
-        with gzip.open(trace, "rt") as file:
-            return overlap_of(json.load(file)["traceEvents"])
-
-    def _wait(self) -> None:
-        if self.case.device == "cuda":
-            torch.cuda.synchronize()
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(pl_module, LitGPT)
+        self.host_bytes = host_bytes(pl_module.model.offload, trainer.optimizers[0])
 
 
-def host_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+def host_bytes(offload: Offload | None, optimizer: Optimizer) -> int:
     """Returns the bytes of host memory that memory.offload and optimizer=adamw_offload hold between steps."""
-    assert isinstance(model, GPT)
     found = 0
-    if model.offload is not None and model.offload.pool is not None:
-        found += sum(buffer.numel() for buffer in model.offload.pool.free)
+    if offload is not None and offload.pool is not None:
+        found += sum(buffer.numel() for buffer in offload.pool.free)
     for on_host in getattr(optimizer, "param_d2h_map", {}).values():
         found += on_host.nbytes + on_host.grad.nbytes
     for of_parameter in getattr(optimizer, "optim_dict", {}).values():

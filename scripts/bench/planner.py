@@ -1,18 +1,16 @@
 """Compares the planner's predictions with measured peaks (python -m scripts.bench.planner [--only llama_1b]).
 
-Each configuration runs two training steps with one document per micro-batch. As in training, a step consists of
-forward, backward, gradient clipping and optimizer. After each step, the gradients are freed. The peak is
-torch.cuda.max_memory_allocated. Writes OUT.md and OUT.json. Save OUT.json as tests/memory/planner/peaks_<gpu>.json to
-let test_planner.py compare the planner with these peaks.
+Each configuration runs two training steps of train.py's loop, with one document per micro-batch
+(scripts/bench/training_case.py). The peak is torch.cuda.max_memory_allocated since the start of training. Writes OUT.md
+and OUT.json. Save OUT.json as tests/memory/planner/peaks_<gpu>.json to let test_planner.py compare the planner with
+these peaks.
 """
 
 import argparse
-import gc
 import json
 import shlex
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from omegaconf import DictConfig
 
 from fa_train.memory.offload import Offloaded
 from fa_train.memory.planner.plan import Plan
@@ -28,9 +27,10 @@ from fa_train.memory.planner.run import plan_of
 from fa_train.models.gpt import GPT
 from scripts.bench.command_line import add_results, add_time_limits
 from scripts.bench.provenance import describe, results_prefix
-from scripts.composed import composed
+from scripts.bench.training_case import Device, StepTimes, memory_gib, training_config
+from scripts.bench.training_case import measure as measure_ours
 
-GPT2_VOCABULARY = 50257  # vocabulary size of models whose config does not set one
+STEPS = 2  # the optimizer has states from the first step on, so the second step has the highest peak
 
 
 @dataclass(frozen=True)
@@ -83,67 +83,39 @@ RUNS = [
 ]
 
 
-def measure(run: Run) -> tuple[Plan, float, float]:
-    """Returns the memory plan of a run, its measured peak in GiB, and the seconds of its second step."""
-    overrides = [
-        "preset=gpu",
-        f"model={run.model}",
-        f"seq_len={run.tokens}",
+def configuration(run: Run, device: Device) -> DictConfig:
+    """Composes conf/train.yaml for this configuration, as train.py does."""
+    chosen = [
         f"memory.checkpointing={run.checkpointing}",
         f"memory.offload={run.offload}",
         f"memory.mlp_chunk={'null' if run.mlp_chunk is None else run.mlp_chunk}",
+        f"trainer.precision={run.precision}",
         f"optimizer={run.optimizer}",
+        f"lit_gpt.compile_model={run.compiled}",
+        f"batch_size={run.micro_batches}",
     ]
-    cfg = composed(overrides)
+    attention = "flash" if device == "cuda" else "sdpa"
+    return training_config(run.model, attention, run.tokens, STEPS, device, chosen)
+
+
+def measure(run: Run, device: Device) -> tuple[Plan, float, float]:
+    """Returns the memory plan of a run, its measured peak in GiB, and the seconds of its second step."""
+    config = configuration(run, device)
     with torch.device("meta"):
-        model: GPT = instantiate(cfg.model, vocab_size=cfg.model.vocab_size or GPT2_VOCABULARY)
-    make_optimizer = instantiate(cfg.optimizer)
+        model: GPT = instantiate(config.model)
     plan = plan_of(
         model,
         precision=run.precision,
         seq_len=run.tokens,
         rows=1,
-        optimizer=make_optimizer,
+        optimizer=instantiate(config.optimizer),
         accumulates=run.micro_batches > 1,
         compiled=run.compiled,
     )
-    gc.collect()
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    model.materialise(torch.device("cuda"))
-    if run.precision == "bf16-true":
-        model.bfloat16()
-    if run.compiled:
-        for block in model.blocks:
-            block.compile()
-    optimizer = make_optimizer(model)
-    for _ in range(2):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        train_step(model, optimizer, run)
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return plan, torch.cuda.max_memory_allocated() / GIB, seconds
-
-
-def train_step(model: GPT, optimizer: torch.optim.Optimizer, run: Run) -> None:
-    """Runs one training step on random tokens, with one document per micro-batch.
-
-    training_case.measure is not used here, because the peaks in tests/memory/planner were measured with this loop.
-    """
-    tokens = torch.randint(model.config.vocab_size, (run.tokens,), device="cuda")
-    cu_seqlens = torch.tensor([0, run.tokens], dtype=torch.int32, device="cuda")
-    positions = torch.arange(run.tokens, device="cuda")
-    mixed = torch.autocast("cuda", torch.bfloat16) if run.precision == "bf16-mixed" else nullcontext()
-    for _ in range(run.micro_batches):
-        with mixed:
-            loss = model(tokens, cu_seqlens, positions, tokens.roll(-1)) / run.tokens
-        loss.backward()
-        del loss
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    times = StepTimes(1, warmup=STEPS - 1)
+    torch._dynamo.reset()  # frees the graphs of earlier runs; `measure_ours` frees their weights and optimizer states
+    measure_ours(config, torch.device(device), times)
+    return plan, memory_gib(torch.device(device))[0], times.milliseconds[0] / 1e3
 
 
 def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
@@ -180,7 +152,7 @@ def main() -> None:
     for run in RUNS:
         if args.only not in repr(run) or time.monotonic() - begin > args.budget:
             continue
-        plan, peak, seconds = measure(run)
+        plan, peak, seconds = measure(run, "cuda")
         predicted = predict(plan).allocated / GIB
         rows.append(
             {

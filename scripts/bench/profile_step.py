@@ -59,15 +59,15 @@ TOP = 25  # number of kernels in the list of kernels by name
 
 
 class StepProfiler(Callback):
-    """Times `WARMUP` steps without the profiler, and then profiles one step of rank 0.
+    """Times `warmup` steps without the profiler, runs one step to start the profiler, and then profiles one step of
+    rank 0.
 
-    The trace is written to the folder `folder`.
+    The trace is written to the file `trace`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, trace: Path, warmup: int) -> None:
+        self.trace, self.warmup = trace, warmup
         self.milliseconds: list[float] = []  # milliseconds of the steps without the profiler
-        self.trace = folder / "trace.json.gz"
         self.before: dict[int, tuple[str, int]] = {}
         self.gradients: set[int] = set()
         self.peak = self.reserved = 0
@@ -110,12 +110,12 @@ class StepProfiler(Callback):
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         wait(pl_module.device)
-        if trainer.global_step == WARMUP:  # the profiler initialises itself in this step
+        if trainer.global_step == self.warmup:  # the profiler initialises itself in this step
             self._started = True
             if trainer.is_global_zero:
                 self._profiler = _profiler(pl_module.device)
                 self._profiler.start()
-        elif self._profiler is not None and trainer.global_step == WARMUP + 1:
+        elif self._profiler is not None and trainer.global_step == self.warmup + 1:
             self.before = _addresses(pl_module, trainer.optimizers)
             if pl_module.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -225,7 +225,7 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
     run_config.check(cfg)
     trainer, lit_gpt, data = training.build(cfg)
     assert isinstance(lit_gpt, LitGPT)
-    profiler = StepProfiler(folder)
+    profiler = StepProfiler(folder / "trace.json.gz", WARMUP)
     # Put the profiler before the callbacks that wait for the device.
     trainer.callbacks.insert(0, profiler)  # type: ignore[attr-defined]
     trainer.fit(lit_gpt, datamodule=data)

@@ -59,16 +59,16 @@ from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     FEWEST_STEPS,
     REPOSITORY,
-    VOCABULARY,
     WARMUP,
     Device,
     StepTimes,
     document_lens,
     memory_gib,
+    training_config,
 )
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import VARIANTS, variant_of
-from scripts.composed import composed, options
+from scripts.composed import options
 
 SEQ_LENS = (8192, 32768, 131072)
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "fp32 weights, bf16 autocast", "bf16-true": "bf16 weights"}
@@ -117,22 +117,12 @@ def configuration(case: Case) -> DictConfig:
     """
     variant = variant_of(case.variant)
     chosen = [
-        f"preset={'gpu' if case.device == 'cuda' else 'cpu'}",
-        f"model={case.model}",
-        f"attention={case.attention}",
         f"memory={variant.memory}",
-        f"seq_len={case.seq_len}",
-        f"max_steps={WARMUP + case.steps}",
-        "data=synthetic",
-        "batch_size=1",
-        f"trainer.accelerator={'gpu' if case.device == 'cuda' else 'cpu'}",
         f"lit_gpt.compile_model={str(variant.compiled).lower()}",
         f"lit_gpt.float8={'tensorwise' if variant.float8 else 'null'}",
+        *case.overrides,
     ]
-    config = composed([*chosen, *case.overrides])
-    if config.model.vocab_size is None:
-        config.model.vocab_size = VOCABULARY
-    config.data.vocab_size = config.model.vocab_size
+    config = training_config(case.model, case.attention, case.seq_len, WARMUP + case.steps, case.device, chosen)
     document_lens(config)
     return config
 

@@ -1,7 +1,8 @@
-"""Code that several benchmarks of a training step use: the loss of our model, its memory, and the timing of steps."""
+"""Measures training steps with train.py's model, data and loop. All benchmarks of our training step use `measure`."""
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,16 +11,16 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from fa_train.callbacks.monitor import memory
 from fa_train.data.datamodule import PackedDataModule
-from fa_train.data.packing.collate import Batch
 from fa_train.fit import empty_before_teardown
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
-from fa_train.models.gpt import GPT
+from fa_train.training import build_model
+from scripts.composed import composed
 
 REPOSITORY = Path(__file__).parents[2]
 WARMUP = 2  # number of untimed steps; the first allocates the optimizer's state and compiles kernels
@@ -32,13 +33,16 @@ Loss = Callable[[], Tensor]
 class StepTimes:
     """Collects the times and the losses of a case's steps.
 
+    steps: number of timed steps. warmup: number of steps before them, which are not timed.
     slow_step: seconds. If the second step takes longer, it is timed too, and at most `FEWEST_STEPS` steps are timed.
+    limit: seconds after the first step. No step starts that would probably end later. At least one step is timed.
     """
 
-    def __init__(self, steps: int, slow_step: float) -> None:
-        self.warmup, self.steps, self.slow_step = WARMUP, steps, slow_step
+    def __init__(self, steps: int, slow_step: float = math.inf, limit: float = math.inf, warmup: int = WARMUP) -> None:
+        self.warmup, self.steps, self.slow_step, self.limit = warmup, steps, slow_step, limit
         self.losses: list[float] = []  # of all steps
         self._milliseconds: list[float] = []
+        self._ends = math.inf
 
     @property
     def complete(self) -> bool:
@@ -49,12 +53,18 @@ class StepTimes:
         """Returns the milliseconds of the timed steps."""
         return self._milliseconds[self.warmup :]
 
-    def add(self, seconds: float, loss: float) -> None:
+    def add(self, seconds: float, loss: float = math.nan) -> None:
         self._milliseconds.append(seconds * 1e3)
         self.losses.append(loss)
+        done = len(self._milliseconds)
         # the first step compiles, so the second step is the first that shows whether the case is slow
-        if len(self._milliseconds) == WARMUP and seconds > self.slow_step:
+        if done == 1:
+            self._ends = time.perf_counter() + self.limit
+        elif done == WARMUP and seconds > self.slow_step:
             self.warmup, self.steps = WARMUP - 1, min(self.steps, FEWEST_STEPS)
+        if done > 1 and time.perf_counter() + seconds > self._ends:
+            self.warmup = min(self.warmup, done - 1)
+            self.steps = done - self.warmup
 
 
 class StepTimer(Callback):
@@ -85,10 +95,35 @@ class StepTimer(Callback):
         trainer.should_stop = self.times.complete
 
 
-def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
+def training_config(
+    model: str, attention: str, seq_len: int, steps: int, device: Device, overrides: Sequence[str]
+) -> DictConfig:
+    """Composes conf/train.yaml as train.py does. By default, a step trains on one document of random tokens."""
+    config = composed(
+        [
+            f"preset={'gpu' if device == 'cuda' else 'cpu'}",
+            f"trainer.accelerator={'gpu' if device == 'cuda' else 'cpu'}",
+            f"model={model}",
+            f"attention={attention}",
+            f"seq_len={seq_len}",
+            f"max_steps={steps}",
+            "data=synthetic",
+            "batch_size=1",
+            *overrides,
+        ]
+    )
+    if config.model.vocab_size is None:
+        config.model.vocab_size = VOCABULARY
+    config.data.vocab_size = config.model.vocab_size
+    return config
+
+
+def measure(config: DictConfig, device: torch.device, times: StepTimes, callbacks: Sequence[Callback] = ()) -> None:
     """Trains as train.py does, with LitGPT, Lightning's loop and the data of the config. Fills `times`.
 
-    The planner does not check beforehand whether the run fits in memory. Nothing is logged or saved.
+    The planner does not check beforehand whether the run fits in memory. Nothing is logged or saved. On a GPU, the
+    peak memory of the process afterwards covers the training, because the callback Monitor resets the peak before it.
+    callbacks: what else to measure. Their hooks run after those that time a step.
     """
     require_backend(instantiate(config.attention), device)
     if config.lit_gpt.float8 is not None:
@@ -97,7 +132,7 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
     timer = StepTimer(times)  # must be the first callback, so that the times do not include other callbacks
     trainer: L.Trainer = instantiate(
         config.trainer,
-        callbacks=[timer, instantiate(config.callbacks.monitor)],
+        callbacks=[timer, *callbacks, instantiate(config.callbacks.monitor)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -105,7 +140,7 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes) -> None:
     )
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     with device:
-        model = our_model(config)
+        model = build_model(config, config.model.vocab_size)
     lit_gpt = instantiate(config.lit_gpt, model=model)
     empty_before_teardown(trainer, lit_gpt)
     trainer.fit(lit_gpt, datamodule=data)
@@ -132,27 +167,6 @@ def wait(device: torch.device) -> None:
     """Waits until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def our_model(config: DictConfig) -> GPT:
-    """Builds our model and its adapter on torch's default device."""
-    model: GPT = instantiate(config.adapter)(instantiate(config.model))
-    return model
-
-
-def our_loss(config: DictConfig, device: torch.device) -> tuple[nn.Module, Loss]:
-    """Returns our model, and a function that computes LitGPT's mean loss over one document of random tokens."""
-    require_backend(instantiate(config.attention), device)
-    with device:
-        lit_gpt: LitGPT = instantiate(config.lit_gpt, model=our_model(config))
-        tokens = torch.randint(config.model.vocab_size, (config.seq_len + 1,))
-        batch: Batch = {
-            "tokens": tokens[:-1],
-            "labels": tokens[1:],
-            "position_ids": torch.arange(config.seq_len),
-            "cu_seqlens": torch.tensor([0, config.seq_len], dtype=torch.int32),
-        }
-    return lit_gpt.model, lambda: lit_gpt.loss_sum(batch) / config.seq_len
 
 
 def memory_gib(device: torch.device) -> tuple[float, float | None]:

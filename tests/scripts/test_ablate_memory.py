@@ -21,7 +21,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.models.attention import naive_attention
 from fa_train.models.gpt import GPT
 from scripts.ablate_memory import attention_cases, explanations, parse_arguments, step_cases
-from scripts.ablation.cases import SHORT, AttentionCase, Result, StepCase, configuration, measure, timed
+from scripts.ablation.cases import AttentionCase, Result, StepCase, configuration, measure, timed
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
 from scripts.ablation.sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
@@ -256,13 +256,14 @@ def test_attention_alone_is_measured(attention):
 
 def test_a_case_begins_no_step_after_its_seconds():
     slow = case(steps=50, seconds=0.05)
+    assert measure(replace(slow, seconds=1e-9)).timed_steps == 1
     assert timed(lambda: time.sleep(0.2), slow)[1] == 1
     milliseconds, timed_steps = timed(lambda: time.sleep(0.01), replace(slow, seconds=60.0, steps=3))
     assert timed_steps == 3 and milliseconds >= 10
 
 
 def test_other_errors_are_raised():
-    with pytest.raises(ValueError, match="chunk_size must be at least 1"):
+    with pytest.raises(ValueError, match=r"attention\.chunk_size must be a positive integer; got 0"):
         measure(case("chunked", overrides=(*TINY, "attention.chunk_size=0")))
 
 
@@ -380,22 +381,18 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
-def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch):
-    """A case runs a first step, two warm-up steps and two timed steps. If the case is compiled, the first step compiles
-    it, and all five steps have 320 tokens. Otherwise, the first step has `SHORT` tokens.
-    """
+def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch, updates):
+    """A case runs two warm-up steps and two timed steps, all with 320 tokens. Each step updates the weights."""
     lengths, compiled = [], []
-    block = GPT.compile_blocks
+    block, forward = GPT.compile_blocks, GPT.forward
     monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))
-    forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda model, x, **more: lengths.append(len(x)) or forward(model, x, **more))
+    monkeypatch.setattr(GPT, "forward", lambda model, x, *more: lengths.append(len(x)) or forward(model, x, *more))
     torch._dynamo.reset()
     result = measure(case(attention, 320, compiled=True))
     assert result.outcome == "ok" and result.timed_steps == 2
-    assert len(compiled) == 1 and lengths == [320] * 5
-    lengths.clear()
+    assert len(compiled) == 1 and lengths == [320] * 4 and len(updates) == 4
     measure(case(attention, 320))
-    assert lengths == [SHORT] + [320] * 4
+    assert len(compiled) == 1 and lengths == [320] * 8 and len(updates) == 8
 
 
 def test_naive_fails_from_the_first_length_that_does_not_fit():

@@ -9,10 +9,11 @@ from hydra.utils import instantiate
 from torch import nn
 from torchao.optim import AdamW8bit
 
+from fa_train.training import build_model
 from scripts.bench import peers
 from scripts.bench.peers import build_peer, compile_layers
 from scripts.bench.step import Case, configuration, measure
-from scripts.bench.training_case import StepTimes, our_loss
+from scripts.bench.training_case import StepTimes
 from scripts.bench.variants import variant_of
 from tests.support.marks import slow
 from tests.support.operators import Operators
@@ -66,7 +67,7 @@ def test_both_sides_train_the_same_model(adapter):
     norm's eps and the scale of the adapters are equal.
     """
     config = configuration(replace(CASE, overrides=(*TINY, f"adapter={adapter}")))
-    ours, _ = our_loss(config, CPU)
+    ours = build_model(config, config.model.vocab_size)
     peer = build_peer(config, CPU, variant_of("hf")).model
     for trained in (True, False):
         ours_, peer_ = (
