@@ -2,6 +2,9 @@
 
 The master weight is the sum of the bf16 weight and of 16 low bits, added as 32-bit integers (the split weights of
 arXiv:2005.04680). The bf16 weight is the master weight rounded to nearest, and ties are rounded away from zero.
+
+The first low bits are pseudo-random. If they were all 0, many weights would not change in the first steps, and would
+then change in the same step.
 """
 
 from collections.abc import Iterable
@@ -12,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fa_train.models.shards import own_rows
 from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, local, update_in_place
 
+DRAWN = 2**23  # the number of low bits that are drawn at a time; drawing needs 8 bytes for each
 COLUMNS = 16  # Triton loads vectors only if it knows that the number of elements is a multiple of 16: twice as fast
 
 
@@ -28,6 +33,29 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def join(high: Tensor, low: Tensor) -> Tensor:
     """Returns the fp32 values that `split` has split."""
     return ((high.to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+
+def first_low_bits(parameter: Tensor) -> Tensor:
+    """Returns low bits for a bf16 parameter, in the shape of this rank's rows, int16.
+
+    They depend only on an element's place in the parameter, so that any number of ranks draws the same bits. Where the
+    weight is 0, they are 0, because negative low bits would make it NaN.
+    """
+    own, rows = own_rows(parameter.detach())
+    result = torch.empty_like(own, dtype=torch.int16)
+    flat, begin = result.view(-1), rows.start * (parameter[:1].numel())
+    for first in range(0, flat.numel(), DRAWN):
+        part = flat[first : first + DRAWN]
+        part.copy_(_mixed(torch.arange(begin + first, begin + first + part.numel(), device=own.device)))
+    return result.mul_(own != 0)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Replaces int64 numbers by pseudo-random numbers from -2**15 to 2**15 - 1, in place (the mixer of SplitMix64)."""
+    x.mul_(-7046029254386353131)  # 0x9E3779B97F4A7C15
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x.bitwise_xor_(x >> shift).mul_(factor)
+    return x.bitwise_right_shift_(48)
 
 
 def _update(
@@ -79,7 +107,9 @@ class MasterWeightsAdamW(CompiledStep, Optimizer):
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
         dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "low_bits": torch.int16}
-        return {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
+        state = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
+        local(state["low_bits"]).copy_(first_low_bits(parameter))
+        return state
 
     def _update(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]

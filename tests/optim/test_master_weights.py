@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from fa_train.optim import master_weights
 from fa_train.optim.adamw import adamw_master
-from fa_train.optim.master_weights import join, split
+from fa_train.optim.master_weights import first_low_bits, join, split
 
 SETTINGS: Any = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 STEPS = 20
@@ -82,6 +82,9 @@ def masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def test_master_weights_are_those_of_adamw_in_fp32():
     """bf16 weights without low bits would differ by about 2**-9 of their size."""
     model, exact = new_model(), new_model().float()
+    with torch.no_grad():
+        for weight, master in zip(model.parameters(), exact.parameters(), strict=True):
+            master.copy_(join(weight.view(torch.int16), first_low_bits(weight)))
     optimizer = adamw_master(model, **SETTINGS)
     groups = [
         {"params": [p for p in exact.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.1 * decays}
@@ -95,6 +98,32 @@ def test_master_weights_are_those_of_adamw_in_fp32():
         torch.testing.assert_close(master, theirs.detach(), rtol=0, atol=bound)
         assert torch.equal(weight.detach().view(torch.int16), split(master)[0])
         assert (weight.detach() - theirs.detach()).abs().max() > 4 * bound
+
+
+def test_small_updates_change_the_weights_on_average():
+    """Each step moves the master weights by a tenth of the distance between neighbouring bf16 weights."""
+    weight = nn.Parameter(
+        torch.empty(100_000).uniform_(0.5, 0.99, generator=torch.Generator().manual_seed(0)).bfloat16()
+    )
+    old, rate = weight.detach().clone(), 2**-8 / 10
+    optimizer = adamw_master(nn.ParameterList([weight]), **SETTINGS | {"lr": rate, "weight_decay": 0.0})
+    for step in range(1, 4):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        moved = (old.double() - weight.detach().double()).mean().item()
+        assert moved == pytest.approx(step * rate, rel=0.05)
+
+
+def test_the_first_low_bits_depend_only_on_the_place(monkeypatch):
+    weight = torch.randn(40, 24).bfloat16()
+    weight[3, 5] = weight[7] = 0.0
+    bits = first_low_bits(weight)
+    assert not bits[weight == 0].any() and bits[weight != 0].unique().numel() > 800
+    monkeypatch.setattr(master_weights, "DRAWN", 100)
+    assert torch.equal(first_low_bits(weight), bits)
+    for rows in (slice(0, 17), slice(17, 40), slice(40, 40)):
+        monkeypatch.setattr(master_weights, "own_rows", lambda weight, rows=rows: (weight[rows], rows))
+        assert torch.equal(first_low_bits(weight), bits[rows]), "each rank draws the bits of its rows"
 
 
 def test_a_loaded_state_has_every_bit():
