@@ -5,8 +5,9 @@ keys, attention reads them where they are. All other queries are crossing querie
 see, received keys and own keys, in stream order. So the keys that a crossing query sees form one contiguous range of
 the buffer. The remaining rows of the buffer are 0.
 
-If many queries are crossing queries, all queries count as such. Attention then runs once, with more keys, which is
-faster than two runs.
+If a rank has many crossing queries, all queries of all ranks count as such. Attention then runs once, with more keys,
+which is faster than two runs. All ranks make the same choice. Otherwise, a rank that waits for keys before it computes
+would wait for a rank that computes first, because attention occupies the whole GPU.
 
 The first call with a new buffer size or a new number of queries costs more host time. Both are therefore rounded up, so
 that only a few sizes occur.
@@ -76,9 +77,11 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
     n_own = len(mine)
-    own_start, own_end, crosses = own_ranges(mine, start, end, deal.total)
-    splits = may_split and int(crosses.sum()) <= MAX_CROSSING * n_own
-    crossing = np.flatnonzero(crosses) if splits else np.arange(n_own)
+    crosses = crossing_queries(deal, start, end)
+    n_crossing = np.bincount(deal.owner_of(np.flatnonzero(crosses)), minlength=deal.ranks)
+    splits = may_split and int(n_crossing.max()) <= MAX_CROSSING * n_own
+    crossing = np.flatnonzero(crosses[mine]) if splits else np.arange(n_own)
+    own_start, own_end = own_ranges(mine, start, end, crosses[mine])
     needed = keys_needed(mine[crossing], start, end, deal.total)
     buffered = np.flatnonzero(needed)  # the stream position of each buffer row
     owner = deal.owner_of(buffered)
@@ -113,25 +116,30 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     )
 
 
-def own_ranges(
-    mine: np.ndarray, start: np.ndarray, end: np.ndarray, total: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the start and the end of the range of own keys that each own query sees, and which queries are crossing.
+def crossing_queries(deal: Deal, start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Returns which queries of the stream see keys of other ranks, (total,) bool. start, end: from causal_ranges."""
+    n_chunks = len(deal.owner)
+    ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)  # where runs of chunks of one rank end
+    end_of_run = deal.chunk_size * ends[np.searchsorted(ends, np.arange(n_chunks), side="right")]
+    result: np.ndarray = end > end_of_run[np.minimum(start // deal.chunk_size, n_chunks - 1)]
+    return result
 
-    mine: (local,), the ascending stream positions of own tokens. start, end: (total,), from causal_ranges. The results
-    are (local,) each. Crossing queries get empty ranges. Neither starts nor ends decrease from one query to the next.
-    Where possible, the empty range of a crossing query lies at its own key, so that a tile of keys has few crossing
-    queries in its range.
+
+def own_ranges(
+    mine: np.ndarray, start: np.ndarray, end: np.ndarray, crosses: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the start and the end of the range of own keys that each own query sees, (local,) each.
+
+    mine: (local,), the ascending stream positions of own tokens. start, end: (total,), from causal_ranges. crosses:
+    (local,), which own queries are crossing queries; they get empty ranges. Neither starts nor ends decrease from one
+    query to the next. Where possible, the empty range of a crossing query lies at its own key, so that a tile of keys
+    has few crossing queries in its range.
     """
-    owned = np.zeros(total, bool)
-    owned[mine] = True
-    before = np.append(0, owned.cumsum())  # the number of own tokens before each position
-    others = np.append(np.flatnonzero(~owned), total)
-    crosses = others[np.searchsorted(others, start[mine])] < end[mine]
-    own_start, own_end, n_own = before[start[mine]], before[end[mine]], len(mine)
+    n_own = len(mine)
+    own_start, own_end = np.searchsorted(mine, start[mine]), np.searchsorted(mine, end[mine])
     next_start = np.minimum.accumulate(np.where(crosses, n_own, own_start)[::-1])[::-1]
     empty = np.minimum(np.arange(n_own), next_start)
-    return np.where(crosses, empty, own_start), np.where(crosses, empty, own_end), crosses
+    return np.where(crosses, empty, own_start), np.where(crosses, empty, own_end)
 
 
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
