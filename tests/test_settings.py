@@ -24,7 +24,8 @@ from fa_train.errors import explain
 from tests.support.marks import slow_except
 from tests.support.training import CONF, command_line, composed
 
-# No single command has all keys of the config. Together, these commands have every kind of config node.
+# The config of one command contains only some of the keys. Together, the configs of these commands contain every kind
+# of config node.
 COMMANDS = {
     "default": ["preset=cpu"],
     "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
@@ -288,7 +289,8 @@ def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
 def options():
     """Yields lists of options that together contain each option of conf/.
 
-    A list has at most one option of each group. An experiment sets options itself, so its list adds only a preset.
+    A list has at most one option of each group. An experiment already chooses options of other groups. A list with an
+    experiment therefore contains nothing else but a preset.
     """
     folders = sorted(path for path in CONF.iterdir() if path.is_dir())
     groups = [[f"{folder.name}={file.stem}" for file in sorted(folder.glob("[!_]*.yaml"))] for folder in folders]

@@ -89,8 +89,8 @@ class RankComparison:
 def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """For each number, returns the mean over the ranks as <name> and the largest value as <name>_max.
 
-    The data wait and the compute time of each rank are added. perf/slowest_rank is the rank with the largest sum.
-    perf/slowest_over_mean is the largest sum divided by the mean of all sums.
+    A rank's time is the sum of perf/compute_ms and perf/data_wait_ms. perf/slowest_rank is the rank with the largest
+    time. perf/slowest_over_mean is this time divided by the mean time of all ranks.
     """
     summary: dict[str, float] = {}
     for name in ranks[0]:

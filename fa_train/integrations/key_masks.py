@@ -112,7 +112,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor, seqlen_k: int) -> "Keys":
-        """Returns the unmasked keys of a mask. Keys that have no column in the mask are masked.
+        """Returns the keys that `mask` does not mask. Keys without a column in `mask` count as masked.
 
         Raises: ValueError if the mask has more columns than there are keys.
         """

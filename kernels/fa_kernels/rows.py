@@ -170,7 +170,7 @@ def _add_plainly(
 
 
 def _has_contiguous_rows(x: Tensor) -> bool:
-    """Returns whether the heads of a row are contiguous. Slicing x to ask torch would take more host time."""
+    """Returns whether the heads of a row are contiguous. `x[0].is_contiguous()` would take more host time."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 

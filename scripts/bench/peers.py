@@ -48,7 +48,7 @@ class Peer:
 
     loss: computes the mean loss over random tokens, in nats per label.
     sdpa: returns a context manager that selects the SDPA kernel. Run forward and backward inside this context manager.
-    note: the SDPA kernel of a compiled model, and the reason if Liger's kernels are missing.
+    note: text for the results: the SDPA kernel of a compiled model, and why the model does without Liger's kernels.
     """
 
     model: nn.Module
@@ -133,7 +133,7 @@ def head_dim(config: DictConfig) -> int:
 
 
 def use_liger(device: torch.device, variant: Variant) -> str:
-    """Makes transformers use Liger's kernels if possible. Returns the reason if not, or an empty string."""
+    """Makes transformers use Liger's kernels. Returns an empty string, or the reason why this is impossible."""
     if find_spec("liger_kernel") is None:
         return "plain transformers: liger-kernel is not installed"
     if device.type != "cuda":

@@ -37,7 +37,7 @@ RUNS = {
     "adamw-of-two-micro-batches": ["data.micro_batch_size=1"],
     "adamw_8bit": ["optimizer=adamw_8bit"],
     "adamw_bf16": ["optimizer=adamw_bf16", "trainer.precision=bf16-true"],
-    # naive attention adds in a fixed order on a GPU
+    # runs are compared bit for bit, and naive attention is deterministic on a GPU
     "adamw_offload": ["optimizer=adamw_offload", "trainer.accelerator=gpu", "attention=naive"],
 }
 ON_TWO_RANKS = ["ddp", "fsdp"]

@@ -47,9 +47,9 @@ def all_cases(device: torch.device) -> list[Case]:
 def portable_cases(device: torch.device) -> Iterator[Case]:
     """Yields a case for each tile size of each pass, dtype and width.
 
-    The tile sizes that `device` uses run with one document and with several. All other tile sizes run either with one
-    document or with several. The tile sizes that `device` uses also run once with unaligned rows, which need
-    different load instructions.
+    The tile sizes that `device` uses run once with one document, once with several documents, and once with unaligned
+    rows, which need different load instructions. Any other tile sizes run only once. These runs alternate between one
+    document and several.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES

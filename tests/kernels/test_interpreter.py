@@ -20,8 +20,9 @@ def _total(x):
 
 @triton.jit
 def _square_sum_kernel(x_ptr, y_ptr, N: tl.constexpr):
-    """Writes the sum of squares of row i of x (rows, N) to y[i], with a device function and one of Triton's own
-    functions.
+    """Writes the sum of squares of row i of x (rows, N) to y[i].
+
+    The device function `_total` calls tl.sum, which is a device function of Triton.
     """
     row = tl.program_id(0)
     x = tl.load(x_ptr + row * N + tl.arange(0, N))

@@ -25,7 +25,7 @@ def _forget_compiled() -> Iterator[None]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Returns a list to which each RMSNorm of a sum adds an entry."""
+    """Returns a list that gets one entry for each call that adds two tensors and normalises the sum."""
     calls: list[None] = []
     forward = rmsnorm._forward_by_kernel if torch.cuda.is_available() else rmsnorm._forward_plainly
 

@@ -1,4 +1,4 @@
-"""Tests which parameters have weight decay, and the optimizers with small states."""
+"""Tests AdamW and its variants: which parameters decay, and whether each variant trains like AdamW."""
 
 import copy
 import io

@@ -72,7 +72,7 @@ def test_the_kernels_are_deterministic_if_torch_is(deterministic, group, monkeyp
 
 
 def test_sinks_and_slopes_may_have_any_stride(group):
-    """Kernels assume that sinks and slopes are contiguous, so other tensors must be copied first."""
+    """Kernels assume contiguous sinks and slopes, so ContextAttention must copy those that are not contiguous."""
     q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
     schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
     outputs = []

@@ -105,7 +105,7 @@ class RunSize:
 
     @property
     def gradients_in_place(self) -> bool:
-        """Whether memory for every gradient exists before the backward pass.
+        """Whether the memory of all gradients is allocated before the backward pass starts.
 
         The backward pass then adds or copies each new gradient to this memory, and frees the new gradient.
         """

@@ -27,7 +27,7 @@ class Layout:
     layers: the name of a layer in the checkpoint, with {} for its number.
     outer: for modules outside the layers, maps the GPT's name to the checkpoint's name.
     inner: for modules within a layer, maps the GPT's name to one or more names of the checkpoint. If there are several
-    names, the GPT concatenates the rows of these modules.
+    names, the weights of these modules are joined along their rows into one weight of the GPT.
     transposed: whether the checkpoint stores the weights of linear layers as (in, out).
     """
 

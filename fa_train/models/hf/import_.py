@@ -264,7 +264,7 @@ def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
 
 
 def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
-    """Yields a config.json for each family that may have the model's architecture."""
+    """Yields a config.json with the model's sizes for each family that may be able to express the model."""
     common = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tied, **token_ids}
     yield common | {
         "model_type": "gpt2",

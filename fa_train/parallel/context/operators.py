@@ -27,7 +27,7 @@ def register_group(name: str, group: ProcessGroup) -> None:
 
 @contextmanager
 def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Within this context, each wait for an exchange runs inside `with span()`.
+    """While this context is active, the operators wait for exchanges inside `with span()`.
 
     On a GPU, the current stream waits and the host does not. On a CPU, the host waits. Several threads call `span`,
     because autograd runs the backward pass of a GPU in a separate thread.

@@ -24,8 +24,8 @@ class TileConfig:
     num_stages: int
 
 
-# Tiles for 1- and 2-byte dtypes, by (arch, largest head_dim, pass). Only tiles of sm90 are measured. Tiles of sm80
-# also fit GPUs with 99 KiB of shared memory. If the table lists the passes dk and dv, only repair.py uses dkdv.
+# Tiles for 1- and 2-byte dtypes, by (arch, largest head_dim, pass). Only tiles of sm90 are measured. sm_86, sm_89 and
+# some others also use the tiles of sm80 (device.py). If the table lists the passes dk and dv, only repair.py uses dkdv.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -228,7 +228,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # such a GPU may need as much shared memory as any known architecture
+    if arch == "unknown":  # compiled code may need as much as on any known GPU, so take the maximum
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -277,7 +277,7 @@ def _shared_of_one_product(
     block = read_rows * (qk_width + v_width) * itemsize
     row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # mma.sync: a block is copied to registers before the wait for the next block
+    if arch == "sm80" or kept_rows < 64:  # with mma.sync, registers hold the current block, and shared memory the next
         in_flight = max(1, tiles.num_stages - 1)
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
     else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive

@@ -15,8 +15,8 @@ from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90
 
-# How much the base-2 exponents rise from each block of 64 keys to the block that the kernel visits next. The kernel
-# visits later keys first.
+# The kernel visits blocks of 64 keys from the last to the first. From each block to the next one that it visits, the
+# base-2 exponents of the scores rise by one of these values.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to the nearest value
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile

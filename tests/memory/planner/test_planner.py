@@ -5,9 +5,10 @@ The real model runs on fake tensors or on the CPU. Other tests use peaks that we
 By default, some cases are left out. In most tests, the remaining cases cover all pairs of values for any two settings.
 The other tests leave out some cases of offload and compiled blocks. PLANNER_CASES=all runs all cases.
 
-In the files of measured peaks, `run` is the command that measured a peak. If it is missing, scripts/bench/planner.py
-measured the peak. `first` marks a first step, in which the optimizer had no states yet. `keys` is the number of rows in
-each rank's buffers of keys. It is given only if it is below the bound that the planner uses.
+In the files of measured peaks, `run` is the command that measured a peak. If it is missing, an earlier version of
+scripts/bench/planner.py, with its own training loop, measured the peak. `first` marks a first step, in which the
+optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. It is given only if it is
+below the bound that the planner uses.
 """
 
 import json
@@ -71,8 +72,8 @@ def test_predictions_are_the_peaks_measured_on_gpus(measured, monkeypatch):
 def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     """The planner predicts the peak of the rank that gathers all keys.
 
-    In the recorded runs, one document fills each row. Other ranks gather fewer keys. If the formulas get the
-    number of keys of such a rank, they predict how much lower its peak is.
+    In the recorded runs, one document fills each row. Other ranks gather fewer keys, so their peaks are lower. This
+    test gives the planner the number of keys of each rank. The planner must then predict how much lower each peak is.
 
     `ranks_gib` lists the peaks of all ranks, and `ranks_keys` lists how many keys the buffers of each rank hold.
     """

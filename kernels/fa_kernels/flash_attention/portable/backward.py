@@ -219,7 +219,7 @@ def _accumulate_dq(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Processes the keys `start` to `end - 1`: adds their contribution to dQ of a tile of queries."""
+    """Adds the contribution of the keys from `start` to `end - 1` to `dq`, the dQ of a tile of queries. Returns dq."""
     for n in range(start, end, BLOCK_N):
         k = load_block(k_ptr, n, stride_kt, total_k, 0, D_COLUMNS, D, BLOCK_N, MASKED)  # [N, D_COLUMNS[0]]
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)

@@ -30,8 +30,8 @@ APPEND_ROWS = 16  # new tokens that one program appends
 class Cache:
     """The cached keys and values of a batch, in pages. A table lists the pages of each sequence.
 
-    A cache without a block table has one page per sequence. Positions are counted from the start of a sequence's first
-    page, so padding on the left also has positions.
+    A cache without a block table has one page per sequence. A position is counted from the start of a sequence's
+    first page. The padding on the left is included in this count.
     """
 
     k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)

@@ -40,7 +40,7 @@ class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
     due: gl.shared_memory_descriptor  # [DS_STAGES]: the step whose dS is in this place may add its dQ to the sum
-    added: gl.shared_memory_descriptor  # [_PLACES]: dQ of the step in this place has been added to the sum
+    added: gl.shared_memory_descriptor  # [_PLACES]: the sum in memory includes the step's dQ; place = step % _PLACES
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
 

@@ -46,7 +46,7 @@ class Item:
 class Visits:
     """The blocks of an item that a consumer visits, from `begin` to `stop - 1`.
 
-    The blocks from `right` to `left - 1` need no mask.
+    Every row of the consumer sees all keys of the blocks from `right` to `left - 1`. Only the other blocks need a mask.
     """
 
     begin: gl.tensor
