@@ -15,7 +15,9 @@ _without_compile_limit: Any = private("torch", private_module("torch", "torch._d
 
 
 class Scalars(NamedTuple):
-    """Tensors () in fp32 that all parameters of a group share. As tensors, they are not compiled into the update.
+    """Tensors () in fp32 that all parameters of a group share.
+
+    As Python numbers, they would be constants of the compiled update, and each new value would compile it again.
 
     decay: the learning rate times the weight decay. grad_scale, found_inf: see `CompiledStep`.
     """
@@ -93,7 +95,7 @@ class CompiledStep:
         self._update(weight, local(parameter.grad), state, scalars, group)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Returns the state of a parameter before its first step, except `step`."""
+        """Returns the first state of a parameter, without its number of steps."""
         raise NotImplementedError
 
     def _update(

@@ -1,10 +1,11 @@
-"""AdamW for bf16 weights, with exact fp32 master weights that need only 16 more bits per weight.
+"""AdamW for bf16 weights, with fp32 master weights that need only 16 more bits per weight.
 
-The master weight is the sum of the bf16 weight and of 16 low bits, added as 32-bit integers (the split weights of
-arXiv:2005.04680). The bf16 weight is the master weight rounded to nearest, and ties are rounded away from zero.
+Read as an integer, the bits of a master weight are the bits of the bf16 weight times 2**16, plus a signed 16-bit
+number, the low bits (the split weights of arXiv:2005.04680). The bf16 weight is the master weight rounded to nearest,
+and ties are rounded away from zero.
 
-The first low bits are pseudo-random. If they were all 0, many weights would not change in the first steps, and would
-then change in the same step.
+Before the first step, the low bits are pseudo-random. If they were all 0, many bf16 weights would stay the same in the
+first steps, and would then change in the same step.
 """
 
 from collections.abc import Iterable
@@ -18,8 +19,8 @@ from torch.optim import Optimizer
 from fa_train.models.shards import own_rows
 from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, local, update_in_place
 
-DRAWN = 2**23  # the number of low bits that are drawn at a time; drawing needs 8 bytes for each
-COLUMNS = 16  # Triton loads vectors only if it knows that the number of elements is a multiple of 16: twice as fast
+DRAWN = 2**23  # the number of elements whose low bits are drawn at a time; each needs up to 16 bytes meanwhile
+COLUMNS = 16  # if the number of elements is a multiple of 16, Triton uses vector loads, which are twice as fast
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,15 +32,15 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Returns the fp32 values that `split` has split."""
+    """Reverses `split`. A NaN stays NaN, but its bits may change."""
     return ((high.to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 
 def first_low_bits(parameter: Tensor) -> Tensor:
     """Returns low bits for a bf16 parameter, in the shape of this rank's rows, int16.
 
-    They depend only on an element's place in the parameter, so that any number of ranks draws the same bits. Where the
-    weight is 0, they are 0, because negative low bits would make it NaN.
+    Where the weight is 0, the low bits are 0, because negative low bits would make the master weight NaN. All other low
+    bits depend only on the element's place in the parameter, so any number of ranks draws the same bits.
     """
     own, rows = own_rows(parameter.detach())
     result = torch.empty_like(own, dtype=torch.int16)
@@ -51,7 +52,7 @@ def first_low_bits(parameter: Tensor) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Replaces int64 numbers by pseudo-random numbers from -2**15 to 2**15 - 1, in place (the mixer of SplitMix64)."""
+    """Replaces int64 numbers by pseudo-random numbers from -2**15 to 2**15 - 1, in place, as in SplitMix64."""
     x.mul_(-7046029254386353131)  # 0x9E3779B97F4A7C15
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x.bitwise_xor_(x >> shift).mul_(factor)
@@ -90,7 +91,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class MasterWeightsAdamW(CompiledStep, Optimizer):
-    """AdamW with fp32 moments. The state `low_bits` makes the bf16 weights exact fp32 weights."""
+    """AdamW with fp32 moments. The state `low_bits` holds the bits that the bf16 weights lack."""
 
     def __init__(self, groups: Groups, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})

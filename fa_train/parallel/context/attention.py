@@ -17,8 +17,8 @@ from fa_train.parallel.context.traffic import Counts, Traffic
 class SharedSchedule(NamedTuple):
     """Which keys the queries of a rank see, and the moves that fill the buffer of keys.
 
-    crossing: the schedule of crossing queries for the keys in the buffer. own: the schedule of all other queries for
-    the rank's own keys. Both have entries for all of the rank's queries. See Traffic for crossing queries.
+    crossing: the schedule of the queries that read the buffer; the remaining entries are padding and see no key.
+    own: the schedule of all queries for the rank's own keys; queries that read the buffer see no key in it.
     """
 
     crossing: Schedule
@@ -30,7 +30,7 @@ def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedu
     """Builds the schedules of a rank's queries, on the device of traffic's tensors."""
     t = traffic
     crossing = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
-    n_crossing = Counts(*t.counts).crossing  # no key sees the entries after these queries
+    n_crossing = Counts(*t.counts).crossing  # the entries after these queries are padding
     crossing = crossing._replace(
         query_start=crossing.query_start.clamp(max=n_crossing), query_end=crossing.query_end.clamp(max=n_crossing)
     )
@@ -47,13 +47,14 @@ def unshared(attention: Any) -> Attention:
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """An attention function that gathers the keys and values of other ranks before it calls another attention.
+    """An attention function that also sees the keys and values of other ranks.
 
-    With flash attention, the backward pass gathers keys and values again, so that they are not kept.
+    With flash attention, it calls context_forward. The backward pass gathers keys and values again, so that they are
+    not kept. With other attention functions, it gathers keys and values, and then calls `inner`.
 
-    inner: the attention over the gathered keys. group: the name of the process group (operators.register_group).
-    head_groups: the number of groups of KV heads. Flash attention gathers the keys and values of one group at a time,
-    so more groups need less memory.
+    inner: an attention function of fa_train.models.attention. group: the name of the process group
+    (operators.register_group). head_groups: the number of head groups. Flash attention gathers the keys and values of
+    one head group at a time, so more head groups need less memory.
     """
 
     inner: Attention

@@ -1,8 +1,8 @@
 """Operators for flash attention over a stream that several ranks share.
 
-If a rank has few crossing queries (fa_train.parallel.context.traffic), attention runs twice. The first run processes
-the queries that see only own keys, while keys of other ranks are received. The second run processes the crossing
-queries. Otherwise, one run processes all queries, after the keys are received.
+If all ranks have few crossing queries (fa_train.parallel.context.traffic), attention runs twice. The first run
+processes the queries that see only own keys, while keys of other ranks are received. The second run processes the
+crossing queries. Otherwise, one run processes all queries, after the keys are received.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -75,7 +75,7 @@ def context_forward(
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
     schedules: the tensors of SharedSchedule.crossing, then those of SharedSchedule.own. alibi: the tensors of
     Features.alibi for SharedSchedule.crossing, then those for SharedSchedule.own; or empty. sinks: as in Features.
-    head_groups: the number of groups of KV heads; only the keys and values of one group are gathered at a time.
+    head_groups: the number of head groups; only the keys and values of one head group are gathered at a time.
     """
     moved = Moves(*moves)
     counts = Counts(*moved.counts.tolist())
@@ -104,7 +104,7 @@ def _forward(
     counts: Counts,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns o and lse for one group of heads."""
+    """Returns o and lse of one head group."""
     exchange = start_gathering([k, v], moves, group)
     if not counts.splits:
         keys, values = gathered([k, v], moves, counts.rows, group, exchange)
@@ -142,10 +142,10 @@ def context_backward(
     deterministic: bool,
     head_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gathers keys and values again, computes dq, dk, dv and dsinks, and returns dk and dv to the ranks that hold the
-    keys.
+    """Gathers keys and values again, and returns dq, dk, dv and dsinks of this rank.
 
-    dsinks is (n_heads,), or empty without sinks. Other arguments: as for context_forward.
+    Each rank sends its parts of dk and dv to the ranks that hold the keys, where they are summed. dsinks is (n_heads,),
+    or empty without sinks. The arguments are those of context_forward.
     """
     moved = Moves(*moves)
     counts = Counts(*moved.counts.tolist())
@@ -183,7 +183,7 @@ def _backward(
     group: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv and dsinks for one group of heads."""
+    """Returns dq, dk, dv and dsinks of one head group."""
     exchange = start_gathering([k, v], moves, group)
     if not counts.splits:
         keys, values = gathered([k, v], moves, counts.rows, group, exchange)
@@ -191,8 +191,8 @@ def _backward(
         del keys, values
         dk, dv = summed_gradients([dk, dv], moves, group)
         return dq, dk, dv, dsinks
-    # This run happens during the exchange. Crossing queries see no own keys, so it adds nothing for them to dk and dv.
-    # But dsinks depends only on do, o and lse, so it already covers crossing queries.
+    # This run happens during the exchange. Its schedule gives crossing queries empty ranges, so it adds nothing to dk
+    # and dv for them. But dsinks depends only on do, o and lse, so it already covers crossing queries.
     dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     crossing_q, crossing_do = _crossing_rows([q, do], moves, counts)
@@ -252,7 +252,7 @@ context_forward.register_autograd(_context_backward, setup_context=_save_for_bac
 
 
 def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[slice, slice]]:
-    """Returns the query heads and the KV heads of each group. All groups have equally many heads.
+    """Returns the query heads and the KV heads of each head group. All head groups have equally many heads.
 
     Raises: ValueError if the KV heads cannot be divided equally.
     """

@@ -27,10 +27,10 @@ def register_group(name: str, group: ProcessGroup) -> None:
 
 @contextmanager
 def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """While this context is active, the operators wait for exchanges inside `with span()`.
+    """Until the `with` block ends, each wait for an exchange runs inside `with span()`.
 
-    On a GPU, the current stream waits and the host does not. On a CPU, the host waits. Several threads call `span`,
-    because autograd runs the backward pass of a GPU in a separate thread.
+    On a GPU, the current CUDA stream waits, and the host does not. On a CPU, the host waits. Several threads call
+    `span`, because autograd runs the backward pass of a GPU in a separate thread.
     """
     global _span_of_wait
     outer, _span_of_wait = _span_of_wait, span
@@ -80,7 +80,7 @@ def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
 
     The buffer holds rows of x from all ranks, in stream order. Zeros follow these rows.
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
-    Raises: ValueError if the buffer holds only the keys of crossing queries.
+    Raises: ValueError if attention must run twice (Counts.splits). The buffer then lacks the keys of some queries.
     """
     moved = Moves(*moves)
     if Counts(*moved.counts.tolist()).splits:
@@ -157,10 +157,11 @@ def gathered(
 def summed_gradients(
     ds: Sequence[Tensor], moves: Moves, group: str, totals: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """Returns the gradients of this rank's rows for each tensor. The sums are in fp32, always in the same order.
+    """Returns the gradients of this rank's rows for each tensor.
 
-    ds: the gradients of the buffers. totals: the gradients of this rank's rows from queries that do not use the
-    buffers, or None if all queries do. The result is written to `totals`.
+    Sums are computed in fp32, always in the same order, and rounded once to the dtype of `ds`.
+    ds: the gradients of the buffers. totals: gradients from the queries that read own keys directly; they are updated
+    in place and returned. None means that all queries use the buffers, and new tensors are returned.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()

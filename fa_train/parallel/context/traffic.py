@@ -1,13 +1,13 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see. If all keys that a query sees lie side by side among the rank's own
-keys, attention reads them where they are. All other queries are crossing queries. A buffer holds the keys that they
-see, received keys and own keys, in stream order. So the keys that a crossing query sees form one contiguous range of
-the buffer. The remaining rows of the buffer are 0.
+A rank receives only the keys that its queries see. A query that sees keys of other ranks is a crossing query. A buffer
+holds all keys that the crossing queries see. Some of these keys are received, and the others are the rank's own. They
+are in stream order, so the keys that a crossing query sees form one contiguous range of the buffer. The remaining rows
+of the buffer are 0. All other queries see only own keys, and attention reads these keys where they are.
 
-If a rank has many crossing queries, all queries of all ranks count as such. Attention then runs once, with more keys,
-which is faster than two runs. All ranks make the same choice. Otherwise, a rank that waits for keys before it computes
-would wait for a rank that computes first, because attention occupies the whole GPU.
+If any rank has many crossing queries, attention runs once on every rank, and all queries read their keys from the
+buffer. This takes less time than two runs. All ranks make the same choice, because attention fills a GPU. If one rank
+computed first, its keys would leave late, and a rank that waits for them would lose this time.
 
 The first call with a new buffer size or a new number of queries costs more host time. Both are therefore rounded up, so
 that only a few sizes occur.
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
-STEPS = 32  # about how many sizes the buffer of a stream can have
-STEP = 128  # buffer sizes and numbers of queries are multiples of this number of rows
-# Attention runs twice if at most this fraction of a rank's queries are crossing queries. With more of them, the second
-# run and the copies of queries take about as long as the exchange.
+STEPS = 32  # the buffer of a stream has at most STEPS + 1 sizes
+STEP = 128  # buffer sizes are multiples of this number of rows; numbers of crossing queries are rounded up to multiples
+# Attention runs twice if, on each rank, at most this fraction of the queries are crossing queries. With more of them,
+# the second run and the copies of queries cost about as much time as the first run saves.
 MAX_CROSSING = 1 / 16
 
 
@@ -38,15 +38,15 @@ class Traffic(NamedTuple):
 
     key_start: Tensor  # (local,) int32, the buffer row of the first key that each crossing query sees
     key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each crossing query sees
-    own_start: Tensor  # (local,) int32, the index of the first own key that each query sees, without crossing queries
+    own_start: Tensor  # (local,) int32, the index of the first own key that each query sees, if it is not crossing
     own_end: Tensor  # (local,) int32, 1 + the index of the last own key; crossing queries have empty ranges
-    crossing: Tensor  # (local,) int32, the indices of crossing queries among the own tokens, ascending
+    crossing: Tensor  # (local,) int32, the indices of the queries that read the buffer among the own tokens, ascending
     sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
     kept: Tensor  # (local,) int32, the indices of own tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, the indices of own tokens whose gradients have several parts, ascending
-    entries: Tensor  # (total,) int32, for each token in `shared`, where its parts are; see `_returns`
+    shared: Tensor  # (local,) int32, the indices of own tokens whose gradients get additions, ascending
+    entries: Tensor  # (total,) int32, for each token in `shared`, the rows to add; see `_returns`
     offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
     counts: list[int]  # the fields of Counts
@@ -56,8 +56,8 @@ class Counts(NamedTuple):
     """How much of the tensors of Traffic is used.
 
     rows: rows of the buffer. keys: keys in the buffer; the other rows are 0. shared: tokens in `shared`. kept: tokens
-    in `kept`. crossing: crossing queries. queries: this number rounded up, or all queries if `splits` is 0.
-    splits: 1 if attention runs twice, and 0 if all queries count as crossing queries.
+    in `kept`. crossing: queries that read the buffer. queries: this number rounded up. splits: 1 if attention runs
+    twice, and 0 if it runs once. In one run, all queries read the buffer.
     """
 
     rows: int
@@ -132,8 +132,8 @@ def own_ranges(
 
     mine: (local,), the ascending stream positions of own tokens. start, end: (total,), from causal_ranges. crosses:
     (local,), which own queries are crossing queries; they get empty ranges. Neither starts nor ends decrease from one
-    query to the next. Where possible, the empty range of a crossing query lies at its own key, so that a tile of keys
-    has few crossing queries in its range.
+    query to the next. Where possible, the empty range of a crossing query begins at its own key. Kernels then loop over
+    few crossing queries for each tile of keys.
     """
     n_own = len(mine)
     own_start, own_end = np.searchsorted(mine, start[mine]), np.searchsorted(mine, end[mine])
@@ -145,8 +145,8 @@ def own_ranges(
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `shared`, `entries` and `offsets` of Traffic.
 
-    The parts of the gradients lie in one tensor. First come the parts that other ranks return, in the order of `sent`.
-    Then come the parts from this rank's own buffer, in the order of `kept`.
+    All rows to add lie in one tensor. First come the rows that other ranks send back, in the order of `sent`. Then come
+    the rows of this rank's own buffer, in the order of `kept`.
     """
     tokens = np.concatenate([sent, kept])
     shared, numbers = np.unique(tokens, return_counts=True)
@@ -156,7 +156,7 @@ def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def buffer_rows(n_keys: int, total: int) -> int:
     """Returns the number of rows of a buffer for n_keys keys.
 
-    The result is greater than n_keys. For a given `total`, it has about `STEPS` possible values.
+    The result is greater than n_keys, so no buffer is empty. For a given `total`, it has at most `STEPS` + 1 values.
     """
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
