@@ -132,7 +132,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     os.environ.update(environments[rank])
     compile_without_inductor()
     shared = Path(folder)
-    traffic_module.MAX_CROSSING = 1 / 4  # so that attention runs twice in some cases, although streams are short
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # so that attention runs twice in some cases
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
         with slow_exchanges() if name == "longer" else nullcontext():

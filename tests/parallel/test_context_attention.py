@@ -10,12 +10,18 @@ import torch.distributed as dist
 from fa_kernels.flash_attention import backend
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context import attention_operators
+from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.traffic import traffic
 
 TOTAL, BOUNDARIES = 40, np.array([0, 13, 40])
+
+
+@pytest.fixture(autouse=True)
+def _attention_runs_twice(monkeypatch):
+    monkeypatch.setattr(traffic_module, "MIN_PAIRS", 0)
 
 
 @pytest.fixture(scope="module")

@@ -157,14 +157,20 @@ def test_a_window_costs_at_most_one_window_for_each_run_of_tokens(ranks):
 
 
 @settings(max_examples=60, deadline=None)
-@given(DOCUMENTS, WINDOWS, st.integers(1, 4), st.integers(0, 40), st.booleans(), st.sampled_from([MAX_CROSSING, 1 / 3]))
-def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, ranks, tail, splits, max_crossing):
+@given(
+    DOCUMENTS, WINDOWS, st.integers(1, 4), st.integers(0, 40), st.booleans(), st.sampled_from([MAX_CROSSING, 1 / 3]),
+    st.sampled_from([0, 200]),
+)  # fmt: skip
+def test_the_buffers_of_all_ranks_hold_what_their_queries_see(
+    lengths, window, ranks, tail, splits, max_crossing, min_pairs
+):
     boundaries, total = boundaries_of(lengths), sum(lengths) + tail
     if not total:
         return
     dealt = deal(boundaries, total, ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traffic_module, "MAX_CROSSING", max_crossing)
+        patch.setattr(traffic_module, "MIN_PAIRS", min_pairs)
         plans = [traffic(dealt, boundaries, rank, window, may_split=splits) for rank in range(ranks)]
     mask = visible(*causal_ranges(boundaries, dealt.total, window), dealt.total)
     n_crossing = [_n_crossing(mask, dealt.positions(rank)) for rank in range(ranks)]
@@ -199,7 +205,8 @@ def test_the_buffers_of_all_ranks_hold_what_their_queries_see(lengths, window, r
         expected[np.ix_(crossing, keys)] = by_crossing[: counts.crossing]
         assert np.array_equal(expected, mine)
         assert counts.crossing <= counts.queries <= len(own)
-        assert counts.splits == (splits and max(n_crossing) <= max_crossing * len(own))
+        enough = np.count_nonzero(mask) >= min_pairs * ranks
+        assert counts.splits == (splits and enough and max(n_crossing) <= max_crossing * len(own))
         shared, offsets = plan.shared[: counts.shared], plan.offsets[: counts.shared + 1]
         assert torch.all(shared.diff() > 0) and torch.all(offsets.diff() > 0)
         parts = [plan.sent[: sum(plan.sizes[0])], plan.kept[: counts.kept * counts.splits]]
@@ -264,6 +271,7 @@ def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class,
 def test_a_tile_of_keys_has_few_queries_that_do_not_see_it(documents, window, monkeypatch):
     """A tile of keys processes all queries between the first and the last one that sees it."""
     monkeypatch.setattr(traffic_module, "MAX_CROSSING", 1 / 4)
+    monkeypatch.setattr(traffic_module, "MIN_PAIRS", 0)
     lengths = [150, 90] * 68 if documents == "short" else [9000, 100, 7220]
     boundaries, ranks = boundaries_of(lengths), 2
     dealt = deal(boundaries, int(boundaries[-1]), ranks, balanced=window is None)

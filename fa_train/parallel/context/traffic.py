@@ -5,9 +5,10 @@ holds all keys that the crossing queries see. Some of these keys are received, a
 are in stream order, so the keys that a crossing query sees form one contiguous range of the buffer. The remaining rows
 of the buffer are 0. All other queries see only own keys, and attention reads these keys where they are.
 
-If any rank has many crossing queries, attention runs once on every rank, and all queries read their keys from the
-buffer. This takes less time than two runs. All ranks make the same choice, because attention fills a GPU. If one rank
-computed first, its keys would leave late, and a rank that waits for them would lose this time.
+If any rank has many crossing queries, or if there is little attention work, attention runs once on every rank, and all
+queries read their keys from the buffer. This takes less time than two runs. All ranks make the same choice, because
+attention fills a GPU. If one rank computed first, its keys would leave late, and a rank that waits for them would lose
+this time.
 
 The first call with a new buffer size or a new number of queries costs more host time. Both are therefore rounded up, so
 that only a few sizes occur.
@@ -26,6 +27,9 @@ STEP = 128  # buffer sizes are multiples of this number of rows; numbers of cros
 # Attention runs twice if, on each rank, at most this fraction of the queries are crossing queries. With more of them,
 # the second run and the copies of queries cost about as much time as the first run saves.
 MAX_CROSSING = 1 / 16
+# Two runs need more host time, so a rank must have at least this many pairs of a query and a key that it sees. The GPU
+# then computes for longer than the host needs to start the kernels.
+MIN_PAIRS = 2**26
 
 
 class Traffic(NamedTuple):
@@ -79,7 +83,8 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     n_own = len(mine)
     crosses = crossing_queries(deal, start, end)
     n_crossing = np.bincount(deal.owner_of(np.flatnonzero(crosses)), minlength=deal.ranks)
-    splits = may_split and int(n_crossing.max()) <= MAX_CROSSING * n_own
+    enough_work = int((end - start).sum()) >= MIN_PAIRS * deal.ranks
+    splits = may_split and enough_work and int(n_crossing.max()) <= MAX_CROSSING * n_own
     crossing = np.flatnonzero(crosses[mine]) if splits else np.arange(n_own)
     own_start, own_end = own_ranges(mine, start, end, crosses[mine])
     needed = keys_needed(mine[crossing], start, end, deal.total)
