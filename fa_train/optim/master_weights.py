@@ -8,6 +8,7 @@ Before the first step, the low bits are pseudo-random. If they were all 0, many 
 first steps, and would then change in the same step.
 """
 
+import math
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -44,7 +45,7 @@ def first_low_bits(parameter: Tensor) -> Tensor:
     """
     own, rows = own_rows(parameter.detach())
     result = torch.empty_like(own, dtype=torch.int16)
-    flat, begin = result.view(-1), rows.start * (parameter[:1].numel())
+    flat, begin = result.view(-1), rows.start * math.prod(own.shape[1:])
     for first in range(0, flat.numel(), DRAWN):
         part = flat[first : first + DRAWN]
         part.copy_(_mixed(torch.arange(begin + first, begin + first + part.numel(), device=own.device)))

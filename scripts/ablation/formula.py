@@ -37,7 +37,8 @@ MASK = 1
 KEPT = {2: 6, 4: 4}  # maps the bytes per element of q to the bytes per score
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
-PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2}  # weight, gradient, and optimizer state on the GPU
+# weight, gradient, and optimizer state on the GPU; adamw_bf16 and adamw_master train bf16 weights
+PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2, "adamw_bf16": 2 + 2 + 4, "adamw_master": 2 + 2 + 10}
 LEAST_PARAMETER_BYTES = 4  # with any other optimizer, the formula counts only the weight
 
 

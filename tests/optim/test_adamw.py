@@ -20,6 +20,7 @@ from fa_train.lit_gpt import scale_or_skip
 from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_master, adamw_offload
 from fa_train.optim.schedule import warmup_cosine
 from tests.models.support.gpt import build
+from tests.optim.support.optimizers import optimizer_of
 from tests.support.training import column, composed, tiny
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -31,10 +32,6 @@ LOW_MEMORY: dict[str, tuple[Callable[[nn.Module], Optimizer], torch.dtype]] = {
     "master": (lambda model: adamw_master(model, **SETTINGS), torch.bfloat16),
 }
 OF_TORCHAO = [name for name in LOW_MEMORY if name != "master"]
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
-    return adamw(model, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, fused=False)
 
 
 def test_norms_biases_and_position_embeddings_do_not_decay():

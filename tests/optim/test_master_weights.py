@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fa_train.optim import master_weights
 from fa_train.optim.adamw import adamw_master
@@ -124,6 +129,19 @@ def test_the_first_low_bits_depend_only_on_the_place(monkeypatch):
     for rows in (slice(0, 17), slice(17, 40), slice(40, 40)):
         monkeypatch.setattr(master_weights, "own_rows", lambda weight, rows=rows: (weight[rows], rows))
         assert torch.equal(first_low_bits(weight), bits[rows]), "each rank draws the bits of its rows"
+
+
+def test_each_rank_draws_its_first_low_bits_without_communication():
+    weight = torch.randn(5, 8).bfloat16()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        sharded = DTensor.from_local(weight[3:], init_device_mesh("cpu", (2,)), [Shard(0)], shape=(5, 8), stride=(8, 1))
+        with CommDebugMode() as communication:
+            bits = first_low_bits(sharded)
+    finally:
+        dist.destroy_process_group()
+    assert communication.get_total_counts() == 0
+    assert torch.equal(bits, first_low_bits(weight)[3:])
 
 
 def test_a_loaded_state_has_every_bit():

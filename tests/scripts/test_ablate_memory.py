@@ -315,7 +315,8 @@ def test_the_formula_of_a_step_counts_every_component():
     for memory in ("full", "selective"):  # both recompute naive attention
         assert step_formula(case("naive", overrides=(*TINY, f"memory={memory}"))).per_pair == 12 * 4 + 1
         assert step_formula(case("naive", compiled=True, overrides=(*TINY, f"memory={memory}"))).per_pair == 2 * 4 * 4
-    assert step_formula(case("naive", overrides=(*TINY, "optimizer=adamw_8bit"))).fixed == 10 * parameters
+    for optimizer, size in (("adamw_8bit", 10), ("adamw_bf16", 8), ("adamw_master", 14), ("adamw_offload", 4)):
+        assert step_formula(case("naive", overrides=(*TINY, f"optimizer={optimizer}"))).fixed == size * parameters
     assert step_formula(case("naive", compiled=True)).per_pair == (1 + 2) * 4 * 4
     assert step_formula(case("naive", compiled=True, precision="bf16-mixed")).per_pair == (1 + 2) * 2 * 4
 
