@@ -213,6 +213,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 train_in(f"fsdp-{name}-changed", *FSDP, f"optimizer={name}", *CHANGED, from_step_three(whole))
         train_in("fsdp-of-a-file", *FSDP, "optimizer=adamw_bf16", *CHANGED, from_step_three(rounded))
         train_in("fsdp-from-one", *FSDP, *MASTER, "optimizer.lr=0", from_step_three(shared / "one"))
+        train_in("fsdp-without-a-state", *FSDP, *MASTER, from_step_three(shared / "without-a-state"))
         for saved, given in (("adamw", "adamw_master"), ("adamw_bf16", "adamw"), ("adamw_master", "adamw_bf16")):
             for checkpoint in (shared / f"fsdp-{saved}", *([rounded] if saved == "adamw_bf16" else [])):
                 with pytest.raises(ValueError, match=rf"of optimizer={given}; got one of optimizer={saved}$"):
@@ -220,11 +221,21 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     dist.destroy_process_group()
 
 
+def remove_a_state(run: Path, changed: Path) -> None:
+    """Copies a checkpoint, except the optimizer's state of one parameter, as if it had never had a gradient."""
+    name = "checkpoints/step_0000003.ckpt"
+    checkpoint = torch.load(run / name, weights_only=True)
+    del checkpoint["optimizer_states"][0]["state"][1]
+    (changed / name).parent.mkdir(parents=True)
+    torch.save(checkpoint, changed / name)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, runs) -> Path:
     folder: Path = tmp_path_factory.mktemp("two_ranks")
     write_corpus(folder / "corpus")
     (folder / "one").symlink_to(run_of("adamw_master", runs))
+    remove_a_state(folder / "one", folder / "without-a-state")
     start_server()
     arguments = (str(folder), ranks_of_torchrun(2))
     torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
@@ -285,6 +296,11 @@ def test_master_weights_move_to_another_number_of_ranks(saved, given, two_ranks)
         for name, step in ((saved, 3), (given, 6))
     )
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@of_two_ranks
+def test_two_ranks_go_on_although_a_parameter_has_no_state(two_ranks):
+    assert sorted(column(two_ranks / "fsdp-without-a-state", "train/loss")) == [4, 5, 6]
 
 
 @of_two_ranks

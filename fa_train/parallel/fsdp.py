@@ -182,8 +182,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         require_fit(self._gpt, shapes(weights), checkpoint, str(path))
         for saved in checkpoint["optimizer_states"]:
             self._require_same_optimizer(saved)
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(self.model, weights, options=options)
+        set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=True):
             own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
@@ -194,7 +193,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 for i, state in saved["state"].items()
             }
             by_name: dict[str, Any] = {"state": states, "param_groups": groups}
-            set_optimizer_state_dict(self.model, optimizer, by_name)
+            # a parameter that has never had a gradient has no state
+            set_optimizer_state_dict(self.model, optimizer, by_name, options=StateDictOptions(strict=False))
         return checkpoint
 
     def _require_same_optimizer(self, saved: Mapping[str, Any]) -> None:
