@@ -33,8 +33,13 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Reverses `split`. A NaN stays NaN, but its bits may change."""
-    return ((high.to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    """Reverses `split`. A NaN stays NaN, but its bits may change.
+
+    Negative low bits of a zero are ignored. They exist only if other code has set the weight to 0.
+    """
+    is_zero = (high & 0x7FFF) == 0
+    bits = (high.to(torch.int32) << 16) + torch.where(is_zero, low.clamp(min=0), low).to(torch.int32)
+    return bits.view(torch.float32)
 
 
 def first_low_bits(parameter: Tensor) -> Tensor:

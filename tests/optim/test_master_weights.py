@@ -67,6 +67,13 @@ def test_nan_stays_nan():
     assert high.view(torch.bfloat16).isnan().all() and join(high, low).isnan().all()
 
 
+def test_weights_that_other_code_sets_to_zero_are_zero():
+    low = torch.tensor([-0x8000, -1, 0, 1], dtype=torch.int16)
+    for zero in (0.0, -0.0):
+        high = torch.full((4,), zero, dtype=torch.bfloat16).view(torch.int16)
+        assert (join(high, low).abs() <= 2**-149).all()
+
+
 def new_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48), nn.Linear(48, 5)).bfloat16()
