@@ -76,6 +76,19 @@ def chooses_reshard(strategy: str, reshard_after_forward: bool | str, attention:
     return strategy == "fsdp" and reshard_after_forward == "auto" and attention == "flash"
 
 
+def require_trained_weights(run: RunSize) -> None:
+    """Checks that the optimizer supports the dtype of the trained weights.
+
+    Raises: ValueError if the optimizer needs bf16 weights, and the run trains other weights.
+    """
+    if run.optimizer not in ("adamw_bf16", "adamw_master"):
+        return
+    if run.adapters is not None:
+        raise ValueError(f"optimizer={run.optimizer} cannot train adapters, which are fp32; choose optimizer=adamw")
+    if run.precision != "bf16-true":
+        raise ValueError(f"optimizer={run.optimizer} needs trainer.precision=bf16-true; got {run.precision}")
+
+
 def require_shardable(run: RunSize, *, samples: bool) -> None:
     """Checks that strategy=fsdp supports the run.
 

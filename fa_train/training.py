@@ -106,6 +106,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         ),
         float8=cfg.lit_gpt.float8 is not None,
     )
+    preflight.require_trained_weights(plan.run)
     if plan.run.float8:
         preflight.require_float8(model, plan.run, sharded=sharding is not None)
         require_float8_gpu(trainer.strategy.root_device)

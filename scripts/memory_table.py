@@ -28,6 +28,7 @@ from fa_train.preflight import (
     require_groups,
     require_head_groups,
     require_shardable,
+    require_trained_weights,
 )
 from scripts.composed import composed
 
@@ -64,7 +65,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
     If strategy.reshard_after_forward=auto, the plan uses the value that needs less memory.
 
     Raises: ValueError if strategy=fsdp cannot shard the model, if the number of devices is not a multiple of
-    strategy.context, or if the run does not support lit_gpt.float8.
+    strategy.context, or if the run does not support lit_gpt.float8 or its optimizer.
     """
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
@@ -91,6 +92,7 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         ),
         float8=cfg.lit_gpt.float8 is not None,
     )
+    require_trained_weights(plan.run)
     if plan.run.float8:
         require_float8(model, plan.run, sharded=sharded)
     if sharded:

@@ -154,11 +154,20 @@ def test_assumptions_of_the_plan_are_printed(monkeypatch):
         assert "the plan assumes attention=flash; other kinds of attention may need more memory" in other
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", *slow("adamw_8bit", "adamw_bf16", "adamw_offload")])
+@pytest.mark.parametrize("optimizer", ["adamw", *slow("adamw_8bit", "adamw_bf16", "adamw_master", "adamw_offload")])
 def test_every_optimizer_is_known(optimizer):
-    cfg = composed_for_plan([f"optimizer={optimizer}", "lit_gpt.compile_model=false", "batch_size=1"])
-    plan = plan_of_run(cfg)
-    assert plan == changed(GPT2, vocab_size=259, optimizer=optimizer)
+    precision = "bf16-true" if optimizer in ("adamw_bf16", "adamw_master") else "bf16-mixed"
+    settings = [f"optimizer={optimizer}", f"trainer.precision={precision}", "lit_gpt.compile_model=false"]
+    plan = plan_of_run(composed_for_plan([*settings, "batch_size=1"]))
+    assert plan == changed(GPT2, vocab_size=259, optimizer=optimizer, precision=precision)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_bf16", "adamw_master"])
+def test_optimizers_of_bf16_weights_refuse_other_weights(optimizer):
+    with pytest.raises(ValueError, match=f"optimizer={optimizer} needs trainer.precision=bf16-true; got bf16-mixed"):
+        plan_of_run(composed_for_plan([f"optimizer={optimizer}"]))
+    with pytest.raises(ValueError, match=f"optimizer={optimizer} cannot train adapters, which are fp32"):
+        plan_of_run(composed_for_plan([f"optimizer={optimizer}", "trainer.precision=bf16-true", "adapter=lora"]))
 
 
 def test_every_value_of_a_plan_is_read():
