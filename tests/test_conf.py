@@ -24,6 +24,8 @@ NEEDED = {
     "hf": ["data.name=some/name"],
     "mix": ["+data/source@data.sources.web=hf", "data.sources.web.name=some/name"],
     "fsdp": ["trainer.devices=2", "trainer.accelerator=cpu", "batch_size=8"],
+    "adamw_bf16": ["trainer.precision=bf16-true"],
+    "adamw_master": ["trainer.precision=bf16-true"],
 }
 
 
