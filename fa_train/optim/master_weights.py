@@ -35,7 +35,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def join(high: Tensor, low: Tensor) -> Tensor:
     """Reverses `split`. A NaN stays NaN, but its bits may change.
 
-    Negative low bits of a zero are ignored. They exist only if other code has set the weight to 0.
+    If the bf16 weight is 0, negative low bits are ignored, because with them the result would be NaN.
     """
     is_zero = (high & 0x7FFF) == 0
     bits = (high.to(torch.int32) << 16) + torch.where(is_zero, low.clamp(min=0), low).to(torch.int32)
@@ -45,8 +45,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 def first_low_bits(parameter: Tensor) -> Tensor:
     """Returns low bits for a bf16 parameter, in the shape of this rank's rows, int16.
 
-    Where the weight is 0, the low bits are 0, because negative low bits would make the master weight NaN. All other low
-    bits depend only on the element's place in the parameter, so any number of ranks draws the same bits.
+    The low bits depend only on the element's place in the parameter, so any number of ranks draws the same bits.
     """
     own, rows = own_rows(parameter.detach())
     result = torch.empty_like(own, dtype=torch.int16)
@@ -54,11 +53,11 @@ def first_low_bits(parameter: Tensor) -> Tensor:
     for first in range(0, flat.numel(), DRAWN):
         part = flat[first : first + DRAWN]
         part.copy_(_mixed(torch.arange(begin + first, begin + first + part.numel(), device=own.device)))
-    return result.mul_(own != 0)
+    return result
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Replaces int64 numbers by pseudo-random numbers from -2**15 to 2**15 - 1, in place, as in SplitMix64."""
+    """Replaces int64 numbers by pseudo-random numbers from -2**15 to 2**15 - 1, in place, similarly to SplitMix64."""
     x.mul_(-7046029254386353131)  # 0x9E3779B97F4A7C15
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x.bitwise_xor_(x >> shift).mul_(factor)
@@ -88,9 +87,9 @@ _compiled_update = torch.compile(_update, fullgraph=True)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Reshapes x to a matrix of `COLUMNS` columns if possible, so that two compiled updates serve most parameters.
+    """Reshapes x to a matrix of `COLUMNS` columns, or to a vector if that is not possible.
 
-    The result shares the memory of x.
+    Parameters of many shapes then share a compiled update. The result shares the memory of x.
     """
     flat = x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
     return flat.data  # without `data`, torch.compile would compile again for views of x with other dimensions
