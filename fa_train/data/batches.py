@@ -109,8 +109,8 @@ class MicroBatches(Dataset[Batch]):
     size: rows per micro-batch.
     step_rows: the number of rows in a step, on all ranks together. By default, a step has one micro-batch per rank.
     context: the number of consecutive ranks that share each micro-batch.
-    shard: takes a rank's part out of a micro-batch (fa_train.models.gpt.GPT.context_shard). Required if `context` is
-    greater than 1.
+    shard: returns the function that takes a rank's part out of a micro-batch (fa_train.models.gpt.GPT.context_shard).
+    Required if `context` is greater than 1.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class MicroBatches(Dataset[Batch]):
     ) -> None:
         self.rank, place = divmod(rank, context)
         self.world_size = world_size // context  # ranks that share a micro-batch count as one here
-        self.shard = shard(place, context) if shard is not None and context > 1 else None
+        assert context == 1 or shard is not None
+        self.shard = None if shard is None else shard(place, context)
         self.rows, self.size = rows, size
         self.step_rows = size * self.world_size if step_rows is None else step_rows
 
