@@ -174,7 +174,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
         The file numbers optimizer states by the order of parameters in the optimizer's groups. Lightning's own loader
         cannot be used, because it numbers the states by the order of parameters in the model. Torch's option
-        full_state_dict would send the states between ranks, but gloo and NCCL cannot send int16 (adamw_master).
+        full_state_dict is used for weights only. It sends tensors between ranks, but gloo cannot send the low bits of
+        adamw_master, which are int16.
         """
         assert self.model is not None
         checkpoint = read_file(path, mmap=True)
@@ -214,7 +215,8 @@ def _filled(shard: Any, full: Any) -> Any:
     """
     if not isinstance(shard, DTensor):
         return full
-    # src_data_rank=None: each rank takes its part of its own copy. The result may be a view of the whole tensor.
+    # With src_data_rank=None, ranks do not communicate: each rank takes its rows from the tensor that it has read.
+    # The result may be a view of this tensor, so it is copied.
     shard.copy_(distribute_tensor(full.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None))
     return shard
 

@@ -1,10 +1,10 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
 A training step is a step of train.py's loop (scripts/bench/training_case.py). The first two runs of a case are warm-up
-runs. If the time limit ends the case early, only the first run is a warm-up run. Times are medians of the other runs.
-Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole process. The
-FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. In attention alone, a forward pass
-has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many FLOPs.
+runs. If the time limit ends the case after two runs, only the first run is a warm-up run. Times are medians of the
+other runs. Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole
+process. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. In attention alone, a
+forward pass has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many FLOPs.
 """
 
 import os
@@ -228,7 +228,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
     """Runs the function repeatedly. Returns the median milliseconds of the timed runs, and the number of timed runs.
 
-    Peak memory then covers all runs except the first, which compiles.
+    The first run compiles. On a GPU, the peak memory afterwards does not include the first run.
     """
     times = StepTimes(case.steps, limit=case.seconds)
     times.add(_seconds(run, case.device))

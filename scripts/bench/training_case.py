@@ -1,4 +1,4 @@
-"""Measures training steps with train.py's model, data and loop. All benchmarks of our training step use `measure`."""
+"""Measures training steps with train.py's model, data and loop. Most benchmarks of our training step use `measure`."""
 
 import math
 import time
@@ -35,7 +35,8 @@ class StepTimes:
 
     steps: number of timed steps. warmup: number of steps before them, which are not timed.
     slow_step: seconds. If the second step takes longer, it is timed too, and at most `FEWEST_STEPS` steps are timed.
-    limit: seconds after the first step. No step starts that would probably end later. At least one step is timed.
+    limit: seconds from the end of the first step. A step does not start if it would probably end after the limit. At
+    least one step is timed.
     """
 
     def __init__(self, steps: int, slow_step: float = math.inf, limit: float = math.inf, warmup: int = WARMUP) -> None:

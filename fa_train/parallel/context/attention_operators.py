@@ -1,8 +1,8 @@
 """Operators for flash attention over a stream that several ranks share.
 
-If all ranks have few crossing queries (fa_train.parallel.context.traffic), attention runs twice. The first run
-processes the queries that see only own keys, while keys of other ranks are received. The second run processes the
-crossing queries. Otherwise, one run processes all queries, after the keys are received.
+Attention runs twice if all ranks have few crossing queries and enough work (fa_train.parallel.context.traffic). The
+first run processes the queries that see only own keys, while keys of other ranks are received. The second run processes
+the crossing queries. Otherwise, one run processes all queries, after the keys are received.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -23,7 +23,7 @@ from fa_train.parallel.context.traffic import Counts
 
 
 class Run(NamedTuple):
-    """One run of flash attention. It calls the kernels directly, because torch already observes the operators below."""
+    """One run of flash attention. It calls the kernels without an operator of torch, because it runs inside one."""
 
     schedule: Schedule
     features: Features

@@ -62,7 +62,7 @@ class Moves(NamedTuple):
 class Exchange(NamedTuple):
     """An exchange that has begun. `leaving` must not be freed before the exchange ends.
 
-    parts: for each exchanged tensor, the rows that arrive.
+    parts: for each exchanged tensor, a tensor that begins with the rows that arrive.
     """
 
     work: dist.Work

@@ -6,9 +6,8 @@ are in stream order, so the keys that a crossing query sees form one contiguous 
 of the buffer are 0. All other queries see only own keys, and attention reads these keys where they are.
 
 If any rank has many crossing queries, or if there is little attention work, attention runs once on every rank, and all
-queries read their keys from the buffer. This takes less time than two runs. All ranks make the same choice, because
-attention fills a GPU. If one rank computed first, its keys would leave late, and a rank that waits for them would lose
-this time.
+queries read their keys from the buffer. This takes less time than two runs. All ranks make the same choice, because a
+mixture is slower. A rank that needs keys before it computes may then wait for a rank that computes first.
 
 The first call with a new buffer size or a new number of queries costs more host time. Both are therefore rounded up, so
 that only a few sizes occur.
@@ -23,7 +22,7 @@ from torch import Tensor
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
 STEPS = 32  # the buffer of a stream has at most STEPS + 1 sizes
-STEP = 128  # buffer sizes are multiples of this number of rows; numbers of crossing queries are rounded up to multiples
+STEP = 128  # buffer sizes are multiples of this number of rows
 # Attention runs twice if, on each rank, at most this fraction of the queries are crossing queries. With more of them,
 # the second run and the copies of queries cost about as much time as the first run saves.
 MAX_CROSSING = 1 / 16
@@ -168,9 +167,9 @@ def buffer_rows(n_keys: int, total: int) -> int:
 
 
 def query_rows(n_queries: int, limit: int) -> int:
-    """Returns n_queries, but at least 1, rounded up, and at most `limit`.
+    """Returns n_queries rounded up to a multiple of `STEP`, or `limit` if that is smaller. 0 counts as 1.
 
-    The result has at most four values between one power of two and the next.
+    Larger results are rounded more: there are at most four values between one power of two and the next.
     """
     n_queries = max(n_queries, 1)
     step = max(STEP, 2 ** (n_queries.bit_length() - 3))
