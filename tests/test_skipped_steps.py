@@ -87,12 +87,12 @@ class Undo(Callback):
 
 def bad_steps(*steps: int) -> list[str]:
     return [
-        "+callbacks.bad._target_=tests.callbacks.test_skipped_steps.InfiniteLoss",
+        "+callbacks.bad._target_=tests.test_skipped_steps.InfiniteLoss",
         f"+callbacks.bad.steps={list(steps)}",
     ]
 
 
-UNDONE = ["+callbacks.undo._target_=tests.callbacks.test_skipped_steps.Undo", f"+callbacks.undo.step={BAD}"]
+UNDONE = ["+callbacks.undo._target_=tests.test_skipped_steps.Undo", f"+callbacks.undo.step={BAD}"]
 
 
 def run(folder: Path, corpus: Path, *overrides: str) -> Path:
