@@ -24,8 +24,8 @@ from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, o
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
-# Each tile size is tested with some of these features. tests/kernels/test_matrix.py tests combinations of features with
-# the tile sizes of the GPU on which it runs.
+# Each tile size is tested with some of these features. tests/kernels/flash_attention/test_matrix.py tests combinations
+# of features with the tile sizes of the GPU on which it runs.
 FEATURES = (), ("softcap",), ("sinks", "strided"), ("alibi",), ("window", "sinks"), ("bidirectional",)
 PAGE_SIZES = 16, 64, 256
 

@@ -1,10 +1,10 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
-Each combination is compared with dense attention, forward and backward (see support/attention_check.py). Every pair of
-lengths is tested with every mask. Each of these cases takes its features, head count and layout from a fixed list, in
-order. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other
-head_dims are tested with fewer combinations, because each one is compiled separately. If the environment variable
-MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
+Each combination is compared with dense attention, forward and backward (see tests/kernels/support/attention_check.py).
+Every pair of lengths is tested with every mask. Each of these cases takes its features, head count and layout from a
+fixed list, in order. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and
+layouts. Other head_dims are tested with fewer combinations, because each one is compiled separately. If the environment
+variable MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
 """
 
 import itertools

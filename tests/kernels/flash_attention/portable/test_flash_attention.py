@@ -15,8 +15,8 @@ from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import Schedule, alignment, build_schedule, causal_schedule
+from tests.kernels.flash_attention.support.packed_check import check, draw
 from tests.kernels.support.attention_check import DEVICE, GPU, cumulative
-from tests.kernels.support.packed_check import check, draw
 from tests.support.marks import slow, slow_if
 
 DTYPES = [torch.float16, torch.bfloat16] if GPU else [torch.float16]  # Triton's interpreter computes bf16 incorrectly

@@ -1,6 +1,6 @@
 """Runs attention in one of several processes that share a GPU in time slices.
 
-    python -m tests.kernels.support.time_sliced HEAD_DIM DTYPE SOFTCAP    # one of the processes.
+    python -m tests.kernels.flash_attention.hopper.support.time_sliced HEAD_DIM DTYPE SOFTCAP    # one of the processes.
 
 The process prints "ready" when its kernels are compiled, waits for a line on stdin, and then runs both passes for
 `SECONDS` seconds. At the end, the process prints JSON: the number of right results and of wrong results for each pass.
@@ -14,7 +14,7 @@ from collections import Counter
 import torch
 
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
-from tests.kernels.support.hopper import backward_problem, gradients
+from tests.kernels.flash_attention.hopper.support.hopper import backward_problem, gradients
 
 SECONDS = 10
 

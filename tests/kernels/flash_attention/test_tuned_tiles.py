@@ -10,7 +10,7 @@ import pytest
 from fa_kernels.flash_attention import tiles as module
 from fa_kernels.flash_attention import tuned_tiles
 from fa_kernels.flash_attention.tiles import TileConfig, launch_tiles, tile_config
-from tests.kernels.support.pretended_gpu import pretended_gpu
+from tests.kernels.flash_attention.support.pretended_gpu import pretended_gpu
 
 TILES = {(64, "fwd", 2): (64, 32, 4, 2), (128, "dq", 4): (32, 16, 8, 1)}
 

@@ -19,7 +19,7 @@ from fa_kernels.flash_attention.tiles import (
     shared_bytes,
     tile_config,
 )
-from tests.kernels.support.pretended_gpu import pretended_gpu
+from tests.kernels.flash_attention.support.pretended_gpu import pretended_gpu
 
 PASSES = ("fwd", "dkdv", "dq")
 APART = ("dk", "dv")

@@ -11,7 +11,7 @@ from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.hopper.forward.config import WIDE_O_STAGES
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.schedule import build_schedule
-from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
+from tests.kernels.flash_attention.hopper.support.hopper import NEEDS_SM_90, tiles_of
 
 pytestmark = NEEDS_SM_90
 LENGTHS = [1000, 1, 30, 400, 139]  # the last tile is partial, because tiles have 128 or 192 rows

@@ -17,8 +17,8 @@ from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.interface import flash_attn_packed, window_of
 from fa_kernels.flash_attention.schedule import LONG_DOCUMENT, causal_schedule
 from fa_kernels.flash_attention.tiles import _has_tf32, precision_of
+from tests.kernels.flash_attention.support.packed_check import check, draw
 from tests.kernels.support.attention_check import DEVICE, GPU, cumulative
-from tests.kernels.support.packed_check import check, draw
 
 
 def dense_inputs(seqlen_q=9, seqlen_k=11, head_dim=40):

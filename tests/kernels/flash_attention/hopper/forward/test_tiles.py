@@ -14,8 +14,8 @@ from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import build_schedule
+from tests.kernels.flash_attention.hopper.support.hopper import NEEDS_SM_90, tiles_of
 from tests.kernels.support.attention_check import MASKS, cumulative
-from tests.kernels.support.hopper import NEEDS_SM_90, tiles_of
 from tests.support.tolerance import assert_as_accurate
 
 pytestmark = NEEDS_SM_90

@@ -6,7 +6,13 @@ import torch
 from fa_kernels.flash_attention.hopper.backward.fused_config import CAPPED_CONFIGS, CONFIGS, config_of
 from fa_kernels.flash_attention.hopper.forward import kernel as fwd
 from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS
-from tests.kernels.support.hopper import NEEDS_SM_90, backward_problem, gradients, problem, tiles_of
+from tests.kernels.flash_attention.hopper.support.hopper import (
+    NEEDS_SM_90,
+    backward_problem,
+    gradients,
+    problem,
+    tiles_of,
+)
 
 pytestmark = NEEDS_SM_90
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fa_kernels.flash_attention import backend
-from tests.kernels.support import jittered
-from tests.kernels.support.hopper import NEEDS_SM_90
+from tests.kernels.flash_attention.hopper.support import jittered
+from tests.kernels.flash_attention.hopper.support.hopper import NEEDS_SM_90
 
 pytestmark = NEEDS_SM_90
 
@@ -20,9 +20,9 @@ pytestmark = NEEDS_SM_90
 def test_sleeping_warps_change_no_bit(tmp_path):
     saved = tmp_path / "saved.pt"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.support.jittered", str(saved)],
+        [sys.executable, "-m", "tests.kernels.flash_attention.hopper.support.jittered", str(saved)],
         env={name: value for name, value in os.environ.items() if name != backend.VARIABLE},
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
-from tests.kernels.support.hopper import NEEDS_SM_90
+from tests.kernels.flash_attention.hopper.support.hopper import NEEDS_SM_90
 
 pytestmark = NEEDS_SM_90
 
@@ -24,8 +24,8 @@ def test_time_slices_change_nothing(dtype):
     cases = [(str(head_dim), dtype, softcap) for head_dim in bwd.HEAD_DIMS for softcap in ("0", "30")]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.kernels.support.time_sliced", *case],
-            cwd=Path(__file__).parents[3],
+            [sys.executable, "-m", "tests.kernels.flash_attention.hopper.support.time_sliced", *case],
+            cwd=Path(__file__).parents[4],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

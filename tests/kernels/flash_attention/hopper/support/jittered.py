@@ -1,6 +1,6 @@
 """Runs the Hopper kernels with warps that sleep at random near every synchronisation, and saves the results.
 
-    python -m tests.kernels.support.jittered FILE    # writes FILE.
+    python -m tests.kernels.flash_attention.hopper.support.jittered FILE    # writes FILE.
 
 Run the module in a new process. A process that has already compiled a kernel would reuse it without the sleeps. At each
 synchronisation, one warp in 8 sleeps for up to 4 us. If nothing in the code fixes the order of two events, the sleeps
@@ -24,7 +24,7 @@ from fa_kernels.flash_attention.hopper.primitives import ring
 from fa_kernels.flash_attention.hopper.primitives.barriers import hand_back, hand_over, named_barrier
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.queue import post, read, take
-from tests.kernels.support.hopper import backward_problem, gradients, problem
+from tests.kernels.flash_attention.hopper.support.hopper import backward_problem, gradients, problem
 
 MODULES = forward_items, consumer, columns, keys, queries, items, fused_consumer, fused_dq, wide, order, ring
 RUNS = 3
