@@ -2,7 +2,7 @@
 
 The settings of a case are attention, packing, a feature, accumulation, mesh, memory and compilation. A mesh is the
 number of context groups and the number of ranks in a group. By default, as in CI, none of these cases runs. CI has
-the cases in test_context.py. With CONTEXT_CASES=pairwise, the cases cover all pairs of values for any two settings.
+the cases in test_four_ranks.py. With CONTEXT_CASES=pairwise, the cases cover all pairs of values for any two settings.
 With CONTEXT_CASES=all, all combinations run, which takes hours.
 """
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.memory.support.small import ATTENTIONS
-from tests.parallel.support.context import BOUNDARIES, FEATURES, Case, in_processes, train
+from tests.parallel.context.support.training import BOUNDARIES, FEATURES, Case, in_processes, train
 from tests.parallel.support.sharding import MEMORIES, Recorder, assert_close
 from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
