@@ -1,7 +1,10 @@
-"""Every Python file has at most 500 lines, and what several test modules use is in `support` folders."""
+"""Test folders mirror source folders, what test modules share is in `support` folders, and no file is too long."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
 
 from tests.support.processes import REPOSITORY
 
@@ -9,11 +12,20 @@ FOLDERS = ("fa_train", "kernels", "scripts", "tests", "docs")
 LONGEST = 500  # lines
 TEST_MODULE = re.compile(r"\btests(?:\.\w+)*\.test_\w+")
 IMPORT = re.compile(r"\bfrom (tests[\w.]*) import (\([^)]*\)|.*)")
+# source folders of folders in tests/; every other folder mirrors one of fa_train
+SOURCE_FOLDERS = {"kernels": "kernels/fa_kernels", "scripts": "scripts"}
+NOT_MIRRORED = {"support", "gpu_check", "aot"}  # test folders without a source folder
+ACROSS = {"tests/test_resume.py"}  # tests of whole runs that have the name of a module in a subfolder
+
+
+def python_files(*folders: str) -> list[Path]:
+    """Returns paths relative to the repository."""
+    return sorted(path.relative_to(REPOSITORY) for name in folders for path in (REPOSITORY / name).rglob("*.py"))
 
 
 def test_no_python_file_is_too_long():
-    files = [REPOSITORY / "train.py", *(path for name in FOLDERS for path in (REPOSITORY / name).rglob("*.py"))]
-    lengths = {str(path.relative_to(REPOSITORY)): len(path.read_text().splitlines()) for path in files}
+    files = [Path("train.py"), *python_files(*FOLDERS)]
+    lengths = {str(path): len((REPOSITORY / path).read_text().splitlines()) for path in files}
     assert len(lengths) > 400
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
@@ -26,12 +38,58 @@ def named_test_modules(text: str) -> Iterator[str]:
 
 
 def test_no_module_uses_another_test_module():
-    files = [*(REPOSITORY / "tests").rglob("*.py")]
+    files = python_files("tests")
     found = {
-        f"{path.relative_to(REPOSITORY)} uses {module}"
+        f"{path} uses {module}"
         for path in files
-        for module in named_test_modules(path.read_text())
-        if module != ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+        for module in named_test_modules((REPOSITORY / path).read_text())
+        if module != ".".join(path.with_suffix("").parts)
     }
     assert len(files) > 200
     assert not found, f"move what is shared into a support folder: {sorted(found)}"
+
+
+def misplaced(path: Path, sources: Sequence[Path]) -> str | None:
+    """Returns why a file in tests/ is in the wrong folder, or None. All paths are relative to the repository.
+
+    A test module is in the wrong folder if a subfolder of the mirrored source folder, or a module in the subfolder, has
+    its name: for example tests/parallel/test_context_deal.py or tests/parallel/test_deal.py.
+    """
+    parts = path.parent.parts[1:]
+    if NOT_MIRRORED & {*parts} or path.as_posix() in ACROSS:
+        return None
+    first = SOURCE_FOLDERS.get(parts[0]) if parts else None
+    folder = Path(first, *parts[1:]) if first else Path("fa_train", *parts)
+    if all(module.parent != folder for module in sources):
+        return f"{path}: {folder} has no modules"
+    name = path.stem.removeprefix("test_")
+    if folder / f"{name}.py" in sources:
+        return None
+    for module in sources:
+        if folder in module.parent.parents:
+            subfolder = module.relative_to(folder).parts[0]
+            if module.stem == name or name == subfolder or name.startswith(f"{subfolder}_"):
+                return f"{path} tests {module}"
+    return None
+
+
+def test_test_folders_mirror_source_folders():
+    sources = python_files("fa_train", "kernels/fa_kernels", "scripts")
+    found = [reason for path in python_files("tests") if (reason := misplaced(path, sources))]
+    assert len(sources) > 200
+    assert not found, f"mirror the source folders, or name an exception in this file: {found}"
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        pytest.param("tests/parallel/context/test_deal.py", None, id="mirrored"),
+        pytest.param("tests/kernels/flash_attention/hopper/test_configs.py", None, id="several-modules"),
+        pytest.param("tests/kernels/hopper/test_queue.py", "fa_kernels/hopper has no modules", id="no-such-folder"),
+        pytest.param("tests/parallel/test_deal.py", "tests fa_train/parallel/context/deal.py", id="module-below"),
+        pytest.param("tests/parallel/test_context_on_gpus.py", "tests fa_train/parallel/context/", id="folder-below"),
+    ],
+)
+def test_a_misplaced_test_module_is_found(path, reason):
+    found = misplaced(Path(path), python_files("fa_train", "kernels/fa_kernels", "scripts"))
+    assert found is None if reason is None else reason in str(found)
