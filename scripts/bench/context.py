@@ -8,16 +8,17 @@ The stream `one` is one document. The stream `window` is one document with an at
 stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
 `file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-In the part `one`, rank 0 computes the attention of the whole stream. A stream of more than 512k tokens does not fit on
-one GPU. For such a stream, each rank computes an equal part of the heads, and the time is multiplied by the number of
-ranks. In `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the
+In the part `one`, each rank computes the attention of the whole stream. A stream of more than 512k tokens does not fit
+on one GPU. For such a stream, each rank computes an equal part of the heads, and the time is multiplied by the number
+of ranks. In `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the
 forward pass of `shared`. In `alone`, each rank computes its share of the attention in one run, and already has the keys
 and values that it needs. In `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents, because all layers of a model process the same documents. The time of a part is the mean of these runs, on
-the slowest rank. The first run is included, although it needs more host time. Except for `forward`, a time covers a
-forward and a backward pass, in bf16. The ideal time is the time of `one`, divided by the number of ranks.
+documents, because all layers of a model process the same documents. The first run is included, although it needs more
+host time. The time of a part is the mean of its runs: of all ranks for `one`, otherwise of the slowest rank. Except for
+`forward`, a time covers a forward and a backward pass, in bf16. The ideal time is the time of `one`, divided by the
+number of ranks.
 
 The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
 script also times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).
@@ -61,7 +62,7 @@ from scripts.bench.timing import require_gpu
 WINDOW = 4096  # number of keys that a query of the stream "window" sees
 STREAMS = ("one", "log-normal", "short", "window")
 FROM_FILE = "file"  # the stream whose document lengths come from --lengths
-FITS_ONE_GPU = 2**19  # maximum number of tokens for which rank 0 computes the part `one` alone
+FITS_ONE_GPU = 2**19  # maximum number of tokens for which each rank computes all heads in the part `one`
 START_METHOD = "spawn"
 
 
@@ -140,13 +141,12 @@ class Case:
             ),
             "moved": self._moved(schedule, dealt, setting, device),
         }
-        divided = tokens > FITS_ONE_GPU
-        if rank == 0 or divided:
-            cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
-            whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
-            heads = _divided(setting, ranks) if divided else setting
-            q, k, v, do = _inputs(heads, device, tokens, tokens)
-            self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
+        whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
+        heads = _divided(setting, ranks) if tokens > FITS_ONE_GPU else setting
+        q, k, v, do = _inputs(heads, device, tokens, tokens)
+        # All ranks compute this part. A GPU that computes alone becomes hotter, and is then slower in the next part.
+        self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
         if PEER_PARTS[0] in setting.parts(stream):
             self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)
 
@@ -223,7 +223,7 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
         for part in random.Random(repetition).sample(parts, len(parts)):
             dist.barrier()
             times = [0.0] * ranks
-            dist.all_gather_object(times, _milliseconds(case.parts.get(part), setting))
+            dist.all_gather_object(times, _milliseconds(case.parts[part], setting))
             if repetition >= setting.warm_up:
                 samples[part].append(times)
         shares = [0.0] * ranks
@@ -231,17 +231,18 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
         received.append(max(shares))
         pairs.append(case.pairs)
     by_rank = [statistics.median(times) for times in zip(*samples["alone"], strict=True)]
-    slowest = {part: statistics.median(map(max, times)) for part, times in samples.items()}
+    ms = {part: statistics.median(map(max, times)) for part, times in samples.items()}
+    for part in ("one", PEER_PARTS[0]):
+        if part in samples:
+            ms[part] = statistics.median(map(statistics.mean, samples[part]))
     if tokens > FITS_ONE_GPU:
-        slowest["one"] *= ranks  # each rank computed one part of the heads
+        ms["one"] *= ranks  # each rank computed one part of the heads
     flops = 4 * setting.n_heads * setting.head_dim * statistics.median(pairs[setting.warm_up :])
-    return Result(stream, tokens, slowest, by_rank, statistics.median(received[setting.warm_up :]), flops)
+    return Result(stream, tokens, ms, by_rank, statistics.median(received[setting.warm_up :]), flops)
 
 
-def _milliseconds(run: Callable[[], object] | None, setting: Setting) -> float:
-    """Returns the mean milliseconds per call of `run`. Returns 0 if this rank has nothing to do."""
-    if run is None:
-        return 0.0
+def _milliseconds(run: Callable[[], object], setting: Setting) -> float:
+    """Returns the mean milliseconds per call of `run`."""
     if setting.device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

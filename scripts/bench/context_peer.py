@@ -23,9 +23,9 @@ def peer_parts(
 ) -> dict[str, Callable[[], object]]:
     """Returns a dictionary that maps a name from `PEER_PARTS` to a function.
 
-    Each function runs both passes of causal attention in bf16. The function of "torch one" computes the attention of
-    the whole stream on rank 0. Other ranks do not have this function. With the function of "torch shared", all ranks
-    compute this attention together. tokens must be a multiple of twice the number of ranks.
+    Each function runs both passes of causal attention in bf16. With the function of "torch one", each rank computes the
+    attention of the whole stream. With the function of "torch shared", all ranks compute this attention together.
+    tokens must be a multiple of twice the number of ranks.
     """
     ranks = dist.get_world_size()
     mesh = DeviceMesh(device.type, list(range(ranks)))
@@ -47,8 +47,5 @@ def peer_parts(
         with context_parallel(mesh, buffers=[stream], buffer_seq_dims=[0], no_restore_buffers={stream}):
             return both_passes(*own)
 
-    parts: dict[str, Callable[[], object]] = {"torch shared": shared}
-    if dist.get_rank() == 0:
-        whole = inputs(tokens)
-        parts["torch one"] = lambda: both_passes(*whole)
-    return parts
+    whole = inputs(tokens)
+    return {"torch one": lambda: both_passes(*whole), "torch shared": shared}
