@@ -105,12 +105,13 @@ def _forward(
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns o and lse of one head group."""
-    exchange = start_gathering([k, v], moves, group)
     if not counts.splits:
-        keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+        keys, values = gathered([k, v], moves, counts.rows, group)
         return crossing.forward(q, keys, values)
+    exchange = start_gathering([k, v], moves, group)
     o, lse = own.forward(q, k, v)  # runs during the exchange
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+    del exchange  # frees the rows that were sent and received
     (crossing_q,) = _crossing_rows([q], moves, counts)
     crossing_o, crossing_lse = crossing.forward(crossing_q, keys, values)
     rows = moves.crossing[: counts.crossing]
@@ -184,17 +185,18 @@ def _backward(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dq, dk, dv and dsinks of one head group."""
-    exchange = start_gathering([k, v], moves, group)
     if not counts.splits:
-        keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+        keys, values = gathered([k, v], moves, counts.rows, group)
         dq, dk, dv, dsinks = crossing.backward(do, q, keys, values, o, lse, deterministic)
         del keys, values
         dk, dv = summed_gradients([dk, dv], moves, group)
         return dq, dk, dv, dsinks
+    exchange = start_gathering([k, v], moves, group)
     # This run happens during the exchange. Its schedule gives crossing queries empty ranges, so it adds nothing to dk
     # and dv for them. But dsinks depends only on do, o and lse, so it already covers crossing queries.
     dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
+    del exchange
     crossing_q, crossing_do = _crossing_rows([q, do], moves, counts)
     (crossing_o,) = _crossing_rows([o], moves, counts)
     crossing_lse = lse.index_select(1, moves.crossing[: counts.queries])

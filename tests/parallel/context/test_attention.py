@@ -1,5 +1,6 @@
 """Tests attention in a context group that has only one rank, so the rank gathers only its own keys."""
 
+import weakref
 from functools import partial
 
 import numpy as np
@@ -9,11 +10,11 @@ import torch.distributed as dist
 
 from fa_kernels.flash_attention import backend
 from fa_train.models.attention import flash_attention, naive_attention
-from fa_train.parallel.context import attention_operators
+from fa_train.parallel.context import attention_operators, operators
 from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
-from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.operators import register_group, start_gathering
 from fa_train.parallel.context.traffic import traffic
 
 TOTAL, BOUNDARIES = 40, np.array([0, 13, 40])
@@ -119,6 +120,35 @@ def test_one_group_of_heads_is_gathered_at_a_time(group, monkeypatch):
     schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
     ContextAttention(flash_attention, group, 2)(q, k, v, schedule).sum().backward()
     assert heads == [[2, 2]] * 4, "two groups in the forward, and two in the backward"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("min_pairs", [0, 2**26], ids=["two runs", "one run"])
+def test_sent_and_received_rows_are_freed_before_attention_over_gathered_keys(min_pairs, group, monkeypatch):
+    monkeypatch.setattr(traffic_module, "MIN_PAIRS", min_pairs)
+    exchanged, alive = [], []
+
+    def recorded(xs, moves, name):
+        exchange = start_gathering(xs, moves, name)
+        exchanged[:] = [weakref.ref(x) for x in (exchange.leaving, exchange.parts[0])]
+        return exchange
+
+    def counting(run):
+        def counted(*arguments):
+            alive.append(sum(x() is not None for x in exchanged))
+            return run(*arguments)
+
+        return counted
+
+    for module in (operators, attention_operators):
+        monkeypatch.setattr(module, "start_gathering", recorded)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(backend, name, counting(getattr(backend, name)))
+    saved_rows(flash_attention, group)
+    if min_pairs:
+        assert alive == [0, 0], "forward and backward"
+    else:
+        assert alive == [2, 0, 2, 0], "in each pass, one run during the exchange and one after it"
 
 
 @pytest.mark.parametrize(
