@@ -9,7 +9,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, name_of, require_backend, scale_of
 from fa_kernels.flash_attention.interface import window_of
-from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, Cache, Rotary, append_to_cache, decode_attention
+from fa_kernels.flash_attention.portable.cache import Cache, Rotary, append_to_cache
+from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, decode_attention
 
 PAGE_UNIT = 16  # tokens; kernels read blocks of 16 keys or more, so page sizes must be multiples of 16
 

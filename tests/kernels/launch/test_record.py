@@ -35,7 +35,7 @@ def test_every_kernel_is_launched_where_it_can_be_noted():
     """Only the function `launch` records a launch. Any other launch would be missing when a call is replayed."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
-    assert past == ["decode.py"]  # decoding is not replayed
+    assert sorted(past) == ["cache.py", "decode.py"]  # calls with a KV cache are not replayed
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 If each sequence has one query, there are too few tiles of queries to fill a GPU. The keys of a sequence are therefore
 split over several programs, which write their outputs in fp32. A second kernel merges these outputs by their lse. The
 method is Flash-Decoding (pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads
-that share a KV head, so that each key is read once. Another kernel appends new keys and values to the cache.
+that share a KV head, so that each key is read once. cache.py describes the cache, and appends new tokens to it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,15 @@ from torch import Tensor
 
 from fa_kernels.device import LOG2_E, Arch, arch_of, interpreted, multiprocessors
 from fa_kernels.flash_attention.masks import is_visible
+from fa_kernels.flash_attention.portable.cache import (
+    Cache,
+    Rotary,
+    angles_of,
+    load_rotated,
+    positions_of,
+    rotary_switches,
+    stride_of,
+)
 from fa_kernels.flash_attention.portable.columns import load_columns
 from fa_kernels.flash_attention.scores import alibi_bias, cap
 from fa_kernels.flash_attention.softmax import online_softmax_step
@@ -23,139 +32,6 @@ from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile
 
 MAX_SPLITS = 128
 MIN_SPLIT = 256  # minimum number of keys per split; with fewer keys, merging costs more time than splitting saves
-APPEND_ROWS = 16  # new tokens that one program appends
-
-
-@dataclass(frozen=True)
-class Cache:
-    """The cached keys and values of a batch, in pages. A table lists the pages of each sequence.
-
-    A cache without a block table has one page per sequence. A position is counted from the start of a sequence's
-    first page. The padding on the left is included in this count.
-    """
-
-    k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
-    v: Tensor  # (n_pages, page_size, n_kv_heads, v_head_dim)
-    seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new ones
-    table: Tensor | None  # (batch, pages per sequence) int32, or None if page i holds sequence i
-    leftpad: Tensor | None  # (batch,) int32, the first position after the padding; None means 0
-
-    @property
-    def capacity(self) -> int:
-        """The maximum number of tokens of a sequence."""
-        return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
-
-    @property
-    def paged(self) -> bool:
-        """Whether a sequence may have more than one page."""
-        return self.table is not None and self.table.shape[1] > 1
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary embedding (arXiv:2104.09864). cos and sin are (positions, rotary_dim / 2); the last stride is 1.
-
-    If `interleaved`, columns 0 and 1 are a pair, then 2 and 3, and so on. If not `interleaved`, column i and column i +
-    rotary_dim / 2 are a pair. Only the first rotary_dim columns are rotated.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
-
-
-@triton.jit
-def _load_rotated(
-    row_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
-
-    The first `ROTARY` columns are rotated. In the result, rows that are not `inside` and columns after the first `D`
-    are 0. If the table of angles ends before a row's position, the row is not rotated.
-    """
-    cols = tl.arange(0, BLOCK_D)
-    tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)
-    if ROTARY:
-        HALF: tl.constexpr = ROTARY // 2
-        if INTERLEAVED:
-            pair = cols // 2
-            is_first = cols % 2 == 0
-            partner_cols = tl.where(is_first, cols + 1, cols - 1)
-        else:
-            pair = cols % HALF
-            is_first = cols < HALF
-            partner_cols = tl.where(is_first, cols + HALF, cols - HALF)
-        has_angle = (inside & (positions < seqlen_rotary))[:, None] & (cols < ROTARY)[None, :]
-        partner = tl.load(row_ptrs[:, None] + partner_cols[None, :], mask=has_angle, other=0.0).to(tl.float32)
-        angles = positions[:, None].to(tl.int64) * stride_cos + pair[None, :]
-        cos = tl.load(cos_ptr + angles, mask=has_angle, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angles, mask=has_angle, other=0.0).to(tl.float32)
-        rotated = tile.to(tl.float32) * cos + partner * tl.where(is_first[None, :], -sin, sin)
-        tile = rotated.to(tile.dtype)
-    return tile
-
-
-@triton.jit(do_not_specialize=["seqlen_new", "n_blocks", "n_pages", "page_size", "capacity", "seqlen_rotary"])
-def _append_kernel(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, seqlens_ptr, table_ptr, cos_ptr, sin_ptr,
-    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
-    stride_kcp, stride_kct, stride_kch, stride_vcp, stride_vct, stride_vch, stride_table, stride_cos,
-    seqlen_new, n_blocks, n_pages, page_size, capacity, seqlen_rotary,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_T: tl.constexpr,
-    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """One program appends BLOCK_T new tokens of one sequence and head."""
-    sequence = (tl.program_id(0) // n_blocks).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) % n_blocks * BLOCK_T + tl.arange(0, BLOCK_T)  # [T]
-    rows_64 = rows.to(tl.int64)
-    positions = tl.load(seqlens_ptr + sequence) + rows
-    inside = (rows < seqlen_new) & (positions >= 0) & (positions < capacity)
-    if table_ptr is None:
-        pages = sequence + tl.zeros([BLOCK_T], tl.int64)
-    else:
-        pages = tl.load(table_ptr + sequence * stride_table + positions // page_size, mask=inside, other=0)
-        pages = pages.to(tl.int64)
-    # A wrong entry in the table must not cause a write outside of the cache.
-    writable = (inside & (pages >= 0) & (pages < n_pages))[:, None]
-    within = (positions % page_size).to(tl.int64)
-
-    k_ptrs = k_ptr + sequence * stride_kb + head * stride_kh + rows_64 * stride_kt  # [T]
-    k = _load_rotated(
-        k_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
-    )
-    cols = tl.arange(0, BLOCK_D)
-    to = k_cache_ptr + head * stride_kch + pages * stride_kcp + within * stride_kct  # [T]
-    tl.store(to[:, None] + cols[None, :], k, mask=writable & (cols[None, :] < D))
-
-    cols = tl.arange(0, BLOCK_DV)
-    in_v = cols[None, :] < DV
-    v_ptrs = v_ptr + sequence * stride_vb + head * stride_vh + rows_64 * stride_vt
-    v = tl.load(v_ptrs[:, None] + cols[None, :], mask=inside[:, None] & in_v, other=0.0)
-    to = v_cache_ptr + head * stride_vch + pages * stride_vcp + within * stride_vct
-    tl.store(to[:, None] + cols[None, :], v, mask=writable & in_v)
-
-
-def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -> None:
-    """Writes k and v after the cached tokens of each sequence. k is rotated to its positions in the sequence.
-
-    Tokens that do not fit in the cache are dropped.
-    Shapes: k (batch, seqlen_new, n_kv_heads, head_dim); v (batch, seqlen_new, n_kv_heads, v_head_dim).
-    """
-    batch, seqlen_new, n_kv_heads, head_dim = k.shape
-    v_head_dim = v.shape[-1]
-    n_blocks = triton.cdiv(seqlen_new, APPEND_ROWS)
-    if k.numel() == 0:
-        return
-    _append_kernel[(batch * n_blocks, n_kv_heads)](
-        k, v, cache.k, cache.v, cache.seqlens, cache.table, *_angles(rotary),
-        *k.stride()[:3], *v.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
-        _stride(cache.table), _stride(rotary.cos if rotary else None),
-        seqlen_new, n_blocks, cache.k.shape[0], cache.k.shape[1], cache.capacity, _positions(rotary),
-        D=head_dim, DV=v_head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_DV=triton.next_power_of_2(v_head_dim), BLOCK_T=APPEND_ROWS, **_rotary_switches(rotary),
-    )  # fmt: skip
 
 
 @triton.jit
@@ -268,7 +144,7 @@ def _decode_kernel(
 
     q_ptrs = q_ptr + sequence_64 * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh  # [M]
     positions = cached + token if ROTARY_BY_TOKEN else cached + token * 0
-    q = _load_rotated(
+    q = load_rotated(
         q_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
     )
     slope = aligned
@@ -394,12 +270,12 @@ def decode_attention(
         partial, partial_lse = o, lse
     _decode_kernel[(n_programs * n_splits,)](
         q, cache.k, cache.v, partial, partial_lse, cache.seqlens, cache.leftpad, cache.table, slopes,
-        *_angles(rotary), *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
-        _stride(cache.table), slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
-        _stride(rotary.cos if rotary else None),
+        *angles_of(rotary), *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
+        stride_of(cache.table), slopes.stride(0) if slopes is not None and slopes.dim() == 2 else 0,
+        stride_of(rotary.cos if rotary else None),
         batch, seqlen_q, seqlen_new, n_kv_heads, n_pages, page_size, cache.capacity, n_tiles, n_splits, left, right,
-        _positions(rotary), softmax_scale, softcap,
-        PAGED=cache.paged, HAS_SOFTCAP=softcap != 0.0, **_rotary_switches(rotary), ROTARY_BY_TOKEN=rotary_by_token,
+        positions_of(rotary), softmax_scale, softcap,
+        PAGED=cache.paged, HAS_SOFTCAP=softcap != 0.0, **rotary_switches(rotary), ROTARY_BY_TOKEN=rotary_by_token,
         GROUP=group,
         D=head_dim, BLOCK_D=padded_width(head_dim), DV=v_head_dim, BLOCK_DV=padded_width(v_head_dim),
         BLOCK_M=tiles.block_m, BLOCK_N=block_n, PRECISION=precision_of(q),
@@ -469,22 +345,3 @@ def _shared_limit(device: torch.device) -> int:
     # The type is Any, because torch's type stub lacks an attribute.
     properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)
     return 0 if properties is None else properties.shared_memory_per_block_optin
-
-
-def _angles(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None]:
-    return (rotary.cos, rotary.sin) if rotary else (None, None)
-
-
-def _positions(rotary: Rotary | None) -> int:
-    return rotary.cos.shape[0] if rotary else 0
-
-
-def _rotary_switches(rotary: Rotary | None) -> dict[str, int | bool]:
-    return {
-        "ROTARY": 2 * rotary.cos.shape[1] if rotary else 0,
-        "INTERLEAVED": rotary.interleaved if rotary else True,
-    }
-
-
-def _stride(rows: Tensor | None) -> int:
-    return 0 if rows is None else rows.stride(0)
