@@ -3,7 +3,8 @@
 If each sequence has one query, there are too few tiles of queries to fill a GPU. The keys of a sequence are therefore
 split over several programs, which write their outputs in fp32. A second kernel merges these outputs by their lse. The
 method is Flash-Decoding (pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads
-that share a KV head, so that each key is read once. cache.py describes the cache, and appends new tokens to it.
+that share a KV head, so that each key is read once. decode_tile.py has the phases of the decoding kernel. cache.py
+describes the cache, and appends new tokens to it.
 """
 
 from dataclasses import replace
@@ -15,67 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_kernels.device import LOG2_E, Arch, arch_of, interpreted, multiprocessors
-from fa_kernels.flash_attention.masks import is_visible
-from fa_kernels.flash_attention.portable.cache import (
-    Cache,
-    Rotary,
-    angles_of,
-    load_rotated,
-    positions_of,
-    rotary_switches,
-    stride_of,
+from fa_kernels.flash_attention.portable.cache import Cache, Rotary, angles_of, positions_of, rotary_switches, stride_of
+from fa_kernels.flash_attention.portable.decode_tile import (
+    Scoring,
+    attend,
+    begin_softmax,
+    keys_of_sequence,
+    load_queries,
+    load_slopes,
+    locate_item,
+    pages_of_sequence,
+    rows_of_tile,
+    span_of_split,
+    store_outputs,
 )
-from fa_kernels.flash_attention.portable.columns import load_columns
-from fa_kernels.flash_attention.scores import alibi_bias, cap
-from fa_kernels.flash_attention.softmax import online_softmax_step
 from fa_kernels.flash_attention.tiles import TileConfig, fit, precision_of, tile_config
 
 MAX_SPLITS = 128
 MIN_SPLIT = 256  # minimum number of keys per split; with fewer keys, merging costs more time than splitting saves
-
-
-@triton.jit
-def _attend(
-    acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page, start, end, key_start, key_end,
-    first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt, softmax_scale, softcap,
-    slope, aligned,
-    MASKED: tl.constexpr, PAGED: tl.constexpr, HAS_LEFTPAD: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Updates the running softmax of one tile of queries with the keys from `start` to `end - 1`.
-
-    start is a multiple of BLOCK_N.
-    """
-    for n_64 in range(start, end, BLOCK_N):
-        n = tl.cast(n_64, tl.int32)
-        if PAGED:  # the page size is a multiple of `BLOCK_N`, so a block lies in one page
-            # If an entry of the table is wrong, another page may be read, but never memory outside of the cache.
-            page = tl.minimum(tl.maximum(tl.load(table_ptr + n // page_size), 0), n_pages - 1).to(tl.int64)
-            within = (n % page_size).to(tl.int64)
-        else:
-            within = n_64
-        k_block = k_ptr + (page * stride_kp + within * stride_kt)
-        v_block = v_ptr + (page * stride_vp + within * stride_vt)
-        n_left = n_keys - n
-        k = load_columns(k_block, 0, stride_kt, n_left, (BLOCK_D,), D, BLOCK_N, MASKED)[0]  # [N, BLOCK_D]
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
-        keys = n + tl.arange(0, BLOCK_N)
-        to_log2 = softmax_scale * LOG2_E
-        if HAS_SOFTCAP:
-            scores, _ = cap(scores, softmax_scale, softcap, k.dtype)
-            to_log2 = 1.0
-        if HAS_ALIBI:
-            scores = scores * to_log2 + alibi_bias(slope[:, None], aligned[:, None], keys[None, :])
-            to_log2 = 1.0
-        if MASKED:
-            scores = tl.where(is_visible(keys, key_start, key_end), scores, float("-inf"))
-        p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
-        v = load_columns(v_block, 0, stride_vt, n_left, (BLOCK_DV,), DV, BLOCK_N, MASKED)[0]  # [N, BLOCK_DV]
-        if MASKED and HAS_LEFTPAD:  # padding may contain NaN, and 0 * NaN is NaN
-            v = tl.where((keys >= first_key)[:, None], v, 0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-    return acc, row_max, row_sum
 
 
 @triton.jit(
@@ -103,87 +61,30 @@ def _decode_kernel(
     columns, padded to BLOCK_DV. This kernel cannot use two column blocks per head. With two blocks, ptxas 12.8
     generates wrong matrix descriptors if K or V reaches shared memory through registers.
     """
-    program = tl.program_id(0)
-    tile = program % n_tiles
-    split = program // n_tiles % n_splits
-    kv_head = program // (n_tiles * n_splits) % n_kv_heads
-    sequence = program // (n_tiles * n_splits * n_kv_heads)
-    sequence_64, kv_head_64 = sequence.to(tl.int64), kv_head.to(tl.int64)
-
-    # Keys at the positions from first_key to n_keys - 1 can be visible.
-    cached = tl.load(seqlens_ptr + sequence)
-    n_keys = tl.minimum(tl.maximum(cached, 0) + seqlen_new, capacity)
-    first_key = 0
-    if leftpad_ptr is not None:
-        first_key = tl.maximum(tl.load(leftpad_ptr + sequence), 0)
-    n_rows = seqlen_q * GROUP
-    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M]
-    inside = rows < n_rows
-    token, head = rows // GROUP, kv_head * GROUP + rows % GROUP
-    aligned = n_keys - seqlen_q + token  # the last query is aligned with the last key
-    key_start = tl.maximum(aligned - left, first_key)
-    key_end = tl.minimum(aligned + right + 1, n_keys)
-
-    # The tile sees keys from the first visible key of its first token to the last visible key of its last token.
-    first_aligned = n_keys - seqlen_q + tile * BLOCK_M // GROUP
-    last_aligned = n_keys - seqlen_q + (tl.minimum((tile + 1) * BLOCK_M, n_rows) - 1) // GROUP
-    start = tl.maximum(first_aligned - left, first_key) // BLOCK_N * BLOCK_N
-    end = tl.minimum(last_aligned + right + 1, n_keys)
-    split_size = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N * n_splits) * BLOCK_N
-    start += split * split_size
-    end = tl.minimum(start + split_size, end)
-    whole_start = tl.cdiv(tl.maximum(last_aligned - left, first_key), BLOCK_N) * BLOCK_N
-    whole_start = tl.minimum(tl.maximum(whole_start, start), tl.maximum(start, end))
-    whole_end = tl.minimum(first_aligned + right + 1, n_keys) // BLOCK_N * BLOCK_N
-    whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
-
-    # Loop bounds are converted to int64 here. If the compiler had to widen the loop counters, ptxas would serialise
-    # wgmma (warning C7515).
-    start, whole_start = start.to(tl.int64), whole_start.to(tl.int64)
-    whole_end, end = whole_end.to(tl.int64), end.to(tl.int64)
-
-    q_ptrs = q_ptr + sequence_64 * stride_qb + token.to(tl.int64) * stride_qt + head.to(tl.int64) * stride_qh  # [M]
-    positions = cached + token if ROTARY_BY_TOKEN else cached + token * 0
-    q = load_rotated(
-        q_ptrs, inside, positions, cos_ptr, sin_ptr, stride_cos, seqlen_rotary, D, BLOCK_D, ROTARY, INTERLEAVED
-    )
-    slope = aligned
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence_64 * stride_slopes + head, mask=inside, other=0.0)
-    page = sequence_64
-    if table_ptr is not None:
-        table_ptr += sequence_64 * stride_table
-        if not PAGED:
-            page = tl.minimum(tl.maximum(tl.load(table_ptr), 0), n_pages - 1).to(tl.int64)
-
-    k_ptr += kv_head_64 * stride_kh
-    v_ptr += kv_head_64 * stride_vh
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    item = locate_item(n_tiles, n_splits, n_kv_heads)
+    keys = keys_of_sequence(item.sequence, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)
+    rows = rows_of_tile(item, keys, seqlen_q, left, right, GROUP, BLOCK_M)
+    span = span_of_split(item, keys, seqlen_q, left, right, n_splits, GROUP, BLOCK_M, BLOCK_N)
+    q = load_queries(
+        item, keys, rows, q_ptr, stride_qb, stride_qt, stride_qh, cos_ptr, sin_ptr, stride_cos, seqlen_rotary,
+        D, BLOCK_D, ROTARY, INTERLEAVED, ROTARY_BY_TOKEN,
+    )  # fmt: skip
+    scoring = Scoring(softmax_scale, softcap, load_slopes(item, rows, slopes_ptr, stride_slopes))
+    pages = pages_of_sequence(
+        item, k_ptr, v_ptr, table_ptr, stride_table, n_pages, page_size,
+        stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, PAGED,
+    )  # fmt: skip
+    running = begin_softmax(BLOCK_M, BLOCK_DV)
     # Phases 0 and 2 process the blocks at both ends of the range of keys. These blocks need a mask. Every row sees all
     # keys of phase 1.
     for phase in tl.static_range(3):
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_ptr, v_ptr, table_ptr, page,
-            start if phase == 0 else whole_start if phase == 1 else whole_end,
-            whole_start if phase == 0 else whole_end if phase == 1 else end,
-            key_start, key_end, first_key, n_keys, n_pages, page_size, stride_kp, stride_kt, stride_vp, stride_vt,
-            softmax_scale, softcap, slope, aligned,
-            phase != 1, PAGED, leftpad_ptr is not None, HAS_SOFTCAP, slopes_ptr is not None,
-            D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, PRECISION,
+        running = attend(
+            running, q, rows, keys, pages, scoring,
+            span.start if phase == 0 else span.whole_start if phase == 1 else span.whole_end,
+            span.whole_start if phase == 0 else span.whole_end if phase == 1 else span.end,
+            phase != 1, PAGED, leftpad_ptr is not None, HAS_SOFTCAP, D, BLOCK_D, DV, BLOCK_DV, BLOCK_N, PRECISION,
         )  # fmt: skip
-
-    sees = row_sum > 0  # rows that see no key get o = 0 and lse = -inf
-    divisor = tl.where(sees, row_sum, 1.0)[:, None]
-    lse = tl.where(sees, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
-    n_heads = n_kv_heads * GROUP
-    first_row = (split * batch + sequence).to(tl.int64) * seqlen_q * n_heads  # rows of earlier splits come first
-    o_ptrs = o_ptr + (first_row + token.to(tl.int64) * n_heads + head) * DV  # [M]
-    cols = tl.arange(0, BLOCK_DV)
-    mask = inside[:, None] & (cols[None, :] < DV)
-    tl.store(o_ptrs[:, None] + cols[None, :], (acc / divisor).to(o_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + first_row + head.to(tl.int64) * seqlen_q + token, lse, mask=inside)
+    store_outputs(running, item, rows, o_ptr, lse_ptr, batch, seqlen_q, n_kv_heads, GROUP, DV, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "n_heads", "n_rows", "n_splits"])

@@ -47,9 +47,9 @@ from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.queue import field, read
 from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, operand
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, place_of, wait_full
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.structure import structure
 
 
 @structure

@@ -29,7 +29,7 @@ from fa_kernels.flash_attention.hopper.primitives.columns import (
 from fa_kernels.flash_attention.hopper.primitives.queue import field, read
 from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, in_order_of_threads
 from fa_kernels.flash_attention.hopper.primitives.ring import place_of, wait_full
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.structure import structure
 
 SUMS = gl.constexpr(2)  # how many tiles of dQ may be in flight to global memory
 

@@ -18,8 +18,8 @@ from fa_kernels.flash_attention.hopper.primitives.columns import nbytes_of, new_
 from fa_kernels.flash_attention.hopper.primitives.queue import DRAWN_BEFORE, field, item_of, post, take
 from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
 from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, wait_empty
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.schedule import WORK_TILE
+from fa_kernels.flash_attention.structure import structure
 
 BLOCK_N = WORK_TILE  # keys of an item, 64 for each of two consumer warpgroups
 SUM_BLOCK = 64  # the sum of dQ is stored in blocks of 64 queries and at most 64 columns

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_kernels.flash_attention.hopper.backward.items import first_step, locate_item, next_step
 from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, place_of, wait_full
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.structure import structure
 
 NO_TILE = gl.constexpr(-1)  # the value of a semaphore when a launch starts
 _PLACES = gl.constexpr(2)  # at most this many `added` signals wait for `raise_semaphores`

@@ -49,10 +49,10 @@ from fa_kernels.flash_attention.hopper.backward.items import (
 from fa_kernels.flash_attention.hopper.primitives.columns import new_buffer
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers, place_of, wait_full
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.structure import structure
 from fa_kernels.flash_attention.tile_order import kv_heads_per_section
 from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch

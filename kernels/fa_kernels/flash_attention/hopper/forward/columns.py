@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from fa_kernels.flash_attention.hopper.forward import softmax
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.structure import structure
 
 
 @structure

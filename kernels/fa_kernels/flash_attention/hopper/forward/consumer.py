@@ -24,8 +24,8 @@ from fa_kernels.flash_attention.hopper.primitives.queue import (
 )
 from fa_kernels.flash_attention.hopper.primitives.registers import accumulator
 from fa_kernels.flash_attention.hopper.primitives.ring import place_of
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale
+from fa_kernels.flash_attention.structure import structure
 
 
 @structure

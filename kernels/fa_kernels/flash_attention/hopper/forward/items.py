@@ -14,7 +14,7 @@ from fa_kernels.flash_attention.hopper.primitives.queue import (
     take,
 )
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.structure import structure
 
 
 @structure

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_kernels.device import multiprocessors
 from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)

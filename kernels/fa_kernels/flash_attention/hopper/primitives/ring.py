@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from fa_kernels.flash_attention.hopper.primitives.barriers import hand_back
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.structure import structure
 
 
 @structure

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from fa_kernels.flash_attention.hopper.primitives.structure import structure
+from fa_kernels.flash_attention.structure import structure
 from fa_kernels.flash_attention.tile_order import tile_and_head
 
 
