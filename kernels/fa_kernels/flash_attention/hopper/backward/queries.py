@@ -36,7 +36,7 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.primitives.barriers import WARPGROUP, hand_back, meet
 from fa_kernels.flash_attention.hopper.primitives.columns import new_buffer
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
-from fa_kernels.flash_attention.hopper.primitives.registers import keep_columns
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, keep_columns, operand
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers, wait_empty, wait_full
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import WORK_TILE, Schedule
@@ -115,6 +115,25 @@ class _Rows:
     marks: gl.tensor  # NaN marks (nan_marks.py), or None
 
 
+@structure
+class _Queries:
+    """A consumer's 64 queries of one head, with the values that every step uses.
+
+    Every query sees all keys from `whole_start` to `whole_end - 1`, so blocks of these keys need no mask.
+    """
+
+    first: gl.tensor
+    head: gl.tensor
+    q: gl.shared_memory_descriptor  # [M, D]
+    do: gl.shared_memory_descriptor
+    lse: gl.tensor  # [M, 1], in log2 units
+    delta: gl.tensor  # [M, 1]
+    key_start: gl.tensor  # [M]; a query sees the keys from `key_start` to `key_end - 1`
+    key_end: gl.tensor
+    whole_start: gl.tensor
+    whole_end: gl.tensor
+
+
 @gluon.jit
 def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Returns the work item of this program."""
@@ -173,24 +192,12 @@ def _release(ring, stage, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    CONSUMER: gl.constexpr, dq_desc, of_rows, scale, buffers, order, ranges, HAS_SOFTCAP: gl.constexpr,
-    ARRIVALS: gl.constexpr,
-):  # fmt: skip
-    """Runs a consumer warpgroup: it computes dQ of 64 queries of the item."""
+def _load_queries(item, CONSUMER: gl.constexpr, of_rows, buffers, ranges):
+    """Returns the queries of this consumer. Q and dO may still be on the way to shared memory."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
-    K_STAGES: gl.constexpr = buffers.k.buffers.shape[0]
-    V_STAGES: gl.constexpr = buffers.v.buffers.shape[0]
     BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
-    D: gl.constexpr = buffers.k.buffers.shape[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    dtype: gl.constexpr = buffers.q.dtype
-    item = _locate_item(order, ranges, 2 * BLOCK_M, BLOCK_N)
-    key = item.start
     first = item.first + CONSUMER * BLOCK_M
-    rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
+    rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, accumulator(BLOCK_N)))
     inside = rows < ranges.total
     key_start = gl.load(ranges.start + rows, mask=inside, other=0)
     key_end = gl.load(ranges.end + rows, mask=inside, other=0)
@@ -199,45 +206,87 @@ def _consume(
     lse = gl.load(of_rows.lse + row_offset + rows, mask=inside, other=float("-inf"))
     lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), 1)
     delta = gl.expand_dims(gl.load(of_rows.delta + row_offset + rows, mask=inside, other=0.0), 1)
-    # All rows see all keys from whole_start to whole_end, so blocks of keys in between need no mask.
     last = gl.minimum(first + BLOCK_M, ranges.total) - 1
     whole_start = gl.load(ranges.start + last)
     whole_end = gl.load(ranges.end + gl.minimum(first, last))
     q, do = buffers.q.index(CONSUMER), buffers.do.index(CONSUMER)
-    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=SCORES)
-    dq = gl.zeros([BLOCK_M, D], gl.float32, layout=OUT)
+    return _Queries(first, item.head, q, do, lse, delta, key_start, key_end, whole_start, whole_end)
+
+
+@gluon.jit
+def _probabilities(scores, key, queries, scale, HAS_SOFTCAP: gl.constexpr):
+    """Computes P [M, N] of the block of keys that begins with `key`.
+
+    With a soft cap, P is multiplied by the slope of the cap, because dS needs this product.
+    """
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    if HAS_SOFTCAP:
+        scores, t = cap(scores, scale.softmax, scale.softcap, queries.q.dtype)
+        p = gl.exp2(scores - queries.lse)
+        p = p * (1.0 - t * t)
+    else:
+        p = gl.exp2(scores * (scale.softmax * LOG2_E) - queries.lse)
+    if (key < queries.whole_start) | (key + BLOCK_N > queries.whole_end):
+        p = keep_columns(p, queries.key_start - key, queries.key_end - key, 0.0)
+    return p
+
+
+@gluon.jit
+def _add_block(dq, step, key, queries, k_ring, v_ring, scale, HAS_SOFTCAP: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Adds dS K of one block of keys to dQ. `key` is the first key of the block."""
+    K_STAGES: gl.constexpr = k_ring.buffers.shape[0]
+    V_STAGES: gl.constexpr = v_ring.buffers.shape[0]
+    BLOCK_M: gl.constexpr = dq.shape[0]
+    BLOCK_N: gl.constexpr = k_ring.buffers.shape[1]
+    dtype: gl.constexpr = queries.q.dtype
+    k_stage, v_stage = step % K_STAGES, step % V_STAGES
+    k, v = k_ring.buffers.index(k_stage), v_ring.buffers.index(v_stage)
+    no_scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=accumulator(BLOCK_N))
+    wait_full(k_ring.full, step)
+    scores = warpgroup_mma(queries.q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [M, N]
+    wait_full(v_ring.full, step)
+    dp = warpgroup_mma(queries.do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    p = _probabilities(scores, key, queries, scale, HAS_SOFTCAP)
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    _release(v_ring, v_stage, ARRIVALS)
+    ds = (p * (dp - queries.delta)).to(dtype)
+    dq = warpgroup_mma(gl.convert_layout(ds, operand(dq.shape[1])), k, dq, is_async=True)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    _release(k_ring, k_stage, ARRIVALS)
+    return dq
+
+
+@gluon.jit
+def _store(dq, queries, scale, dq_desc):
+    """Stores dQ through this consumer's own buffer of Q."""
+    meet()  # waits until all warps of this consumer have read Q
+    queries.q.store((dq * scale.softmax).to(queries.q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dq_desc, [queries.first, queries.head * dq.shape[1]], queries.q)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr, dq_desc, of_rows, scale, buffers, order, ranges, HAS_SOFTCAP: gl.constexpr,
+    ARRIVALS: gl.constexpr,
+):  # fmt: skip
+    """Runs a consumer warpgroup: it computes dQ of 64 queries of the item."""
+    BLOCK_M: gl.constexpr = buffers.q.shape[1]
+    BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
+    D: gl.constexpr = buffers.k.buffers.shape[2]
+    item = _locate_item(order, ranges, 2 * BLOCK_M, BLOCK_N)
+    key = item.start
+    queries = _load_queries(item, CONSUMER, of_rows, buffers, ranges)
+    dq = gl.zeros([BLOCK_M, D], gl.float32, layout=accumulator(D))
     mbarrier.wait(buffers.q_full.index(CONSUMER), 0)
     for step in range(item.n_blocks):
-        k_stage, v_stage = step % K_STAGES, step % V_STAGES
-        k, v = buffers.k.buffers.index(k_stage), buffers.v.buffers.index(v_stage)
-        wait_full(buffers.k.full, step)
-        scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [M, N]
-        wait_full(buffers.v.full, step)
-        dp = warpgroup_mma(do, v.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        if HAS_SOFTCAP:
-            scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
-            p = gl.exp2(scores - lse)
-            p = p * (1.0 - t * t)
-        else:
-            p = gl.exp2(scores * (scale.softmax * LOG2_E) - lse)
-        if (key < whole_start) | (key + BLOCK_N > whole_end):
-            p = keep_columns(p, key_start - key, key_end - key, 0.0)
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        _release(buffers.v, v_stage, ARRIVALS)
-        ds = (p * (dp - delta)).to(dtype)
-        dq = warpgroup_mma(gl.convert_layout(ds, OPERAND), k, dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        _release(buffers.k, k_stage, ARRIVALS)
+        dq = _add_block(dq, step, key, queries, buffers.k, buffers.v, scale, HAS_SOFTCAP, ARRIVALS)
         key += BLOCK_N
     if of_rows.marks is not None:
-        mark_rows((dq,), first, item.head, ranges.total, of_rows.marks, CONSUMER)
-    # dQ overwrites Q in this consumer's own buffer, after all warps of the consumer have read Q.
-    meet()
-    q.store((dq * scale.softmax).to(dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dq_desc, [first, item.head * D], q)
-    tma.store_wait(0)
+        mark_rows((dq,), queries.first, item.head, ranges.total, of_rows.marks, CONSUMER)
+    _store(dq, queries, scale, dq_desc)
 
 
 @gluon.jit(do_not_specialize=(
