@@ -28,6 +28,7 @@ from fa_kernels.flash_attention.hopper.backward.items import (
     SIZES,
     Descriptors,
     Inputs,
+    Visible,
     first_step,
     hide,
     locate_item,
@@ -39,10 +40,12 @@ from fa_kernels.flash_attention.hopper.backward.items import (
 )
 from fa_kernels.flash_attention.hopper.primitives.barriers import HALVES_BARRIER, hand_back, meet, named_barrier
 from fa_kernels.flash_attention.hopper.primitives.nan_marks import mark_rows
+from fa_kernels.flash_attention.hopper.primitives.registers import accumulator, operand
 from fa_kernels.flash_attention.hopper.primitives.ring import place_of
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.structure import structure
 from fa_kernels.flash_attention.tile_order import kv_heads_per_section
 from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
@@ -53,71 +56,101 @@ STAGES = 4  # the number of steps whose Q and dO can be in shared memory at once
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 
+@structure
+class _Keys:
+    """A consumer's 64 keys."""
+
+    first: gl.tensor
+    k: gl.shared_memory_descriptor  # [64, D]
+    v: gl.shared_memory_descriptor
+    visible: Visible  # the queries that see each key
+
+
+@gluon.jit
+def _keys_of_consumer(item, HALF: gl.constexpr, buffers, ranges):
+    """Returns half of the item's keys. K and V may still be on the way to shared memory."""
+    BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
+    KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
+    first = item.first + HALF * KEYS
+    visible = visible_queries(ranges, first, KEYS, gl.SliceLayout(1, accumulator(BLOCK_M)))
+    k = buffers.k[0].index(0).slice(HALF * KEYS, KEYS, dim=0)
+    v = buffers.v[0].index(0).slice(HALF * KEYS, KEYS, dim=0)
+    return _Keys(first, k, v, visible)
+
+
+@gluon.jit
+def _step(dk, dv, step, m, keys, buffers, barriers, scale):
+    """Processes one step, whose first query is `m`. Returns dK and dV."""
+    q_bufs, do_bufs = buffers.q[0], buffers.do[0]
+    STAGES: gl.constexpr = q_bufs.shape[0]
+    BLOCK_M: gl.constexpr = q_bufs.shape[1]
+    KEYS: gl.constexpr = dk.shape[0]
+    D: gl.constexpr = dk.shape[1]
+    SCORES: gl.constexpr = accumulator(BLOCK_M)
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    dtype: gl.constexpr = q_bufs.dtype
+    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=SCORES)
+    stage, phase = place_of(step, STAGES)
+    q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
+    mbarrier.wait(barriers.q_full.index(stage), phase)
+    scores = warpgroup_mma(keys.k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
+    mbarrier.wait(barriers.do_full.index(stage), phase)
+    dp = warpgroup_mma(keys.v, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    lse = gl.expand_dims(buffers.lse.index(stage).load(QUERIES), 0)
+    scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
+    slope = 1.0 - t * t
+    p = hide(gl.exp2(scores - lse), keys.visible, m)
+    p_low = p.to(dtype)
+    p = p * slope
+    dp = warpgroup_mma_wait(0, deps=[dp])
+    dv = warpgroup_mma(gl.convert_layout(p_low, operand(D)), do, dv, is_async=True)
+    delta = gl.expand_dims(buffers.delta.index(stage).load(QUERIES), 0)
+    ds = (p * (dp - delta)).to(dtype)
+    dk = warpgroup_mma(gl.convert_layout(ds, operand(D)), q, dk, is_async=True)
+    dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
+    hand_back(barriers.empty.index(stage))
+    return dk, dv
+
+
+@gluon.jit
+def _store(dk, dv, item, keys, buffers, scale, HALF: gl.constexpr, out_desc):
+    """Stores dK and dV through the buffers of K and V.
+
+    The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
+    """
+    D: gl.constexpr = dk.shape[1]
+    meet()  # waits until all warps of this consumer have read the consumer's half of K and V
+    keys.k.store((dk * scale.softmax).to(keys.k.dtype))
+    keys.v.store(dv.to(keys.v.dtype))
+    fence_async_shared()
+    named_barrier(HALVES_BARRIER, 256)  # waits until both consumers have stored their halves of dK and dV
+    k_buf, v_buf = buffers.k[0].index(0), buffers.v[0].index(0)
+    tma.async_copy_shared_to_global(out_desc, [item.first, item.kv_head * D], k_buf if HALF == 0 else v_buf)
+    tma.store_wait(0)
+
+
 @gluon.jit
 def _consume(
     HALF: gl.constexpr, out_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs a consumer warpgroup: it computes dK and dV of half of an item's keys.
-
-    The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
-    """
-    q_bufs, do_bufs = buffers.q[0], buffers.do[0]
-    k_buf, v_buf = buffers.k[0].index(0), buffers.v[0].index(0)
-    STAGES: gl.constexpr = q_bufs.shape[0]
-    BLOCK_M: gl.constexpr = q_bufs.shape[1]
-    D: gl.constexpr = q_bufs.shape[2]
-    BLOCK_N: gl.constexpr = k_buf.shape[0]
-    KEYS: gl.constexpr = BLOCK_N // 2
-    dtype: gl.constexpr = q_bufs.dtype
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    operand_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=kv_layout, k_width=2)
-    queries_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
-    keys_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
-
+    """Runs a consumer warpgroup: it computes dK and dV of half of an item's keys."""
+    BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
+    D: gl.constexpr = buffers.q[0].shape[2]
+    BLOCK_N: gl.constexpr = buffers.k[0].shape[1]
     item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, False)
-    first = item.first + HALF * KEYS  # the first of this consumer's keys
-    visible = visible_queries(ranges, first, KEYS, keys_layout)
-    k_half = k_buf.slice(HALF * KEYS, KEYS, dim=0)  # [64, D]
-    v_half = v_buf.slice(HALF * KEYS, KEYS, dim=0)
-    no_scores = gl.zeros([KEYS, BLOCK_M], gl.float32, layout=scores_layout)
-    dk = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
-    dv = gl.zeros([KEYS, D], gl.float32, layout=kv_layout)
+    keys = _keys_of_consumer(item, HALF, buffers, ranges)
+    dk = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator(D))
+    dv = gl.zeros([BLOCK_N // 2, D], gl.float32, layout=accumulator(D))
     mbarrier.wait(barriers.kv_full.index(0), 0)
     for step in range(item.n_steps):
-        stage, phase = place_of(step, STAGES)
-        q, do = q_bufs.index(stage), do_bufs.index(stage)  # [M, D]
-        mbarrier.wait(barriers.q_full.index(stage), phase)
-        scores = warpgroup_mma(k_half, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)  # [64, M]
-        mbarrier.wait(barriers.do_full.index(stage), phase)
-        dp = warpgroup_mma(v_half, do.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        lse = gl.expand_dims(buffers.lse.index(stage).load(queries_layout), 0)
-        scores, t = cap(scores, scale.softmax, scale.softcap, dtype)
-        slope = 1.0 - t * t
-        p = hide(gl.exp2(scores - lse), visible, m)
-        p_low = p.to(dtype)
-        p = p * slope
-        dp = warpgroup_mma_wait(0, deps=[dp])
-        dv = warpgroup_mma(gl.convert_layout(p_low, operand_layout), do, dv, is_async=True)
-        delta = gl.expand_dims(buffers.delta.index(stage).load(queries_layout), 0)
-        ds = (p * (dp - delta)).to(dtype)
-        dk = warpgroup_mma(gl.convert_layout(ds, operand_layout), q, dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
-        hand_back(barriers.empty.index(stage))
+        dk, dv = _step(dk, dv, step, m, keys, buffers, barriers, scale)
         m, head = next_step(m, head, item, GROUP, BLOCK_M)
     if marks_ptr is not None:
-        mark_rows((dk + dv,), first, item.kv_head, ranges.total, marks_ptr, HALF)
-    # dK and dV overwrite this consumer's half of K and V in shared memory, after all its warps have read this half.
-    meet()
-    k_half.store((dk * scale.softmax).to(dtype))
-    v_half.store(dv.to(dtype))
-    fence_async_shared()
-    named_barrier(HALVES_BARRIER, 256)
-    tma.async_copy_shared_to_global(out_desc, [item.first, item.kv_head * D], k_buf if HALF == 0 else v_buf)
-    tma.store_wait(0)
+        mark_rows((dk + dv,), keys.first, item.kv_head, ranges.total, marks_ptr, HALF)
+    _store(dk, dv, item, keys, buffers, scale, HALF, out_desc)
 
 
 @gluon.jit(do_not_specialize=SIZES)
