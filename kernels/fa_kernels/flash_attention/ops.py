@@ -20,7 +20,7 @@ instead. They receive ALiBi as a list of three tensors, which is empty without A
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -134,12 +134,30 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
+class _ForwardInputs(NamedTuple):
+    """The arguments of `forward_operator`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    schedule: Sequence[Tensor]
+    alibi: Sequence[Tensor]
+    sinks: Tensor | None
+    descale: Tensor | None
+    softmax_scale: float
+    softcap: float
+    out_dtype: torch.dtype
+    deterministic: bool
+    crosses_documents: bool
+    length_class: str
+
+
 def _save_for_operator(ctx, inputs, output) -> None:
-    q, k, v, schedule, alibi, sinks, _, *options = inputs
-    ctx.softmax_scale, ctx.softcap, _, deterministic, ctx.crosses_documents, _ = options
-    ctx.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    ctx.save_for_backward(q, k, v, *output, sinks, *schedule, *alibi)
-    ctx.n_schedule = len(schedule)
+    of = _ForwardInputs(*inputs)
+    ctx.softmax_scale, ctx.softcap, ctx.crosses_documents = of.softmax_scale, of.softcap, of.crosses_documents
+    ctx.deterministic = of.deterministic or torch.are_deterministic_algorithms_enabled()
+    ctx.save_for_backward(of.q, of.k, of.v, *output, of.sinks, *of.schedule, *of.alibi)
+    ctx.n_schedule = len(of.schedule)
     ctx.set_materialize_grads(False)
 
 
@@ -200,8 +218,8 @@ class _Attention(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wants_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns o, or (o, lse) if wants_lse. Each output of an autograd Function costs host time."""
-        o, lse = _forward(q, k, v, *options)
-        schedule, features, _, deterministic, _ = options
+        schedule, features, out_dtype, deterministic, observed = options
+        o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, observed)
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         # Hooks may offload tensors that are saved with save_for_backward. The schedule is not saved there, because all

@@ -189,7 +189,7 @@ def decode_attention(
 
 def _merge_splits(partial: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor) -> None:
     """Merges the partial outputs (n_splits, *o.shape) and their lse into o and lse."""
-    n_splits, _, seqlen_q, n_heads, v_head_dim = partial.shape
+    n_splits, (seqlen_q, n_heads, v_head_dim) = partial.shape[0], o.shape[1:]
     n_rows = lse.numel()
     _merge_kernel[(n_rows,)](
         partial, partial_lse, o, lse, seqlen_q, n_heads, n_rows, n_splits,

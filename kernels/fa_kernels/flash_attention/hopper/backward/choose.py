@@ -70,7 +70,7 @@ def attention_backward(
     # A separate tensor for delta is needed only for the gradient of sinks, the repair of NaN, and queries.py.
     keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
-    rows, delta, dq_sum, _ = prepared
+    delta, dq_sum = prepared.delta, prepared.dq_sum
     do = do.to(q.dtype)
     if not loadable(do):
         do = do.clone(memory_format=torch.contiguous_format)
@@ -83,7 +83,7 @@ def attention_backward(
     else:
         assert delta is not None
         of_keys = wide.gradients_of_keys if is_wide else keys.gradients_of_keys
-        dk, dv = of_keys(do, q, k, v, rows, marks_k, schedule, features)
+        dk, dv = of_keys(do, q, k, v, prepared.rows, marks_k, schedule, features)
         dq = gradient_of_queries(do, q, k, v, lse, delta, marks_q, schedule, features)
     if marks_q is not None and marks_k is not None:
         assert delta is not None

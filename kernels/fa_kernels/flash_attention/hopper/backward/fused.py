@@ -168,7 +168,7 @@ def gradients_of_keys(
     call (fused_config.config_of). TMA must be able to load q, k, v and do (descriptors.loadable).
     marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
     """
-    rows, _, dq_sum, semaphores = prepared
+    rows, dq_sum, semaphores = prepared.rows, prepared.dq_sum, prepared.semaphores
     assert dq_sum is not None
     n_heads, head_dim = q.shape[1:]
     total_k, n_kv_heads, _ = k.shape
