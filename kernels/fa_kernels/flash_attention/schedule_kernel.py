@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fa_kernels.device import ceil_div
+from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
@@ -28,6 +29,32 @@ TILES = 32  # one program computes the positions of this many tiles
 OTHERS = 256  # a program compares its own tiles with this many other tiles at a time
 WARPS = 8  # per program
 ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer begins at a multiple of this
+
+
+@structure
+class _Side:
+    """What a kernel needs to find the ranges of queries, or the ranges of keys.
+
+    The own side has the tokens whose ranges are computed. The ranges contain tokens of the other side.
+    """
+
+    own_ptr: tl.tensor  # cu_seqlens of the own side
+    other_ptr: tl.tensor  # cu_seqlens of the other side
+    n_edges: tl.tensor  # the number of elements of cu_seqlens
+    stride: tl.tensor  # the largest power of two that is at most n_edges
+    total_own: tl.tensor  # the number of tokens
+    total_other: tl.tensor
+    before: tl.tensor  # how many tokens a range has before the aligned token; -1 means all
+    after: tl.tensor
+
+
+@structure
+class _Ranges:
+    """For each token, the range of tokens that it sees, and the length of its document on the other side."""
+
+    start: tl.tensor
+    end: tl.tensor
+    length: tl.tensor
 
 
 @triton.jit
@@ -56,30 +83,24 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns for each token the start and the end of its range, and the length of its document.
-
-    If the tokens are queries, their ranges and lengths refer to keys. If the tokens are keys, their ranges and lengths
-    refer to queries.
-
-    side: the tuple `queries` or `keys` that _schedule_kernel builds.
-    """
-    own_ptr, other_ptr, n_edges, stride, total_own, total_other, before, after = side
-    document = _document_of(tokens, own_ptr, n_edges, stride)
-    start = _edge(document - 1, other_ptr, n_edges, total_other)
-    end = _edge(document, other_ptr, n_edges, total_other)
-    aligned = tokens - _edge(document, own_ptr, n_edges, total_own) + end
-    first = tl.where(before < 0, start, tl.minimum(tl.maximum(aligned - before, start), end))
-    past_last = tl.where(after < 0, end, tl.minimum(tl.maximum(aligned + after + 1, start), end))
-    return first, past_last, end - start
+    """Returns the ranges of the given tokens of `side`."""
+    n_edges = side.n_edges
+    document = _document_of(tokens, side.own_ptr, n_edges, side.stride)
+    start = _edge(document - 1, side.other_ptr, n_edges, side.total_other)
+    end = _edge(document, side.other_ptr, n_edges, side.total_other)
+    aligned = tokens - _edge(document, side.own_ptr, n_edges, side.total_own) + end
+    first = tl.where(side.before < 0, start, tl.minimum(tl.maximum(aligned - side.before, start), end))
+    past_last = tl.where(side.after < 0, end, tl.minimum(tl.maximum(aligned + side.after + 1, start), end))
+    return _Ranges(first, past_last, end - start)
 
 
 @triton.jit
 def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr):
     """Stores the range that each of `TOKENS` tokens sees. `total` is the number of all tokens."""
     tokens = program * TOKENS + tl.arange(0, TOKENS)
-    start, end, _ = _ranges_of(tokens, side)
-    tl.store(start_ptr + tokens, start, mask=tokens < total)
-    tl.store(end_ptr + tokens, end, mask=tokens < total)
+    ranges = _ranges_of(tokens, side)
+    tl.store(start_ptr + tokens, ranges.start, mask=tokens < total)
+    tl.store(end_ptr + tokens, ranges.end, mask=tokens < total)
 
 
 @triton.jit
@@ -91,9 +112,7 @@ def _length_of(tiles, side, total, TILE: tl.constexpr):
     """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
-    _, _, length_of_first = _ranges_of(first, side)
-    _, _, length_of_last = _ranges_of(last, side)
-    return tl.maximum(length_of_first, length_of_last)
+    return tl.maximum(_ranges_of(first, side).length, _ranges_of(last, side).length)
 
 
 @triton.jit
@@ -152,8 +171,8 @@ def _schedule_kernel(
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)
     after_key_tiles = after_queries + tl.cdiv(tl.cdiv(total_k, WORK_TILE), TILES)
-    queries = cu_q_ptr, cu_k_ptr, n_edges, stride, total_q, total_k, left, right
-    keys = cu_k_ptr, cu_q_ptr, n_edges, stride, total_k, total_q, right, left
+    queries = _Side(cu_q_ptr, cu_k_ptr, n_edges, stride, total_q, total_k, left, right)
+    keys = _Side(cu_k_ptr, cu_q_ptr, n_edges, stride, total_k, total_q, right, left)
     program = tl.program_id(0)
     if program < after_tiles:
         _store_order(program, query_tiles_ptr, queries, total_q, WORK_TILE, True, TILES, OTHERS)

@@ -45,7 +45,7 @@ def _attend(
         keys = n + tl.arange(0, BLOCK_N)
         to_log2 = softmax_scale * LOG2_E
         if HAS_SOFTCAP:
-            scores, _ = cap(scores, softmax_scale, softcap, q[0].dtype)
+            scores = cap(scores, softmax_scale, softcap, q[0].dtype)[0]
             to_log2 = 1.0
         if HAS_ALIBI:
             scores = scores * to_log2 + alibi_bias(slope[:, None], aligned[:, None], keys[None, :])

@@ -250,7 +250,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     ds = _write_ds(p, dp, delta, work.ds, step.ds_stage, HALF, CONFIG)
     if not CONFIG.halves:  # the matmul dV starts only now, because registers cannot hold P in both fp32 and 16 bits
         gradients = _begin_dv(gradients, p.low, do)
-    gradients, _ = _wait_for_gradients(_begin_dk(gradients, ds, q), ())
+    gradients = _wait_for_gradients(_begin_dk(gradients, ds, q), ())[0]
     hand_back(barriers.empty.index(stage))
     return gradients, next_stage, next_phase
 

@@ -116,7 +116,7 @@ def _visit(
         scores = warpgroup_mma_wait(len(o), deps=[scores_token])
     k.release(stage)
     scores = softmax.visible(scores, work.scale, queries, key, at_edge, dtype, MASK, HAS_SOFTCAP)
-    p, row_max, row_sum, factor = softmax.exponentials(
+    exponentials = softmax.exponentials(
         scores, running.row_max, running.row_sum, work.scale.softmax, dtype, HAS_SOFTCAP, CONFIG.max_first
     )
     block += 1
@@ -124,7 +124,8 @@ def _visit(
     if not CONFIG.pv_first:
         o = columns.wait_for(o_tokens)
         v.release(last)
-    return block, Running(row_max, row_sum, columns.rescale(o, factor), p)
+    o = columns.rescale(o, exponentials.factor)
+    return block, Running(exponentials.row_max, exponentials.row_sum, o, exponentials.p)
 
 
 @gluon.jit
@@ -161,12 +162,12 @@ def _visit_first(
     scores = warpgroup_mma_wait(0, deps=[scores_token])
     k.release(stage)
     scores = softmax.visible(scores, work.scale, queries, key, True, dtype, "always", HAS_SOFTCAP)
-    p, row_max, row_sum, _ = softmax.exponentials(
+    exponentials = softmax.exponentials(
         scores, running.row_max, running.row_sum, work.scale.softmax, dtype, HAS_SOFTCAP, True
     )
     block += 1
     mbarrier.wait(k.full.index(block % STAGES), (block // STAGES) & 1, pred=begin + 1 < stop)
-    return block, Running(row_max, row_sum, running.o, p)
+    return block, Running(exponentials.row_max, exponentials.row_sum, running.o, exponentials.p)
 
 
 @gluon.jit

@@ -28,6 +28,7 @@ from fa_kernels.flash_attention.hopper.primitives.registers import (
     map_threads,
 )
 from fa_kernels.flash_attention.scores import cap
+from fa_kernels.flash_attention.structure import structure
 
 # The score of a hidden key, and the row_max of a row that has seen no key. `HIDDEN` is a power of two, so `HIDDEN * c`
 # is exact for any scale c, and `fma(HIDDEN, c, -HIDDEN * c)` is 0.
@@ -35,6 +36,20 @@ HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
 _LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max stays unless it would rise by more than this (log2 units)
+
+
+@structure
+class Exponentials:
+    """P of one block of keys, and the running maxima and sums of its rows after this block.
+
+    The caller must multiply o by `factor`, which is 1 unless row_max has risen. row_sum is already rescaled. row_max is
+    in the units of scores [M, N].
+    """
+
+    p: gl.tensor  # [M, N / 2], as pairs of 16-bit values
+    row_max: gl.tensor  # [M, 8]
+    row_sum: gl.tensor
+    factor: gl.tensor
 
 
 @gluon.jit
@@ -70,7 +85,7 @@ def visible(
     (only if the argument at_edge is true).
     """
     if HAS_SOFTCAP:
-        scores, _ = cap(scores, scale.softmax, scale.softcap, dtype)
+        scores = cap(scores, scale.softmax, scale.softcap, dtype)[0]
     if MASK == "always":
         scores = keep_columns(scores, queries.key_start - key, queries.key_end - key, HIDDEN)
     elif MASK == "at_edge":
@@ -82,18 +97,13 @@ def visible(
 @gluon.jit
 def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
                  MAX_FIRST: gl.constexpr):  # fmt: skip
-    """Returns (p, row_max, row_sum, factor).
-
-    p is [M, N / 2], as pairs of `dtype`; row_max, row_sum and factor are [M, 8].
-    The caller must multiply o by `factor`, which is 1 unless row_max has risen. row_sum is already rescaled. row_max is
-    in the units of scores [M, N].
-    """
+    """Computes `Exponentials` of scores [M, N]. The values of p have the given dtype."""
     scale = gl.zeros_like(scores) + scale_to_log2(softmax_scale, HAS_SOFTCAP)
     p, row_max, row_sum, factor = map_threads(
         _of_thread, (scores, along_rows(row_max, scores), along_rows(row_sum, scores), scale), (dtype, MAX_FIRST)
     )
-    pairs, _ = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))  # p holds each pair of probabilities twice
-    return pairs, first_columns(row_max), first_columns(row_sum), first_columns(factor)
+    pairs = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))[0]  # p holds each pair of probabilities twice
+    return Exponentials(pairs, first_columns(row_max), first_columns(row_sum), first_columns(factor))
 
 
 @gluon.jit

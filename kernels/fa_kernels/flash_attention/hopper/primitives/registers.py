@@ -71,7 +71,7 @@ def along_rows(x, like):
 def first_columns(x):
     """Returns the first eight columns of x [64, N]. `first_columns` is the inverse of `along_rows`."""
     for _ in gl.static_range(_doublings(x.shape[1])):
-        x, _ = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+        x = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))[0]
     return gl.convert_layout(x, PER_ROW, assert_trivial=True)
 
 
