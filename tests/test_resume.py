@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -178,6 +179,16 @@ def test_a_run_with_a_users_own_optimizer_goes_on(tmp_path):
 FSDP = ("strategy=fsdp", "trainer.devices=2", "trainer.precision=bf16-true")
 MASTER = OPTIMIZERS["adamw_master"]
 DDP = ("strategy=ddp", "trainer.devices=2")
+WITHOUT_A_GRADIENT = ("+callbacks.one_less._target_=tests.test_resume.WithoutAGradient",)
+
+
+class WithoutAGradient(Callback):
+    """Removes the gradient of one parameter in each step, so that the optimizer never makes a state for it."""
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        optimizer.param_groups[0]["params"][1].grad = None
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
@@ -214,6 +225,8 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
         train_in("fsdp-of-a-file", *FSDP, "optimizer=adamw_bf16", *CHANGED, from_step_three(rounded))
         train_in("fsdp-from-one", *FSDP, *MASTER, "optimizer.lr=0", from_step_three(shared / "one"))
         train_in("fsdp-without-a-state", *FSDP, *MASTER, from_step_three(shared / "without-a-state"))
+        partly = train_in("fsdp-without-a-gradient", *FSDP, *MASTER, *WITHOUT_A_GRADIENT)
+        train_in("fsdp-without-a-gradient-resumed", *FSDP, *MASTER, *WITHOUT_A_GRADIENT, from_step_three(partly))
         for saved, given in (("adamw", "adamw_master"), ("adamw_bf16", "adamw"), ("adamw_master", "adamw_bf16")):
             for checkpoint in (shared / f"fsdp-{saved}", *([rounded] if saved == "adamw_bf16" else [])):
                 with pytest.raises(ValueError, match=rf"of optimizer={given}; got one of optimizer={saved}$"):
@@ -301,6 +314,10 @@ def test_master_weights_move_to_another_number_of_ranks(saved, given, two_ranks)
 @of_two_ranks
 def test_two_ranks_go_on_although_a_parameter_has_no_state(two_ranks):
     assert sorted(column(two_ranks / "fsdp-without-a-state", "train/loss")) == [4, 5, 6]
+    whole, resumed = (
+        column(two_ranks / f"fsdp-without-a-gradient{suffix}", "train/loss") for suffix in ("", "-resumed")
+    )
+    assert resumed == {step: loss for step, loss in whole.items() if step > 3}
 
 
 @of_two_ranks

@@ -126,7 +126,8 @@ class MicroBatches(Dataset[Batch]):
     ) -> None:
         self.rank, place = divmod(rank, context)
         self.world_size = world_size // context  # ranks that share a micro-batch count as one here
-        assert context == 1 or shard is not None
+        if context > 1 and shard is None:
+            raise ValueError(f"{context} ranks that share a micro-batch need `shard`; got None")
         self.shard = None if shard is None else shard(place, context)
         self.rows, self.size = rows, size
         self.step_rows = size * self.world_size if step_rows is None else step_rows

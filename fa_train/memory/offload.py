@@ -18,7 +18,6 @@ overwritten before it has been read. The host never waits. Tensor.record_stream 
 later, and the delay depends on the host.
 """
 
-import mmap
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -30,6 +29,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from fa_train.memory.host_pages import own_pages
 
 Offloaded = bool | Literal["all"]  # "all": all large saved tensors; True: only hidden states between blocks
 IN_FLIGHT = 2  # with offload=all, up to this many earlier blocks may still be copying to the host
@@ -360,12 +361,9 @@ def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
 def _pinned(nbytes: int) -> Tensor:
     """Returns a pinned host buffer, (nbytes,) uint8.
 
-    torch's pinned allocator is not used, because it rounds sizes up to a power of two. Each buffer has its own pages,
-    because CUDA registers whole pages, and can register each page only once.
+    torch's pinned allocator is not used, because it rounds sizes up to a power of two.
     """
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    buffer.zero_()  # creates the pages with all threads; cudaHostRegister would use only one thread
+    buffer = own_pages(nbytes)
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, nbytes, 0)))
 

@@ -35,27 +35,34 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
     """Checks that the configured optimizer can load the state_dict `saved`.
 
     configured: a function named in `KINDS`, or a functools.partial of it. Any other optimizer is not checked.
-    Raises: ValueError if another optimizer in `KINDS` wrote `saved`.
+    Raises: ValueError if another optimizer wrote `saved`.
     """
     own = getattr(configured, "func", configured).__name__
     if own not in KINDS:
         return  # the state of a user's optimizer has an unknown format
     written_by = kinds_that_write(saved)
     if own not in written_by:
-        raise ValueError(
-            f"ckpt_path must be a checkpoint of optimizer={own}; got one of optimizer={' or '.join(written_by)}"
-        )
+        got = f"one of optimizer={' or '.join(written_by)}" if written_by else "one of an optimizer of your own"
+        raise ValueError(f"ckpt_path must be a checkpoint of optimizer={own}; got {got}")
 
 
 def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the optimizers that may have written the state_dict `saved`, as names in `KINDS`."""
+    """Returns the optimizers that may have written the state_dict `saved`, as names in `KINDS`.
+
+    The result is empty if none of them can have written it.
+    """
     if "offloaded" in saved:
         return ["adamw_offload"]
+    states = saved["state"].values()
+    if any("exp_avg" not in state for state in states) or any("betas" not in group for group in saved["param_groups"]):
+        return []
     if any("fused" in group for group in saved["param_groups"]):
         return ["adamw"]
-    if any("low_bits" in state for state in saved["state"].values()):
+    if any("low_bits" in state for state in states):
         return ["adamw_master"]
-    moments = [state["exp_avg"] for state in saved["state"].values()]
+    if not states:  # no parameter has had a gradient yet
+        return ["adamw_8bit", "adamw_bf16", "adamw_master"]
+    moments = [state["exp_avg"] for state in states]
     if any(isinstance(moment, dict) for moment in moments):
         return ["adamw_8bit"]
     if any(moment.numel() >= 4096 and moment.numel() % 256 == 0 for moment in moments):  # adamw_8bit quantizes these

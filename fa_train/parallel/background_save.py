@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, rename_into_place
+from fa_train.memory.host_pages import own_pages
 
 PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part
-PINNED_FROM = 2**20  # bytes; smaller tensors are not pinned, because they are copied fast and may share a page
+PINNED_FROM = 2**20  # bytes; smaller tensors are not pinned, because they are copied fast
 Key = tuple[Any, ...]
 
 
@@ -168,17 +169,24 @@ class HostCopies:
 
         It is not from torch's pinned allocator, which rounds up to powers of two.
         """
-        host = torch.empty_like(x, device="cpu")
-        if x.is_cuda and host.nbytes >= PINNED_FROM:
-            error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1))  # 1: on all GPUs
-            if error:
-                raise CheckpointError(
-                    "callbacks.checkpoint.asynchronous=true needs pinned host memory for a copy of the checkpoint; "
-                    f"pinning {host.nbytes / 2**30:.2f} GiB failed with CUDA error {error}. "
-                    "Set callbacks.checkpoint.asynchronous=false"
-                )
-            self._pinned.append(host)
+        if not x.is_cuda or x.nbytes < PINNED_FROM:
+            return torch.empty_like(x, device="cpu")
+        host = pinnable_like(x)
+        error = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 1))  # 1: on all GPUs
+        if error:
+            raise CheckpointError(
+                "callbacks.checkpoint.asynchronous=true needs pinned host memory for a copy of the checkpoint; "
+                f"pinning {host.nbytes / 2**30:.2f} GiB failed with CUDA error {error}. "
+                "Set callbacks.checkpoint.asynchronous=false"
+            )
+        self._pinned.append(host)
         return host
+
+
+def pinnable_like(x: Tensor) -> Tensor:
+    """Returns host memory for a copy of x, on pages that no other tensor uses. The strides are those of empty_like."""
+    like = torch.empty_like(x, device="meta")
+    return own_pages(like.nbytes).view(x.dtype).as_strided(like.shape, like.stride())
 
 
 def _unpin(pinned: list[Tensor]) -> None:

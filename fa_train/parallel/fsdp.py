@@ -158,15 +158,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         checkpoint = read_meta(folder)
         stored = shapes(stored_weights(FolderReader(folder).read_metadata()))
         require_fit(self._gpt, stored, checkpoint, str(folder))
-        self._require_same_optimizer(saved_optimizer(folder))
+        saved = saved_optimizer(folder)
+        self._require_same_optimizer(saved)
         own = get_model_state_dict(self.model)
         values: dict[str, Any] = {"state_dict": {name: weight for name, weight in own.items() if name in stored}}
         load_into(values, folder, alone=False)
         set_model_state_dict(self.model, values["state_dict"], options=StateDictOptions(strict=False))
         for i, optimizer in enumerate(self.optimizers):
-            values = {f"optimizer_{i}": get_optimizer_state_dict(self.model, optimizer)}
-            load_into(values, folder, alone=False)
-            set_optimizer_state_dict(self.model, optimizer, values[f"optimizer_{i}"])
+            ours: Any = get_optimizer_state_dict(self.model, optimizer)
+            # a parameter that has never had a gradient has no state in the checkpoint
+            ours["state"] = {name: state for name, state in ours["state"].items() if name in saved["state"]}
+            load_into({f"optimizer_{i}": ours}, folder, alone=False)
+            set_optimizer_state_dict(self.model, optimizer, ours, options=StateDictOptions(strict=False))
         return checkpoint
 
     def _load_whole(self, path: Path) -> dict[str, Any]:

@@ -80,6 +80,12 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
     assert step(1, 8) == step(2, 2) == step(4, 1) == rows_of([rows.batch(40, 8)["tokens"]])
 
 
+def test_ranks_that_share_a_micro_batch_need_a_function_that_divides_it():
+    rows = PackedRows(make(), held_out=False, shuffle=True)
+    with pytest.raises(ValueError, match="2 ranks that share a micro-batch need `shard`; got None"):
+        MicroBatches(rows, 1, 0, 2, context=2)
+
+
 @pytest.mark.parametrize("val_rows", [1, 3, pytest.param(99, id="more-than-there-are")])
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (1, 32), (2, 3), (3, 1), (8, 4)])
 def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val_rows, monkeypatch):

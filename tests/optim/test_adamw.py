@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fa_train import training
 from fa_train.lit_gpt import scale_or_skip
 from fa_train.optim.adamw import adamw, adamw_8bit, adamw_bf16, adamw_master, adamw_offload
+from fa_train.optim.resume import KINDS, kinds_that_write, require_same_kind
 from fa_train.optim.schedule import warmup_cosine
 from tests.models.support.gpt import build
 from tests.optim.support.optimizers import optimizer_of
@@ -355,3 +356,20 @@ def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
     assert list(losses[1]) == [5, 6]
     for step, loss in losses[1].items():
         assert loss == pytest.approx(losses[0][step], rel=1e-5)
+
+
+@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize("configured", KINDS)
+def test_the_state_of_a_users_own_optimizer_is_refused(other, configured):
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = other([weight], lr=0.1)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    function = {"adamw": adamw, "adamw_8bit": adamw_8bit, "adamw_bf16": adamw_bf16, "adamw_master": adamw_master}
+    with pytest.raises(ValueError, match=rf"of optimizer={configured}; got one of an optimizer of your own$"):
+        require_same_kind(function.get(configured, adamw_offload), optimizer.state_dict())
+
+
+def test_a_checkpoint_without_states_may_be_of_each_optimizer_for_bf16_weights():
+    saved = {"state": {}, "param_groups": [{"betas": (0.9, 0.95), "lr": 0.1}]}
+    assert set(kinds_that_write(saved)) == {"adamw_8bit", "adamw_bf16", "adamw_master"}

@@ -3,6 +3,7 @@ rank is killed during a save, the older checkpoint stays intact.
 """
 
 import io
+import mmap
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from fa_train.callbacks.checkpoint import Checkpoint
 from fa_train.callbacks.monitor import Monitor
 from fa_train.checkpoints.files import CheckpointError, read_file, write_file
 from fa_train.checkpoints.resume import checkpoint_path
-from fa_train.parallel.background_save import BackgroundSave, HostCopies
+from fa_train.parallel.background_save import BackgroundSave, HostCopies, pinnable_like
 from fa_train.parallel.sharded_checkpoint import require_whole
 from tests.parallel.support.runs import train_in
 from tests.support.processes import start_server
@@ -48,6 +49,15 @@ def test_a_copy_keeps_its_values_and_ties():
     assert type(weights) is OrderedDict and weights["head"] is weights["embedding"], "a tied weight is stored once"
     assert torch.equal(weights["embedding"], torch.arange(6.0).reshape(2, 3))
     assert copied["optimizer"]["betas"] == (0.9, [1]) and copied["optimizer"]["state"][0]["step"] == 3
+
+
+@pytest.mark.parametrize("x", [torch.ones(3, 5), torch.ones(5, 3).t(), torch.ones(2, 4)[:, ::2], torch.ones(()).half()])
+def test_pinnable_memory_is_like_the_tensor_and_shares_no_page(x):
+    first, second = pinnable_like(x), pinnable_like(x)
+    assert (first.dtype, first.shape, first.stride()) == (x.dtype, x.shape, torch.empty_like(x).stride())
+    assert {memory.data_ptr() % mmap.PAGESIZE for memory in (first, second)} == {0}
+    first.copy_(x)
+    assert torch.equal(first, x) and not second.any()
 
 
 def test_the_next_copy_reuses_the_memory():

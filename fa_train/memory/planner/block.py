@@ -3,6 +3,7 @@
 from fa_kernels.flash_attention.backend import backward_workspace
 from fa_train.memory.offload import worth_a_copy
 from fa_train.memory.planner.plan import Plan
+from fa_train.parallel.context.traffic import STEPS
 
 DEQUANTIZATION_BYTES = 20  # temporary bytes per element while torchao 0.18 dequantizes to fp32
 
@@ -148,9 +149,12 @@ class Block:
         """Returns an upper bound on the bytes of gathered keys and values for one group of heads.
 
         If the stream is one document, one rank gathers the keys of the whole stream. Otherwise, a rank may gather fewer
-        keys. The result is 0 if ranks do not share a stream.
+        keys. The buffer has up to one step more rows than keys. The result is 0 if ranks do not share a stream.
         """
-        return 2 * self.kv * self.run.context // self.run.head_groups if self.run.context > 1 else 0
+        if self.run.context == 1:
+            return 0
+        keys = 2 * self.kv * self.run.context // self.run.head_groups
+        return keys + keys // STEPS
 
     def _gathering(self) -> int:
         """Returns an upper bound on the peak bytes while keys and values are gathered.
@@ -230,9 +234,9 @@ class Block:
         d_own = (self.q + 2 * self.kv) // groups  # the gradients of this rank's q, k and v for one group of heads
         # the gathered keys and values, their gradients, and the gradient of q
         in_kernel = 2 * self._gathered() + (self.q + workspace) // groups
-        if groups > 1:  # the kernel needs contiguous copies of a group's output and of its gradient
-            in_kernel += 2 * self.q // groups
+        if groups > 1:
             held += self.qkv  # the gradients of q, k and v for all heads
+            held += 2 * self.q // groups  # contiguous copies of a group's output and of its gradient
         return held + max(self._gathering(), in_kernel, self._gathering() + d_own)
 
     def _held_by_compiled_code(self) -> int:

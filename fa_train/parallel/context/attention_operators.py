@@ -203,8 +203,8 @@ def _backward(
     crossing_dq, *of_buffer, _ = crossing.without_sinks().backward(
         crossing_do, crossing_q, keys, values, crossing_o, crossing_lse, deterministic
     )
-    del keys, values
     copy_rows([crossing_dq], [dq], to_rows=moves.crossing[: counts.crossing])
+    del keys, values, crossing_q, crossing_do, crossing_o, crossing_lse, crossing_dq
     dk, dv = summed_gradients(of_buffer, moves, group, [dk, dv])
     return dq, dk, dv, dsinks
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fa_train.memory.memory import Levers
@@ -17,6 +18,8 @@ from fa_train.memory.planner.levers import (
     with_levers,
 )
 from fa_train.memory.planner.predict import GIB, predict
+from fa_train.parallel.context.deal import deal
+from fa_train.parallel.context.traffic import Counts, traffic
 from tests.memory.support.plans import GPT2, HOST, LLAMA_1B, changed, with_adapters
 
 H200 = int(139.8 * GIB)  # bytes of memory
@@ -221,6 +224,18 @@ def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
     assert next_lever(fewer, H200, 10 * HOST).startswith("memory."), "memory levers come first"
     alone = changed(plan, context=1, seq_len=longest[0])
     assert "head_groups" not in next_lever(alone, H200, 10 * HOST)
+
+
+@pytest.mark.parametrize("total", [4096, 8192, 131_072, 786_432, 1_048_576])
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_the_plan_counts_all_rows_of_the_largest_buffer(context, total):
+    """The buffer of one document has more rows than the document has keys."""
+    boundaries = np.array([0, total])
+    dealt = deal(boundaries, total, context)
+    rows = max(Counts(*traffic(dealt, boundaries, rank, None).counts).rows for rank in range(context))
+    plan = changed(LLAMA_1B, ranks=context, context=context, seq_len=total)
+    nbytes = 2 * rows * plan.model.kv_dim * plan.run.compute_bytes
+    assert total <= rows and nbytes <= Block(plan)._gathered()
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
