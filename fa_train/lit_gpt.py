@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from fa_train.bounds import Seed
-from fa_train.checkpoints.architecture import ARCHITECTURE, differences
+from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
 from fa_train.checkpoints.base import drop_base, restore_base
 from fa_train.data.packing.collate import Batch
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.memory.planner.plan import require_precision
 from fa_train.models.float8 import Float8, use_float8
 from fa_train.models.gpt import GPT
+from fa_train.models.lora import adapter_values
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
@@ -186,14 +187,16 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the frozen base model's weights to the checkpoint. Prints how the model's architecture has changed.
+        """Adds the frozen base model's weights to the checkpoint. Prints which settings have changed.
 
         Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
         model.
         """
         restore_base(self.model, checkpoint)
-        for difference in differences(self.model.config, checkpoint.get(ARCHITECTURE)):
-            self.trainer.print(f"warning: {difference}")
+        changes = differences("model", self.model.config.values(), checkpoint.get(ARCHITECTURE))
+        changes += differences("adapter", adapter_values(self.model), checkpoint.get(ADAPTER))
+        for change in changes:
+            self.trainer.print(f"warning: {change}")
         for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
             require_same_kind(self.optimizer, saved)
 
@@ -204,6 +207,7 @@ class LitGPT(L.LightningModule):
         checkpoint starts the step again.
         """
         checkpoint[ARCHITECTURE] = self.model.config.values()
+        checkpoint[ADAPTER] = adapter_values(self.model)
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches

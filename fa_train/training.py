@@ -16,6 +16,7 @@ from fa_train.callbacks.checkpoint import export_finished, export_last, require_
 from fa_train.callbacks.monitor import results
 from fa_train.checkpoints import resume
 from fa_train.fit import fit
+from fa_train.lit_gpt import LitGPT
 from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
@@ -40,7 +41,7 @@ warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 
 
-def build(cfg: DictConfig) -> tuple[L.Trainer, L.LightningModule, L.LightningDataModule]:
+def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     """Builds the trainer, the model and the data of a run. Raises: ValueError if the run cannot train.
 
     cfg: a config that fa_train.run_config.check has checked.
@@ -130,6 +131,21 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         sharding.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
 
 
+def without_validation(done: int, max_steps: int, val_check_interval: int) -> str | None:
+    """Returns a message if a run has no validation. Otherwise returns None.
+
+    done: the number of optimizer steps before the run starts.
+    """
+    if done // val_check_interval < max_steps // val_check_interval:
+        return None
+    if max_steps < val_check_interval:
+        return f"no validation: max_steps={max_steps} is below trainer.val_check_interval={val_check_interval}"
+    return (
+        f"no validation: none of the steps {done + 1} to {max_steps} is a multiple of "
+        f"trainer.val_check_interval={val_check_interval}"
+    )
+
+
 def train(cfg: DictConfig) -> dict[str, float]:
     """Trains one run. Returns the run's last metrics. If memory ran out, the metrics include oom=1."""
     trainer, lit_gpt, data = build(cfg)
@@ -137,12 +153,20 @@ def train(cfg: DictConfig) -> dict[str, float]:
         require_checkpoint(trainer)
     newest = partial(resume.checkpoint_path, cfg.ckpt_path, Path("runs", settings.run_folder(cfg.run_name)))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
-    if nothing_to_do := decided_by_rank_zero("steps", partial(resume.finished, ckpt_path, cfg.max_steps)):
-        trainer.print(nothing_to_do)
+    done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
+    if done >= cfg.max_steps:
+        trainer.print(
+            f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
+            "Increase max_steps to continue"
+        )
         if cfg.export and ckpt_path is not None:
             export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), to_container(cfg))
         return results(trainer)
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
+    if ckpt_path is not None:
+        trainer.print(f"resuming from {ckpt_path} after step {done}")
+    if message := without_validation(done, cfg.max_steps, cfg.trainer.val_check_interval):
+        trainer.print(message)
     config = to_container(cfg)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)

@@ -81,6 +81,18 @@ def test_a_run_leaves_what_was_trained_in_its_folder(run, tmp_path):
         assert path.read_bytes() == (run / path.relative_to(tmp_path)).read_bytes(), "the script writes the same"
 
 
+@pytest.mark.parametrize("run", ["lora"], indirect=True)
+def test_samples_of_a_resumed_run_name_the_step_of_the_weights(run, tmp_path, capsys):
+    folder = run.parents[2]
+    start = f"ckpt_path={run}/checkpoints/step_{STEPS:07d}.ckpt"
+    with composed(tmp_path, *settings(folder), "adapter=lora", f"max_steps={STEPS + 1}", start, "export=false") as cfg:
+        training.train(cfg)
+    assert f"sample after {STEPS} steps" in capsys.readouterr().out
+    samples = [json.loads(line) for path in (run, tmp_path) for line in (path / "samples.jsonl").open()]
+    assert [sample["step"] for sample in samples] == [0, STEPS, STEPS, STEPS + 1]
+    assert samples[1]["answer"] == samples[2]["answer"]
+
+
 def test_the_exported_template_is_the_one_of_the_training(tmp_path):
     (tmp_path / "template.jinja").write_text(PLAIN)
     overrides = [f"data.chat_template={tmp_path / 'template.jinja'}", "max_steps=1", "trainer.val_check_interval=1"]

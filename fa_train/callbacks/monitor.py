@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.communication import CommunicationTimer, RankComparison, Span
 from fa_train.callbacks.timestamp import Timestamp
+from fa_train.checkpoints.architecture import difference
 from fa_train.errors import DivergedError
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.fsdp import is_sharded
 
 GIB = 2**30
+TOKENS, BATCH_SIZE = "tokens", "batch_size"  # a checkpoint stores the number of trained tokens and batch_size
 RECENT_LOGS = 1000  # `summary` returns the median speed of this many recent logs
 
 
@@ -53,9 +55,10 @@ class Monitor(Callback):
     pending. A pending log is finished before a validation, before a checkpoint and at the end of a run. With several
     ranks, a log also needs one small collective, which does not use the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
-    `tokens`, the number of tokens that were trained on so far. W&B uses `tokens` as its x-axis. The metrics perf/*
-    cover the steps since the previous log, without validation. perf/mfu is missing if the device's peak FLOP/s are
-    unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
+    `tokens`, the number of tokens that were trained on so far. A checkpoint stores this number, and a resumed run
+    continues to count from it. W&B uses `tokens` as its x-axis. The metrics perf/* cover the steps since the previous
+    log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown. train/skipped_steps is the
+    number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
     perf/compute_ms cover the logged step alone. With several ranks, step_ms, data_wait_ms, communication_ms, compute_ms
@@ -65,12 +68,16 @@ class Monitor(Callback):
     """
 
     def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:
-        self.tokens_per_step, self.max_skipped_steps = seq_len * batch_size, max_skipped_steps
+        self.batch_size, self.tokens_per_step = batch_size, seq_len * batch_size
+        self.max_skipped_steps = max_skipped_steps
         self.latest: dict[str, float] = {}
         self.latest_step = 0
+        self.val_step: int | None = None  # the step of the newest val/loss
         self.has_diverged = False  # True if on_exception finds that the run has diverged
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
+        self._resumed_step = self._resumed_tokens = 0  # of the checkpoint
+        self._window_start: Timestamp | None = None  # None until the first micro-batch
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
         self._comparison: RankComparison | None = None  # _comparison and _timer are None in a run of one rank
@@ -85,13 +92,14 @@ class Monitor(Callback):
             self._comparison, self._timer = RankComparison(), CommunicationTimer(pl_module.device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._window_start, self._window_step = Timestamp(pl_module.device), trainer.global_step
-        self._window_waited = 0.0
+        self._window_step, self._window_waited = trainer.global_step, 0.0
         self._validations.clear()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._window_start is None:  # other callbacks, such as Sample, may compute in on_train_start
+            self._window_start = Timestamp(pl_module.device)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
             self._timer.begin(pl_module, sharded=is_sharded(pl_module.model))
@@ -110,7 +118,7 @@ class Monitor(Callback):
         steps = trainer.global_step - self._window_step
         if not steps or not is_logged(trainer, trainer.global_step):
             return
-        assert isinstance(pl_module, LitGPT)
+        assert isinstance(pl_module, LitGPT) and self._window_start is not None
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
         # the host does not wait for this copy, because it goes to pinned memory
@@ -187,6 +195,7 @@ class Monitor(Callback):
         self._validation_start = Timestamp(pl_module.device)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.val_step = trainer.global_step
         self.log_metrics(trainer, trainer.global_step, {"val/loss": trainer.callback_metrics["val/loss"].item()})
         self._validations.append((self._validation_start, Timestamp(pl_module.device)))
 
@@ -209,13 +218,41 @@ class Monitor(Callback):
         if self._timer is not None:
             self._timer.end()
 
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update({TOKENS: self.tokens_by(trainer.global_step), BATCH_SIZE: self.batch_size})
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Continues the count of tokens. Prints a warning if batch_size has changed.
+
+        A checkpoint of an older version has neither number. Its tokens are counted with this run's tokens per step.
+        """
+        step = self._resumed_step = checkpoint["global_step"]
+        self._resumed_tokens = checkpoint.get(TOKENS, step * self.tokens_per_step)
+        stored = checkpoint.get(BATCH_SIZE, self.batch_size)
+        if stored != self.batch_size:
+            first, expected = step * self.batch_size, step * stored
+            effect = "skipped" if first > expected else "repeated"
+            trainer.print(
+                f"warning: {difference(BATCH_SIZE, self.batch_size, stored)}. The data continue at row {first} "
+                f"(step * batch_size) instead of row {expected}, so {abs(first - expected)} rows are {effect}"
+            )
+
+    def tokens_by(self, step: int) -> int:
+        """Returns the number of tokens trained on by the end of optimizer step `step`, including earlier runs."""
+        return self._resumed_tokens + (step - self._resumed_step) * self.tokens_per_step
+
+    @property
+    def older_val_step(self) -> int | None:
+        """The step of the newest val/loss if later steps were logged, and otherwise None."""
+        return None if self.val_step == self.latest_step else self.val_step
+
     def summary(self) -> dict[str, float]:
         """Returns the newest value of each metric. tokens_per_s is the median of the last `RECENT_LOGS` logs."""
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics. Also logs `tokens`, the number of tokens in `step` optimizer steps."""
-        metrics = metrics | {"tokens": step * self.tokens_per_step}
+        """Logs the metrics. Also logs `tokens`, the number of tokens trained on by the end of optimizer step `step`."""
+        metrics = metrics | {"tokens": self.tokens_by(step)}
         self.latest |= metrics
         self.latest_step = step
         for logger in trainer.loggers:

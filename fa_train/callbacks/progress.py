@@ -1,4 +1,4 @@
-"""Shows the progress of training as a bar over optimizer steps. Without a terminal, prints one line per log."""
+"""Shows the progress of training as a bar over optimizer steps. Without a terminal, prints lines."""
 
 from typing import Any
 
@@ -11,7 +11,9 @@ from fa_train.callbacks.monitor import monitor_of
 
 
 class StepProgress(ProgressBar):
-    """A progress bar over optimizer steps with the latest metrics. Without a terminal, prints one line per log.
+    """A progress bar over optimizer steps with the latest metrics.
+
+    Without a terminal, prints one line per log, and one line with the loss of each validation.
 
     Lightning's progress bars count micro-batches, but their total is the number of optimizer steps. At the end of a run
     with 40 steps of 4 micro-batches, a Lightning bar shows "160/40". Without a terminal, Lightning's bars print no
@@ -54,6 +56,9 @@ class StepProgress(ProgressBar):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._show(trainer)
+        if self._lines:
+            val = describe({"val/loss": monitor_of(trainer).latest["val/loss"]})
+            print(f"step {trainer.global_step}/{trainer.max_steps}  {val}", flush=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._show(trainer)
@@ -65,18 +70,22 @@ class StepProgress(ProgressBar):
 
     def _show(self, trainer: L.Trainer) -> None:
         monitor = monitor_of(trainer)
-        measured = describe(monitor.latest)
-        self._bar.update(self._task, completed=trainer.global_step, description=measured)
+        description = describe(monitor.latest, monitor.older_val_step)
+        self._bar.update(self._task, completed=trainer.global_step, description=description)
+        measured = describe({name: value for name, value in monitor.latest.items() if name != "val/loss"})
         if self._lines and measured != self._shown:
             print(f"step {monitor.latest_step}/{trainer.max_steps}  {measured}", flush=True)
         self._shown = measured
 
 
-def describe(metrics: dict[str, float]) -> str:
-    """Returns the main metrics as one line of text. Omits metrics that have not been measured yet."""
+def describe(metrics: dict[str, float], val_step: int | None = None) -> str:
+    """Returns the main metrics as one line of text. Omits metrics that have not been measured yet.
+
+    val_step: the step of val/loss if it is not the step of the other metrics.
+    """
     shown = {
         "train/loss": "loss {:.4f}",
-        "val/loss": "val {:.4f}",
+        "val/loss": "val {:.4f}" if val_step is None else f"val {{:.4f}} (step {val_step})",
         "perf/tokens_per_s": "{:,.0f} tokens/s",
         "perf/mfu": "mfu {:.1%}",
         "perf/peak_gib": "peak {:.2f} GiB",

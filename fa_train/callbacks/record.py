@@ -9,7 +9,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 
-from fa_train.callbacks.monitor import results
+from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.callbacks.progress import describe
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.data.packing.report import Histogram, Report
@@ -38,7 +38,8 @@ class Record(Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
-        trainer.print(f"done: {describe(results(trainer))}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
+        measured = describe(results(trainer), monitor_of(trainer).older_val_step)
+        trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
             run.finish()
 

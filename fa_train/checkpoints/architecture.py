@@ -1,6 +1,7 @@
-"""Compares a run's architecture with the architecture in its checkpoint.
+"""Compares a run's settings with the settings in its checkpoint.
 
-Some settings, such as rope_theta, change what a model computes, but not the shapes of its weights.
+Some settings, such as model.rope_theta and adapter.lora_alpha, change what a model computes, but not the shapes of its
+weights.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from fa_train.models.config import ModelConfig
 from fa_train.settings import shown
 
 ARCHITECTURE = "architecture"  # a checkpoint stores ModelConfig.values() under this key
+ADAPTER = "adapter"  # a checkpoint stores fa_train.models.lora.adapter_values(model) under this key
 
 
 def require_same_head(config: ModelConfig, stored: Mapping[str, Any] | None) -> None:
@@ -20,21 +22,26 @@ def require_same_head(config: ModelConfig, stored: Mapping[str, Any] | None) -> 
     stored: the architecture in the checkpoint, or None for a checkpoint of an older version.
     """
     if stored is not None and stored["tied"] != config.tied:
-        raise CheckpointError(f"{_difference('tied', config.values(), stored)}. Use the setting of the checkpoint")
+        changed = difference("model.tied", config.tied, stored["tied"])
+        raise CheckpointError(f"{changed}. Use the setting of the checkpoint")
 
 
-def differences(config: ModelConfig, stored: Mapping[str, Any] | None) -> list[str]:
-    """Returns one line of text for each architecture setting that differs between a run and its checkpoint.
+def differences(node: str, own: Mapping[str, Any], stored: Mapping[str, Any] | None) -> list[str]:
+    """Returns one line of text for each setting that differs between a run and its checkpoint.
 
-    stored: as in require_same_head.
+    node: the config node of the settings, for example "model".
+    own, stored: {name: value} in the run and in the checkpoint. stored is None for a checkpoint of an older version.
     """
     if stored is None:
         return []
-    own = config.values()
     names = (own.keys() | stored.keys()) - {"init"}  # a resumed run gets its weights from the checkpoint
-    return [_difference(name, own, stored) for name in sorted(names) if own.get(name) != stored.get(name)]
+    return [
+        difference(f"{node}.{name}", own.get(name), stored.get(name))
+        for name in sorted(names)
+        if own.get(name) != stored.get(name)
+    ]
 
 
-def _difference(name: str, own: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
-    written, got = shown(stored.get(name)), shown(own.get(name))
-    return f"the checkpoint was written with model.{name}={written}; this run has {got}"
+def difference(key: str, own: Any, stored: Any) -> str:
+    """Returns one line of text about a setting whose value differs between a run and its checkpoint."""
+    return f"the checkpoint was written with {key}={shown(stored)}; this run has {shown(own)}"

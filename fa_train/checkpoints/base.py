@@ -64,6 +64,21 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
     checkpoint: the checkpoint's name, for error messages.
     Raises: CheckpointError if the checkpoint does not fit. The message names the first difference.
     """
+    require_same_weights(model, stored, content, checkpoint)
+    reference = content.get(REFERENCE)
+    if reference is not None and base_hash(model) != reference["sha256"]:
+        raise CheckpointError(
+            f"{checkpoint} needs the base model that its adapter was trained on: {reference['name']} with SHA-256 "
+            f"{reference['sha256'][:12]}…; got {name_of(model)} with SHA-256 {base_hash(model)[:12]}…"
+        )
+
+
+def require_same_weights(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoint: str) -> None:
+    """Checks the names and shapes of a checkpoint's weights. Does not check the base model of an adapter.
+
+    stored, content, checkpoint: as in require_fit.
+    Raises: CheckpointError if the weights do not fit. The message names the first difference.
+    """
     require_same_head(model.config, content.get(ARCHITECTURE))
     reference = content.get(REFERENCE)
     # A checkpoint may store the weight of a tied head twice, or only under the embedding's name.
@@ -71,11 +86,6 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
         stored = {name: shape for name, shape in stored.items() if name != f"{PREFIX}head.weight"}
     own = {name: p for name, p in model.named_parameters() if p.requires_grad or reference is None}
     require_same_shapes({PREFIX + name: shape for name, shape in shapes(own).items()}, stored, checkpoint)
-    if reference is not None and base_hash(model) != reference["sha256"]:
-        raise CheckpointError(
-            f"{checkpoint} needs the base model that its adapter was trained on: {reference['name']} with SHA-256 "
-            f"{reference['sha256'][:12]}…; got {name_of(model)} with SHA-256 {base_hash(model)[:12]}…"
-        )
 
 
 def base_hash(model: GPT) -> str:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest
-from fa_train.parallel.sharded_checkpoint import global_step, require_whole
+from fa_train.checkpoints.base import require_same_weights
+from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest, shapes
+from fa_train.models.gpt import GPT
+from fa_train.parallel.sharded_checkpoint import read_parts, require_whole
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
@@ -34,9 +36,13 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
     raise ValueError(f"ckpt_path=last found no checkpoint below {runs}. Set run_name to that of the run to resume")
 
 
-def finished(ckpt_path: str | None, max_steps: int) -> str | None:
-    """Returns a message for the user if the checkpoint has reached max_steps. Otherwise returns None."""
-    done = global_step(Path(ckpt_path)) if ckpt_path else 0
-    if done < max_steps:
-        return None
-    return f"nothing to do: {ckpt_path} has done {done} of max_steps={max_steps} steps. Increase max_steps to continue"
+def steps_done(ckpt_path: str | None, model: GPT) -> int:
+    """Returns the number of optimizer steps that a checkpoint was trained for, or 0 without a checkpoint.
+
+    Raises: CheckpointError if the checkpoint was written by a run with another model or adapter.
+    """
+    if ckpt_path is None:
+        return 0
+    content, weights = read_parts(Path(ckpt_path))
+    require_same_weights(model, shapes(weights), content, ckpt_path)
+    return int(content["global_step"])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -238,6 +238,16 @@ class LoRALinear(nn.Linear):
 def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
     """Returns each LoRA layer of a model with its module name."""
     return ((path, module) for path, module in model.named_modules() if isinstance(module, LoRALinear))
+
+
+def adapter_values(model: GPT) -> dict[str, Any]:
+    """Returns the adapter settings that change what a model computes, but not the shapes of its weights.
+
+    lora_dropout is omitted, because it affects only training. Returns an empty dict for a model without adapters.
+    """
+    settings = next((linear.settings for _, linear in adapted(model)), None)
+    names = ("lora_alpha", "use_rslora", "quantization") if settings is not None else ()
+    return {name: getattr(settings, name) for name in names}
 
 
 def init_adapters(model: GPT) -> None:

@@ -202,10 +202,16 @@ def require_whole(checkpoint: Path) -> None:
         require_intact_slice(checkpoint / stored.relative_path, stored.offset, stored.length)
 
 
-def global_step(checkpoint: Path) -> int:
-    """Returns the number of optimizer steps that were done before a checkpoint was saved."""
-    content = read_meta(checkpoint) if checkpoint.is_dir() else read_file(checkpoint, mmap=True)
-    return int(content["global_step"])
+def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Returns the entries of a checkpoint, such as its global_step, and its weights.
+
+    The weights of a file are mapped into memory. The weights of a folder are on the meta device.
+    Raises: CheckpointError if the checkpoint is damaged.
+    """
+    if checkpoint.is_dir():
+        return read_meta(checkpoint), stored_weights(FolderReader(checkpoint).read_metadata())
+    content = read_file(checkpoint, mmap=True)
+    return content, content.get("state_dict", {})
 
 
 def load_sharded(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 has been launched.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
 from fa_train.callbacks.monitor import Monitor, Reading, monitor_of
+from fa_train.callbacks.progress import describe
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.errors import DivergedError
 from tests.support.training import column, composed, tiny
@@ -59,7 +61,7 @@ def fit(tmp_path, watching, *overrides):
 @pytest.mark.parametrize("validates_every", [pytest.param(100, id="never"), 3, 4])
 def test_logged_values_belong_to_the_logged_step(validates_every, tmp_path, capsys):
     watching = Synchronous()
-    fit(tmp_path, watching, UNSAVED, f"trainer.val_check_interval={validates_every}")
+    trainer = fit(tmp_path, watching, UNSAVED, f"trainer.val_check_interval={validates_every}")
     logged = [4, 8, STEPS]
     assert watching.micro_batches == 2 * STEPS
     for name, values in (("loss", watching.losses), ("grad_norm", watching.norms)):
@@ -70,8 +72,13 @@ def test_logged_values_belong_to_the_logged_step(validates_every, tmp_path, caps
     tokens = column(tmp_path, "tokens")
     assert tokens == {step: step * 4 * 16 for step in {*logged, *validated}}
     assert all(ms > 0 for ms in column(tmp_path, "perf/step_ms").values())
-    printed = [line.split("/")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert printed == [f"step {step}" for step in sorted([*logged, *validated])]
+    done = describe(monitor_of(trainer).latest, monitor_of(trainer).older_val_step)
+    assert re.findall(r"val [\d.]+ \(step (\d+)\)", done) == [str(step) for step in validated[-1:]]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("/")[0] for line in lines] == [f"step {step}" for step in sorted([*logged, *validated])]
+    losses = column(tmp_path, "val/loss")
+    expected = [f"step {step}/{STEPS}  val {losses[step]:.4f}" for step in validated]
+    assert [line for line in lines if " val " in line] == expected
 
 
 @pytest.mark.parametrize(

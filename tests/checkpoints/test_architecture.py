@@ -34,7 +34,7 @@ CONFIG = ModelConfig(
     ],
 )
 def test_each_difference_is_a_line(changes, names):
-    lines = differences(replace(CONFIG, **changes), CONFIG.values())
+    lines = differences("model", replace(CONFIG, **changes).values(), CONFIG.values())
     assert lines == [f"the checkpoint was written with {name}" for name in names]
 
 
@@ -48,5 +48,5 @@ def test_a_head_is_shared_in_both_or_in_none():
 
 
 def test_a_checkpoint_of_an_older_version_is_not_compared():
-    assert differences(CONFIG, None) == []
+    assert differences("model", CONFIG.values(), None) == []
     require_same_head(CONFIG, None)

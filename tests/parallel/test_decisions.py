@@ -96,7 +96,7 @@ def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str
         composed(tmp_path / str(rank), *settings) as cfg,
         patch("fa_train.memory.planner.run.fastest_levers", lambda *arguments: levers[rank]),
         patch("fa_train.checkpoints.resume.checkpoint_path", lambda *arguments: checkpoints[rank]),
-        patch("fa_train.checkpoints.resume.finished", lambda *arguments: None),
+        patch("fa_train.checkpoints.resume.steps_done", lambda *arguments: 0),
         patch("lightning.Trainer.fit", lambda *arguments, ckpt_path, **options: started.append(ckpt_path)),
     ):
         training.train(cfg)

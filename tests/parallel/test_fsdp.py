@@ -152,9 +152,10 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 def refuse(shared: Path, case: str) -> None:
-    """Even without the check of ckpt_path, every rank raises the error and runs no code from the checkpoint."""
+    """Even without the checks of ckpt_path, every rank raises the error and runs no code from the checkpoint."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.resume, "checkpoint_path", lambda path, *_: path)
+        patch.setattr(training.resume, "steps_done", lambda *_: 0)
         with pytest.raises(CheckpointError, match="is damaged or is not a checkpoint of"):
             train_in(shared / f"from_{case}", shared, *RANKS, f"ckpt_path={shared}/{case}.ckpt")
     assert not (shared / "ran").exists()

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
-from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, read_file, shapes
+from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import SavesTokenizer, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, merge, save_adapter
-from fa_train.parallel.sharded_checkpoint import FolderReader, load_into, read_meta, require_whole, stored_weights
+from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
 Build = Callable[[int], GPT]
@@ -120,12 +120,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has NaN or infinity.
     """
     require_whole(checkpoint)
-    if checkpoint.is_dir():
-        content = read_meta(checkpoint)
-        weights = stored_weights(FolderReader(checkpoint).read_metadata())
-    else:
-        content = read_file(checkpoint, mmap=True)
-        weights = content["state_dict"]
+    content, weights = read_parts(checkpoint)
     stored = shapes(weights)
     reference = content.get(REFERENCE)
     model = _empty(build, checkpoint, stored) if reference is None else _base(build, checkpoint, reference)
