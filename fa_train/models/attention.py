@@ -16,6 +16,7 @@ from fa_kernels.flash_attention.checks import require_backend as require_flash_b
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_train.bounds import PositiveInt
+from fa_train.memory.checkpointing import CHECKPOINT_OPTIONS
 
 
 @runtime_checkable  # fa_train.settings calls isinstance(value, Attention)
@@ -155,7 +156,7 @@ def chunked_attention(
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [
-        checkpoint(_attend_chunk, *queries, keys, values, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_attend_chunk, *queries, keys, values, scale, softcap, **CHECKPOINT_OPTIONS)
         for queries in zip(
             q.split(chunk_size),
             schedule.key_start.split(chunk_size),
@@ -196,8 +197,7 @@ def _attend_chunk(
             key_end - first_key,
             scale,
             softcap,
-            use_reentrant=False,
-            preserve_rng_state=False,
+            **CHECKPOINT_OPTIONS,
         )
         first_key += k.shape[0]
     _, total, weighted = running
