@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fa_train.config_options import options_with
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -47,8 +48,16 @@ def explain(error: BaseException) -> str:
         chain.append(chain[-1].__cause__)
     unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
     if unknown is not None:  # an override names a key that is not in the config
-        text = unknown_key(vars(unknown)["full_key"], vars(unknown)["parent_node"])
-        return text if unknown is error else f"{text} (to add a parameter that conf/ does not list, write + before it)"
+        key = vars(unknown)["full_key"]
+        text = unknown_key(key, vars(unknown)["parent_node"])
+        if unknown is error or options_with(key):
+            return text
+        return f"{text} (to add a parameter that conf/ does not list, write + before it)"
+    for link in chain:  # an override names an option that is not in conf/
+        if getattr(link, "missing_cfg_file", None) and getattr(link, "options", None):
+            group, _, option = vars(link)["missing_cfg_file"].rpartition("/")
+            names = [name for name in vars(link)["options"] if not name.startswith("_")]
+            return f"{group} must be one of {', '.join(names)}; got {option}"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     text = str(said).partition("Config search path")[0].partition("full_key")[0]  # removes Hydra's search path
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

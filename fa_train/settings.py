@@ -33,6 +33,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
 from fa_train.bounds import INFINITY, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Precision, Seed
+from fa_train.config_options import options_with
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 MISSING = "???"  # marks a value in YAML that the user must set
@@ -186,11 +187,18 @@ def run_folder(run_name: object) -> str:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Returns the error message for an unknown key. The message suggests the most similar key in `known`."""
+    """Returns the error message for an unknown key.
+
+    The message names the options of the key's group that have this key. If no option has it, the message suggests the
+    most similar key in `known`, or lists the keys of the node.
+    """
+    if found := options_with(key):
+        return f"unknown key {key}; it is a key of {', '.join(found)}"
     node, _, name = key.rpartition(".")
-    near = difflib.get_close_matches(name, list(known), n=1)
-    suggestion = f"; did you mean {node}{'.' if node else ''}{near[0]}?" if near else ""
-    return f"unknown key {key}{suggestion}"
+    names = [other for other in known if not other.startswith("_")]
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"unknown key {key}; did you mean {node}{'.' if node else ''}{near[0]}?"
+    return f"unknown key {key}; {node} has the keys {', '.join(names)}" if node and names else f"unknown key {key}"
 
 
 def leaves(prefix: str, value: Any) -> Iterable[tuple[str, Any]]:

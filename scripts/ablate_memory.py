@@ -34,13 +34,13 @@ import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from fa_train.config_options import options
 from scripts.ablation.cases import DTYPES, AttentionCase, Case, Device, StepCase, capacity
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import Records, attention_part, step_part, write_files
 from scripts.ablation.sweep import ProcessError, call_apart, run_apart, sweep
 from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe
-from scripts.composed import options
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

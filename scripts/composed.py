@@ -1,22 +1,11 @@
 """Composes the config of train.py for scripts that need only parts of that config."""
 
-from pathlib import Path
-
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from fa_train.config_options import CONF
 from fa_train.run_config import check
-
-CONF = Path(__file__).resolve().parents[1] / "conf"
-
-
-def options(group: str) -> list[str]:
-    """Returns the names of the options in a config group of conf/.
-
-    Files whose names start with _ are not options: they hold keys that options share.
-    """
-    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
 
 
 def composed(overrides: list[str]) -> DictConfig:

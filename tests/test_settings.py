@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import train
-from fa_train import run_config, settings
+from fa_train import config_options, run_config, settings
 from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.errors import explain
 from tests.support.marks import slow_except
@@ -245,6 +245,13 @@ def test_a_mistake_is_said_in_the_users_words(override, line):
     ("override", "line"),
     [
         pytest.param("model.n_layer=3", "unknown key model.n_layer; did you mean model.n_layers?", id="parameter"),
+        pytest.param("strategy.context=2", "unknown key strategy.context; it is a key of strategy=fsdp", id="option"),
+        pytest.param(
+            "model.pretrained=base", "unknown key model.pretrained; it is a key of model=pretrained", id="other-option"
+        ),
+        pytest.param(
+            "optimizer.warmup=1", "unknown key optimizer.warmup; optimizer has the keys lr, weight_", id="list"
+        ),
         pytest.param("modle=gpt2", "unknown key modle; did you mean model?", id="group"),
         pytest.param(
             "zzz=1", "unknown key zzz (to add a parameter that conf/ does not list, write + before it)", id="none-near"
@@ -255,6 +262,20 @@ def test_an_override_of_no_key_names_the_nearest_one(override, line):
     with pytest.raises(HydraException) as raised, composed("folder", "preset=cpu", override):
         pass
     assert explain(raised.value).startswith(line)
+
+
+@pytest.mark.parametrize("group", ["optimizer", "data", "strategy"])
+def test_an_unknown_option_is_answered_with_the_options(group):
+    with pytest.raises(HydraException) as raised, composed("folder", "preset=cpu", f"{group}=adam"):
+        pass
+    assert explain(raised.value) == f"{group} must be one of {', '.join(config_options.options(group))}; got adam"
+
+
+def test_an_option_has_the_keys_of_its_bases():
+    assert config_options.options_with("optimizer.stochastic_rounding") == ["optimizer=adamw_8bit"]
+    assert len(config_options.options_with("optimizer.lr")) == len(config_options.options("optimizer")) > 1
+    assert config_options.options_with("memory.loss.z_loss") and not config_options.options_with("memory.loss.z")
+    assert not config_options.options_with("seq_len") and not config_options.options_with("../conf.seq_len")
 
 
 def test_finetune_names_what_it_needs():

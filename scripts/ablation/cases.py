@@ -24,12 +24,12 @@ from omegaconf import DictConfig
 
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.callbacks.out_of_memory import is_out_of_memory
+from fa_train.config_options import CONF
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.attention import Attention, require_backend
 from fa_train.models.gpt import GPT
 from scripts.bench.training_case import VOCABULARY, WARMUP, Device, StepTimes, training_config
 from scripts.bench.training_case import measure as measure_ours
-from scripts.composed import CONF
 
 GIB = 2**30
 VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; nano has 256 bytes and 3 special tokens

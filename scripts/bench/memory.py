@@ -45,6 +45,7 @@ from torch.optim import Optimizer
 import train
 from fa_train.callbacks.monitor import GIB
 from fa_train.callbacks.out_of_memory import is_out_of_memory
+from fa_train.config_options import options
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.offload import Offload
 from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
@@ -64,7 +65,6 @@ from scripts.bench.training_case import (
     wait,
 )
 from scripts.bench.training_case import measure as measure_ours
-from scripts.composed import options
 
 PROFILER_STEPS = 2  # the profiler starts in the first of these steps, and records the second
 

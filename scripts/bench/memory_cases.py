@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from fa_train.config_options import options
 from scripts.bench.training_case import Device
-from scripts.composed import options
 
 SEQ_LENS = (32768, 131072)
 MLP_CHUNK = 16384  # tokens, as in conf/memory/offload.yaml

@@ -45,13 +45,13 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 import train
 from fa_train import run_config, training
 from fa_train.callbacks.monitor import GIB
+from fa_train.config_options import CONF
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.fsdp import local
 from scripts.bench.provenance import describe
 from scripts.bench.step_memory import GRADIENTS, STATE, WEIGHTS, draw_memory, memory_over_time
 from scripts.bench.step_trace import COPIES, Step, exclusive, hidden, step_of
 from scripts.bench.training_case import wait
-from scripts.composed import CONF
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: two that compile and allocate, and two to compare with the profiled step

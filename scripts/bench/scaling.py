@@ -43,13 +43,14 @@ import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from fa_train.config_options import options
 from fa_train.errors import errors_in_one_line
 from fa_train.memory.planner.predict import GIB, predict
 from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.scaling_report import Row, cells, page, write
 from scripts.bench.timing import require_gpu
-from scripts.composed import composed, options
+from scripts.composed import composed
 from scripts.memory_table import as_run, memory_of_gpu, plan_of_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -44,6 +44,7 @@ from omegaconf import DictConfig
 
 import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
+from fa_train.config_options import options
 from fa_train.flops import peak_flops, train_flops
 from fa_train.models.gpt import GPT
 from scripts.bench.command_line import (
@@ -68,7 +69,6 @@ from scripts.bench.training_case import (
 )
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import VARIANTS, variant_of
-from scripts.composed import options
 
 SEQ_LENS = (8192, 32768, 131072)
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "fp32 weights, bf16 autocast", "bf16-true": "bf16 weights"}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scripts.composed import options
+from fa_train.config_options import options
 
 VARIANTS = (
     "ours-none-compiled",

@@ -1,0 +1,46 @@
+"""Reads which options the groups of conf/ have, and which keys an option has. Error messages suggest them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+
+def options(group: str) -> list[str]:
+    """Returns the names of the options in a config group of conf/.
+
+    Files whose names start with _ are not options: they hold keys that options share.
+    """
+    return sorted(path.stem for path in (CONF / group).glob("[!_]*.yaml"))
+
+
+def options_with(key: str) -> list[str]:
+    """Returns the options of the key's group that have this key, such as ["strategy=fsdp"] for strategy.context."""
+    group, *names = key.split(".")
+    if not names or not group.isidentifier():
+        return []
+    return [f"{group}={option}" for option in options(group) if _has(_content(group, option), names)]
+
+
+def _content(group: str, option: str) -> dict[str, Any]:
+    """Returns the keys of an option and of its bases. An option that sets keys outside its group has no keys here."""
+    text = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8")
+    if text.startswith("# @package"):
+        return {}
+    own = yaml.safe_load(text) or {}
+    bases = [name for name in own.pop("defaults", []) if isinstance(name, str) and name != "_self_"]
+    keys: dict[str, Any] = {}
+    for base in bases:
+        keys |= _content(group, base)
+    return keys | own
+
+
+def _has(content: Any, names: list[str]) -> bool:
+    for name in names:
+        if not isinstance(content, Mapping) or name not in content:
+            return False
+        content = content[name]
+    return True
