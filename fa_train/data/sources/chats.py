@@ -48,6 +48,7 @@ class ChatCorpus:
     """
 
     def __init__(self, path: str) -> None:
+        self.name = path
         self._rows: FileRows | HubRows = HubRows(path) if path.startswith(HUB) else FileRows(path)
 
     def documents(self) -> Iterator[tuple[str, Chat]]:

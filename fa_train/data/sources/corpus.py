@@ -21,7 +21,12 @@ HELD_OUT_IN_1000 = 20  # held-out documents per thousand
 
 @runtime_checkable  # fa_train.settings calls isinstance(value, Corpus)
 class Corpus(Protocol[Document]):
-    """A source of documents, which are texts or chats. Every iteration yields the same documents."""
+    """A source of documents, which are texts or chats. Every iteration yields the same documents.
+
+    name: the path or the name of the corpus, for error messages.
+    """
+
+    name: str
 
     def documents(self) -> Iterator[tuple[str, Document]]:
         """Yields pairs (key, document) in a fixed order. len(document) is the number of characters.
@@ -43,6 +48,8 @@ def is_held_out(key: str) -> bool:
 
 class StdlibCorpus:
     """The source code of Python's standard library without tests, about 12 MB. Each file is one document."""
+
+    name = "the standard library"
 
     def __init__(self) -> None:
         self.root = Path(sysconfig.get_path("stdlib"))
@@ -74,7 +81,7 @@ class TextCorpus:
 
     def __init__(self, path: str, text_column: str) -> None:
         self.root, self.paths = find_files(path, SUFFIXES)
-        self.text_column = text_column
+        self.name, self.text_column = path, text_column
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.paths:

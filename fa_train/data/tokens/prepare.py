@@ -43,8 +43,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard.
-    Raises: ValueError if the corpus is empty, a document cannot be encoded or the disk is full. If the disk is full,
-    the finished shards are kept. After any other ValueError, they are deleted.
+    Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
+    disk is full, the finished shards are kept. After any other ValueError, they are deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -55,14 +55,24 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             unfinished.mkdir(exist_ok=True)
             try:
                 n_documents = _write_all(corpus, encoder, unfinished, workers)
-                if not n_documents:
-                    raise ValueError("the data must have a document; its files or dataset have none")
+                require_tokens(corpus.name, n_documents, unfinished)
             except ValueError:
                 shutil.rmtree(unfinished)
                 raise
             sizes = {file.name: file.stat().st_size for file in sorted(unfinished.glob("*.arrow"))}
             (unfinished / SHARDS).write_text(json.dumps(sizes))
             os.replace(unfinished, path)
+
+
+def require_tokens(name: str, n_documents: int, folder: Path) -> None:
+    """Raises: ValueError if the shards in the folder have no token. name: the name of the corpus, for the message."""
+    if not n_documents:
+        raise ValueError(f"{name} must have a document; it has none")
+    for file in folder.glob("*.arrow"):
+        with pa.memory_map(str(file)) as source, pa.ipc.open_file(source) as shard:
+            if any(len(chunk.values) for chunk in shard.read_all()["tokens"].chunks):
+                return
+    raise ValueError(f"{name} must have a document with text; all {n_documents:,} documents are empty")
 
 
 def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> int:

@@ -110,10 +110,17 @@ def test_one_document_validates_on_its_end(tmp_path):
     assert val[0][-1] == 257 and train[0][0] == 256
 
 
-def test_nothing_to_read_is_an_error(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="the data must have a document; its files or dataset have none"):
-        prepare(TextCorpus(str(tmp_path), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        pytest.param("\n", "must have a document; it has none", id="no-row"),
+        pytest.param('{"text": ""}\n' * 3, "must have a document with text; all 3 documents are empty", id="no-text"),
+    ],
+)
+def test_nothing_to_read_is_an_error(lines, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=f"^{tmp_path / 'a.jsonl'} {message}$"):
+        prepare(TextCorpus(str(tmp_path / "a.jsonl"), "text"), TextEncoder(ByteTokenizer()), tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
 
 
