@@ -17,7 +17,7 @@ from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import failures_reported
 from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
-from fa_train.run_config import check, in_sweep, launch_ranks, sweep_group
+from fa_train.run_config import check, in_sweep, launch_ranks, require_start, sweep_group
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
@@ -53,6 +53,8 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
         check(cfg)
         in_own_process = in_sweep() and "sweep_job" in cfg
         n_ranks = 1 if in_own_process else ranks_to_start(cfg.trainer)
+        if not in_own_process:
+            require_start(cfg, n_ranks)
         if n_ranks > 1:
             result = launch_ranks(n_ranks)
         else:

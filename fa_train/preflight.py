@@ -1,7 +1,15 @@
-"""Checks a run's settings before the run starts. A check that fails raises a ValueError."""
+"""Checks a run's settings before the run starts. A check that fails raises a ValueError.
+
+The checks of this file need the model. fa_train.early_checks has those that do not.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from fa_train import early_checks
+from fa_train.data.tokens.tokenizer import ByteTokenizer
 from fa_train.memory.planner.plan import Buckets, Plan, RunSize
 from fa_train.models.float8 import MULTIPLE, require_float8_model
 from fa_train.models.gpt import GPT
@@ -14,46 +22,59 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
         raise ValueError(f"model.vocab_size must be at least the tokenizer's vocabulary, {tokens}; got {vocab_size}")
 
 
-def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
-    """Checks that the model supports the length of the longest possible document.
+def require_tokenizer(model: GPT, data: Mapping[str, Any]) -> None:
+    """Checks that a checkpoint that was not trained on bytes does not get bytes as tokens.
+
+    data: the node `data` of the config.
+    Raises: ValueError if the tokens are bytes, and the checkpoint's vocabulary has another size than the byte
+    tokenizer's.
+    """
+    is_stdlib = data["_target_"].endswith(".stdlib_data")
+    if model.origin is None or model.config.vocab_size == ByteTokenizer.vocab_size:
+        return
+    if is_stdlib or data.get("tokenizer", ...) is None:
+        name, got = model.origin.pretrained, "data=stdlib" if is_stdlib else "data.tokenizer=null"
+        advice = "Choose other data, such as data=text, with" if is_stdlib else "The tokenizer is usually"
+        raise ValueError(
+            f"data.tokenizer must be the tokenizer of {name}, whose vocabulary has {model.config.vocab_size} tokens; "
+            f"got {got}, which uses bytes. {advice} data.tokenizer={name}"
+        )
+
+
+def reach_of(model: GPT) -> int | None:
+    """Returns the number of tokens of the longest document that the model supports, or None if there is no limit.
 
     A model with learned positions supports as many tokens as it has positions. A pretrained model with RoPE supports
     the context length of its checkpoint, or any length if its rope_type is dynamic.
+    """
+    if model.position_embedding is not None:
+        return model.position_embedding.num_embeddings
+    is_dynamic = any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)
+    return None if model.origin is None or model.config.positions != "rope" or is_dynamic else model.config.max_seq_len
+
+
+def longest_row(model: GPT, max_doc_len: int | None, reset_positions: bool) -> int | None:
+    """Returns the longest seq_len that the model supports, or None if there is no limit.
+
+    There is no limit if documents are cut at max_doc_len and their positions start at 0.
+    """
+    return None if reset_positions and max_doc_len is not None else reach_of(model)
+
+
+def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_positions: bool) -> None:
+    """Checks that the model supports the length of the longest possible document.
+
     seq_len, max_doc_len: in tokens, as in fa_train.data.datamodule.PackedDataModule.
     Raises: ValueError if a document can be longer than the model supports.
     """
     longest = min(seq_len, max_doc_len or seq_len) if reset_positions else seq_len
     model.require_seq_len(longest)
-    is_dynamic = any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)
-    reach = None if model.origin is None or model.config.positions != "rope" or is_dynamic else model.config.max_seq_len
+    reach = reach_of(model)
     if reach is not None and longest > reach:
         raise ValueError(
             f"seq_len must be at most the {reach} tokens that the checkpoint supports; got {seq_len}. "
             f"Use experiment=extend_context, or data.packing=best_fit data.max_doc_len={reach}"
         )
-
-
-def require_groups(world_size: int, context: int) -> None:
-    """Raises: ValueError if the ranks cannot be divided into groups of `context` ranks that share their sequences."""
-    if world_size % context:
-        raise ValueError(f"strategy.context must divide the number of devices, {world_size}; got {context}")
-
-
-def ranks_per_copy(devices: int, replicas: int) -> int:
-    """Returns the number of devices over which strategy=fsdp shards each copy of the model.
-
-    Raises: ValueError if there is only one device, or replicas does not divide the devices into groups of at least 2.
-    """
-    if devices == 1:
-        raise ValueError(
-            "strategy=fsdp needs at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2 or more"
-        )
-    if devices % replicas or devices == replicas:
-        raise ValueError(
-            f"strategy.replicas must divide the {devices} devices into groups of at least 2; got {replicas}. "
-            "strategy=ddp keeps a whole copy on each device"
-        )
-    return devices // replicas
 
 
 def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
@@ -76,51 +97,24 @@ def chooses_reshard(strategy: str, reshard_after_forward: bool | str, attention:
     return strategy == "fsdp" and reshard_after_forward == "auto" and attention == "flash"
 
 
-def require_trained_weights(run: RunSize) -> None:
-    """Checks that the optimizer supports the dtype of the trained weights.
+def require_settings(plan: Plan, attention: str, *, sharded: bool, samples: bool) -> None:
+    """Checks the combinations of settings that fa_train.early_checks describes, and those that depend on the model.
 
-    Raises: ValueError if the optimizer needs bf16 weights, and the run trains other weights.
+    attention: the name of the chosen option of conf/attention. sharded: whether the run has strategy=fsdp. samples:
+    whether callbacks.sample is set.
+    Raises: ValueError if the run does not support a setting.
     """
-    if run.optimizer not in ("adamw_bf16", "adamw_master"):
+    run = plan.run
+    early_checks.require_trained_weights(run.optimizer, run.precision, has_adapters=run.adapters is not None)
+    if not sharded:
         return
-    if run.adapters is not None:
-        raise ValueError(f"optimizer={run.optimizer} cannot train adapters, which are fp32; choose optimizer=adamw")
-    if run.precision != "bf16-true":
-        raise ValueError(f"optimizer={run.optimizer} needs trainer.precision=bf16-true; got {run.precision}")
-
-
-def require_shardable(run: RunSize, *, samples: bool) -> None:
-    """Checks that strategy=fsdp supports the run.
-
-    samples: whether callbacks.sample is set. A sample's tokens cannot be divided among the ranks of a context group.
-    Raises: ValueError if a part of the run cannot be sharded.
-    """
-    if run.adapters is not None and run.adapters.quantized:
-        raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
-    if run.optimizer in ("adamw_8bit", "adamw_offload"):
+    quantized = run.adapters is not None and run.adapters.quantized
+    early_checks.require_shardable(run.optimizer, run.context, quantized=quantized, samples=samples)
+    if plan.model.heads.kv % run.head_groups:
         raise ValueError(
-            "strategy=fsdp needs optimizer=adamw, or optimizer=adamw_master or adamw_bf16 with "
-            f"trainer.precision=bf16-true; got {run.optimizer}"
+            f"strategy.head_groups must divide the {plan.model.heads.kv} KV heads of the model; got {run.head_groups}"
         )
-    if samples and run.context > 1:
-        raise ValueError(f"strategy.context={run.context} needs callbacks.sample=null; got a callback")
-
-
-def require_head_groups(plan: Plan, attention: str) -> None:
-    """Checks strategy.head_groups.
-
-    attention: the name of the chosen option of conf/attention.
-    Raises: ValueError if the KV heads cannot be divided into equal groups. Several groups also need attention=flash and
-    a strategy.context of at least 2.
-    """
-    groups, heads = plan.run.head_groups, plan.model.heads.kv
-    if heads % groups:
-        raise ValueError(f"strategy.head_groups must divide the {heads} KV heads of the model; got {groups}")
-    if groups > 1 and (plan.run.context == 1 or attention != "flash"):
-        raise ValueError(
-            f"strategy.head_groups={groups} needs attention=flash and strategy.context of at least 2; got "
-            f"attention={attention} and strategy.context={plan.run.context}"
-        )
+    early_checks.require_head_groups(run.head_groups, run.context, attention)
 
 
 def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:
@@ -130,12 +124,7 @@ def require_float8(model: GPT, run: RunSize, *, sharded: bool) -> None:
     Raises: ValueError if the model or a setting of the run does not support float8.
     """
     require_float8_model(model)
-    if sharded:
-        raise ValueError("lit_gpt.float8 needs strategy=auto or ddp; got fsdp")
-    if not run.compiled:
-        raise ValueError("lit_gpt.float8 needs lit_gpt.compile_model=true; got false")
-    if run.precision == "32-true":
-        raise ValueError("lit_gpt.float8 needs trainer.precision=bf16-mixed or bf16-true; got 32-true")
+    early_checks.require_float8_settings(run.precision, sharded=sharded, compiled=run.compiled)
     if run.tokens % MULTIPLE:
         raise ValueError(
             f"lit_gpt.float8 needs seq_len * data.micro_batch_size to be a multiple of {MULTIPLE}; got {run.tokens}"

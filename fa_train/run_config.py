@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +15,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from fa_train import compat, copied_keys, settings
+from fa_train import compat, copied_keys, early_checks, settings
 from fa_train.errors import RankFailedError
 from fa_train.parallel.decisions import decided_by_rank_zero
-from fa_train.parallel.ranks import told
+from fa_train.parallel.ranks import has_own_launcher, told, world_size
 
 
 class OneFolder(Callback):
@@ -102,6 +104,27 @@ def check(cfg: DictConfig) -> None:
     config = to_container(cfg)
     settings.check(config)
     copied_keys.require_one_value(config, HydraConfig.get().runtime.output_dir)
+
+
+def require_start(cfg: DictConfig, n_ranks: int) -> None:
+    """Checks a config that `check` has checked, before ranks start. The ranks of train.py need no second check.
+
+    n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
+    Raises: ValueError if settings exclude each other, or W&B must log online but has no API key.
+    """
+    if has_own_launcher():
+        return
+    config = to_container(cfg)
+    early_checks.require_runnable(config, world_size(n_ranks))
+    logger = config["logger"]
+    if not (isinstance(logger, dict) and logger["_target_"].endswith("WandbLogger")):
+        return
+    mode = logger.get("mode")
+    asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
+    if (mode if asked == "logger.mode" else os.environ.get("WANDB_MODE")) == "online":
+        from fa_train.wandb_mode import require_api_key  # the import of wandb takes a second
+
+        decided_by_rank_zero("api_key", partial(require_api_key, f"{asked}=online"))
 
 
 def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:

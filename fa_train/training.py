@@ -9,9 +9,10 @@ from pathlib import Path
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
-from fa_train import preflight, settings
+from fa_train import early_checks, preflight, settings
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
 from fa_train.callbacks.monitor import results
 from fa_train.checkpoints import resume
@@ -25,6 +26,7 @@ from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
+from fa_train.private_names import private
 from fa_train.run_config import in_sweep, to_container
 
 for library in ("lightning.pytorch", "lightning.fabric"):
@@ -47,11 +49,18 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     cfg: a config that fa_train.run_config.check has checked.
     """
     L.seed_everything(cfg.seed, verbose=False)
+    if cfg.model.get("pretrained") is not None:  # before data.tokenizer, which is often a copy of model.pretrained
+        from fa_train.models.hf.import_ import require_checkpoint  # the import takes a second
+
+        require_checkpoint(cfg.model.pretrained)
     callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):  # Lightning passes a setting without effect, of which wandb warns
+            private("lightning", logger, "_wandb_init").pop("anonymous", None)
     communication.configure(trainer)
-    preflight.require_groups(trainer.world_size, context_ranks(trainer.strategy))
+    early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size, context_ranks(trainer.strategy))
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps
     require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
@@ -88,6 +97,8 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     with torch.device("meta"):  # sizes only, no weights
         model = build_model(cfg, vocab_size)
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
+    if cfg.model.vocab_size is None:
+        preflight.require_tokenizer(model, cfg.data)
     sharding = trainer.strategy if isinstance(trainer.strategy, FullyShardedStrategy) else None
     plan = plan_of(
         model,
@@ -99,7 +110,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         compiled=cfg.lit_gpt.compile_model,
         context=context_ranks(trainer.strategy),
         head_groups=1 if sharding is None else sharding.head_groups,
-        ranks=1 if sharding is None else preflight.ranks_per_copy(trainer.world_size, sharding.replicas),
+        ranks=1 if sharding is None else early_checks.ranks_per_copy(trainer.world_size, sharding.replicas),
         reshard_after_forward=sharding is None or sharding.reshard_after_forward is not False,
         reduce_once=sharding is not None and sharding.reduce_once,
         buckets=preflight.gradient_buckets(
@@ -107,13 +118,11 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         ),
         float8=cfg.lit_gpt.float8 is not None,
     )
-    preflight.require_trained_weights(plan.run)
+    samples = cfg.callbacks.get("sample") is not None
+    preflight.require_settings(plan, cfg.choices.attention, sharded=sharding is not None, samples=samples)
     if plan.run.float8:
         preflight.require_float8(model, plan.run, sharded=sharding is not None)
         require_float8_gpu(trainer.strategy.root_device)
-    if sharding is not None:
-        preflight.require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
-        preflight.require_head_groups(plan, cfg.choices.attention)
     plan = plan_memory(
         plan,
         trainer.strategy.root_device,
@@ -122,6 +131,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         auto_reshard=sharding is not None
         and preflight.chooses_reshard("fsdp", sharding.reshard_after_forward, cfg.choices.attention),
         attention=cfg.choices.attention,
+        reach=preflight.longest_row(model, cfg.data.max_doc_len, cfg.data.reset_positions),
         in_sweep=in_sweep(),
         say=trainer.print,
     )

@@ -22,6 +22,19 @@ def wandb_mode() -> str:
     return mode
 
 
+def require_api_key(setting: str) -> None:
+    """Raises: ValueError if there is no valid API key. setting: the setting that needs the key, for the message."""
+    try:
+        found = "a key" if wandb.login(prompt=False, verify=False) else "none"
+    except Exception as error:  # the key has a wrong format
+        found = str(error)
+    if found != "a key":
+        raise ValueError(
+            f"{setting} needs an API key of W&B; got {found}. Run `wandb login`, set WANDB_API_KEY, "
+            "or choose logger.mode=offline"
+        )
+
+
 def _mode() -> str:
     if mode := os.environ.get("WANDB_MODE"):
         return mode

@@ -6,6 +6,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 
+from fa_train.early_checks import ranks_per_copy, require_checkpoint_name, require_groups
 from fa_train.memory.offload import available_host_bytes
 from fa_train.memory.planner.levers import (
     fastest_that_fits,
@@ -18,17 +19,16 @@ from fa_train.memory.planner.levers import (
 )
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
-from fa_train.memory.planner.run import WITHOUT_FLOAT8, device_bytes, plan_of
+from fa_train.memory.planner.run import WITHOUT_FLOAT8, device_bytes, longest_in_words, plan_of
 from fa_train.memory.planner.weights import parameter_sizes
+from fa_train.models.gpt import GPT
 from fa_train.preflight import (
     chooses_reshard,
     gradient_buckets,
-    ranks_per_copy,
+    longest_row,
     require_float8,
-    require_groups,
-    require_head_groups,
-    require_shardable,
-    require_trained_weights,
+    require_reach,
+    require_settings,
 )
 from scripts.composed import composed
 
@@ -45,10 +45,12 @@ def memory_table(arguments: list[str]) -> str:
     gpu_bytes = int(gpu * GIB) if gpu is not None else memory_of_gpu()
     cfg = composed(overrides)
     host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
-    plan, auto = plan_of_run(cfg), bool(cfg.memory.get("auto"))
+    model = model_of_run(cfg)
+    plan, auto = plan_of_run(cfg, model), bool(cfg.memory.get("auto"))
+    reach = longest_row(model, cfg.data.max_doc_len, cfg.data.reset_positions)
     if auto:
         plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
-    lines = [table(as_run(plan, cfg, gpu_bytes), gpu_bytes, host_bytes, auto=auto, searched=plan)]
+    lines = [table(as_run(plan, cfg, gpu_bytes), gpu_bytes, host_bytes, auto=auto, searched=plan, reach=reach)]
     if cfg.choices.attention != "flash":
         lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
     if plan.run.float8:
@@ -59,17 +61,28 @@ def memory_table(arguments: list[str]) -> str:
     return "\n".join(lines)
 
 
-def plan_of_run(cfg: DictConfig) -> Plan:
-    """Returns the memory plan of a run. The model is built without weights, on the device "meta".
+def model_of_run(cfg: DictConfig) -> GPT:
+    """Builds the model of a run without weights, on the device "meta".
+
+    Raises: ValueError if model.pretrained is no checkpoint, or the model does not support documents of seq_len tokens.
+    """
+    require_checkpoint_name(cfg.model)
+    with torch.device("meta"):
+        vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
+        model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
+    require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
+    return model
+
+
+def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
+    """Returns the memory plan of a run. model: the result of `model_of_run`, which is called if no model is given.
 
     If strategy.reshard_after_forward=auto, the plan uses the value that needs less memory.
 
-    Raises: ValueError if strategy=fsdp cannot shard the model, if the number of devices is not a multiple of
-    strategy.context, or if the run does not support lit_gpt.float8 or its optimizer.
+    Raises: the errors of `model_of_run`. ValueError if strategy=fsdp cannot shard the model, if the number of devices
+    is not a multiple of strategy.context, or if the run does not support lit_gpt.float8 or its optimizer.
     """
-    with torch.device("meta"):
-        vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
-        model = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
+    model = model or model_of_run(cfg)
     world_size = _devices(cfg) * cfg.trainer.num_nodes
     sharded = cfg.choices.strategy == "fsdp"
     context = cfg.strategy.context if sharded else 1
@@ -92,12 +105,10 @@ def plan_of_run(cfg: DictConfig) -> Plan:
         ),
         float8=cfg.lit_gpt.float8 is not None,
     )
-    require_trained_weights(plan.run)
+    samples = cfg.callbacks.get("sample") is not None
+    require_settings(plan, cfg.choices.attention, sharded=sharded, samples=samples)
     if plan.run.float8:
         require_float8(model, plan.run, sharded=sharded)
-    if sharded:
-        require_shardable(plan.run, samples=cfg.callbacks.get("sample") is not None)
-        require_head_groups(plan, cfg.choices.attention)
     return plan
 
 
@@ -119,12 +130,13 @@ def _devices(cfg: DictConfig) -> int:
     return len(devices) if isinstance(devices, ListConfig) else max(1, torch.cuda.device_count())
 
 
-def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan) -> str:
+def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan, reach: int | None = None) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
     auto: if true, the search for the longest seq_len tries all memory levers. If false, it keeps the plan's levers.
     searched: the plan before `as_run` changes it. The searches for the longest seq_len and for the next lever use this
     plan.
+    reach: the longest seq_len that the model supports, or None if there is no limit.
     """
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu_bytes, host_bytes)
@@ -141,7 +153,7 @@ def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: 
         _line("host", prediction.host) + f" of {host_bytes / GIB:.1f}",
         "",
         f"fits: {_answer(prediction, gpu_bytes, host_bytes)}",
-        f"longest seq_len that fits: {longest:,}",
+        f"longest seq_len that fits: {longest_in_words(longest, reach)}",
     ]
     return "\n".join([*lines, f"next lever: {change}"] if change else lines)
 

@@ -203,6 +203,7 @@ def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
             "error: model.vocab_size must be at least the tokenizer's vocabulary, 259",
             id="vocabulary",
         ),
+        pytest.param("trainer.devices=3", "error: batch_size must be a multiple of 3 ", id="ranks"),
         pytest.param("no_such_key=1", "error: unknown key no_such_key (to add a parameter", id="key"),
     ],
 )

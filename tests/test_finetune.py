@@ -17,7 +17,7 @@ from scripts import trained_model
 from scripts.bench import compare_finetune
 from tests.data.support.chats import PLAIN, many_chats, write_jsonl
 from tests.support.finetuning import write_base
-from tests.support.training import column, command_line, composed, write_corpus
+from tests.support.training import column, command_line, composed, tiny, write_corpus
 
 pytestmark = pytest.mark.slow
 STEPS = 12
@@ -176,6 +176,38 @@ def test_documents_are_apart_in_the_loop_too():
     assert mask[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 1],
     ]  # fmt: skip
+
+
+def test_bytes_are_refused_if_the_checkpoint_has_another_vocabulary(tmp_path):
+    base, of_bytes = write_base(tmp_path / "base"), write_base(tmp_path / "bytes", vocab_size=259)
+
+    def build(pretrained: Path, *overrides: str) -> None:
+        own = [
+            setting
+            for setting in tiny(tmp_path, *overrides)
+            if not setting.startswith(("model.d", "model.n", "model.f"))
+        ]
+        with composed(tmp_path, *own, "model=pretrained", f"model.pretrained={pretrained}") as cfg:
+            training.build(cfg)
+
+    build(of_bytes)
+    build(base, f"data.tokenizer={base}")
+    build(base, "model.vocab_size=400")  # the user says that the checkpoint's vocabulary is meant
+    for data, got in (("text", "data.tokenizer=null"), ("stdlib", "data=stdlib")):
+        message = (
+            f"data.tokenizer must be the tokenizer of {base}, whose vocabulary has 400 tokens; got {got}, which uses"
+        )
+        with pytest.raises(ValueError, match=message):
+            build(base, f"data={data}")
+
+
+def test_a_missing_checkpoint_is_named_before_the_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with (
+        composed(tmp_path, *settings(tmp_path), "model.pretrained=some/name") as cfg,
+        pytest.raises(ValueError, match=r"model\.pretrained must be .*; got some/name"),
+    ):
+        training.build(cfg)
 
 
 def extended(folder: Path, *overrides: str) -> list[str]:

@@ -8,10 +8,12 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from tests.support.training import command_line, quiet_environment, tiny
+from fa_train import run_config, training
+from tests.support.training import command_line, composed, quiet_environment, tiny
 
 KEY = "0123456789" * 4
 NOBODY = "http://127.0.0.1:9"  # the discard port, on which no machine listens
@@ -105,6 +107,32 @@ def test_a_key_that_the_server_accepts_gives_online(tmp_path, server):
 @pytest.mark.slow
 def test_the_environment_may_choose_the_mode(tmp_path):
     assert mode_of(tmp_path, WANDB_MODE="disabled", WANDB_API_KEY=KEY, WANDB_BASE_URL=NOBODY) == ("disabled", [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment"),
+    [pytest.param("online", None, id="logger.mode"), pytest.param(None, "online", id="WANDB_MODE")],
+)
+@pytest.mark.parametrize("found", ["none", "WANDB_API_KEY invalid"])
+def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environment, found, tmp_path, monkeypatch):
+    login = Mock(return_value=False) if found == "none" else Mock(side_effect=ValueError(found))
+    monkeypatch.setattr("wandb.login", login)
+    if environment is not None:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    overrides = [] if mode is None else [f"logger.mode={mode}"]
+    setting = "WANDB_MODE" if mode is None else "logger.mode"
+    message = f"^{setting}=online needs an API key of W&B; got {found}. Run `wandb login`, .* logger.mode=offline$"
+    with (
+        composed(tmp_path, *tiny(tmp_path, "logger=wandb", *overrides)) as cfg,
+        pytest.raises(ValueError, match=message),
+    ):
+        run_config.require_start(cfg, 1)
+
+
+def test_a_run_passes_no_setting_of_which_wandb_warns(tmp_path):
+    with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=offline")) as cfg:
+        [logger] = training.build(cfg)[0].loggers
+    assert logger._wandb_init["mode"] == "offline" and "anonymous" not in logger._wandb_init
 
 
 @pytest.mark.slow

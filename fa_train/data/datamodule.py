@@ -23,6 +23,7 @@ from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.store import TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
+from fa_train.early_checks import micro_batches
 from fa_train.models.gpt import GPT
 from fa_train.parallel.fsdp import context_ranks
 
@@ -96,15 +97,7 @@ class PackedDataModule(L.LightningDataModule):
         context: the number of processes that share their micro-batches.
         Raises: ValueError if batch_size is not a multiple of micro_batch_size * world_size / context.
         """
-        steps, rest = divmod(self.batch_size, self.micro_batch_size * (world_size // context))
-        if rest or not steps:
-            shared = f" / strategy.context={context}" if context > 1 else ""
-            raise ValueError(
-                f"batch_size must be a multiple of {self.micro_batch_size * (world_size // context)} "
-                f"(data.micro_batch_size={self.micro_batch_size} * {world_size} processes{shared}); "
-                f"got {self.batch_size}"
-            )
-        return steps
+        return micro_batches(self.batch_size, self.micro_batch_size, world_size, context)
 
     def prepare_data(self, workers: int = 1) -> None:
         # Lightning calls prepare_data in one process per node. The other processes of the node read the files that this

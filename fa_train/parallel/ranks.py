@@ -21,7 +21,7 @@ def is_launched() -> bool:
 
 def is_one_of_several() -> bool:
     """Returns whether this process is one of at least two ranks."""
-    return is_launched() and int(os.environ.get("WORLD_SIZE", _tasks_of_srun())) > 1
+    return world_size(1) > 1
 
 
 def has_own_launcher() -> bool:
@@ -56,6 +56,11 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
     import torch  # takes seconds
 
     return max(1, torch.cuda.device_count())
+
+
+def world_size(n_started: int) -> int:
+    """Returns the number of ranks of the run. n_started: the result of `ranks_to_start`."""
+    return int(os.environ.get("WORLD_SIZE", _tasks_of_srun())) if is_launched() else n_started
 
 
 def end_with_launcher() -> None:

@@ -195,7 +195,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_named(tmp_path):
 def adapter_run(request, tmp_path_factory) -> tuple[str, Path, Path]:
     """Returns the kind of an adapter run ("lora" or "qlora"), its base model and its checkpoint."""
     folder = tmp_path_factory.mktemp(request.param)
-    base = write_base(folder / "base")
+    base = write_base(folder / "base", vocab_size=259)  # the size of the byte tokenizer
     own = (f"adapter={request.param}", "optimizer.lr=0.05", "adapter.r=4", "run_name=adapter")
     return request.param, base, train(folder, *settings(folder, base), *own)
 

@@ -21,6 +21,7 @@ from scripts.composed import composed as composed_for_plan
 from scripts.memory_table import memory_table, plan_of_run
 from tests.memory.support.plans import GPT2, HOST, LLAMA_1B, changed
 from tests.support import processes
+from tests.support.finetuning import write_base
 from tests.support.marks import slow, slow_except
 from tests.support.training import REPOSITORY, composed, quiet_environment, tiny
 
@@ -64,6 +65,17 @@ def test_the_longest_length_is_of_one_row():
 
     assert longest("data.micro_batch_size=4", "batch_size=8") == longest() // 4
     assert longest("memory=offload") > longest("memory=selective") > longest() > 100_000
+
+
+def test_the_longest_length_is_one_that_the_checkpoint_supports(tmp_path):
+    base = [f"model.pretrained={write_base(tmp_path)}", "model=pretrained", "gpu_gib=80", "host_gib=100"]
+    assert "longest seq_len that fits: 64, the longest that the model supports" in memory_table([*base, "seq_len=64"])
+    with pytest.raises(ValueError, match="seq_len must be at most the 64 tokens that the checkpoint supports; got 256"):
+        memory_table([*base, "seq_len=256"])
+    cut = ["seq_len=256", "data.packing=best_fit", "data.max_doc_len=64"]
+    assert "the longest that the model supports" not in memory_table([*base, *cut])
+    with pytest.raises(ValueError, match=r"model\.pretrained must be .*; got /nope, which does not exist"):
+        memory_table(["model=pretrained", "model.pretrained=/nope"])
 
 
 @pytest.mark.slow
@@ -223,7 +235,7 @@ def test_every_value_of_a_plan_is_read():
     [
         pytest.param(["gpu_gib=much"], "error: gpu_gib must be a positive number; got much", id="number"),
         pytest.param(["seq_len=foo"], "error: seq_len must be a positive integer; got foo", id="type"),
-        pytest.param(["memory=nothing"], "Could not find 'memory/nothing'", id="group"),
+        pytest.param(["memory=nothing"], "error: memory must be one of auto, default, full, none, ", id="group"),
         pytest.param(["model.n_kv_heads=5"], "must be a multiple of model.n_kv_heads; got 12 and 5", id="model"),
     ],
 )

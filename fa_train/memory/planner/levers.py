@@ -165,7 +165,7 @@ def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
 
     Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is empty.
     adamw_master and adamw_bf16 cannot train adapters, which stay in fp32.
-    strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.preflight.require_shardable).
+    strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.early_checks.require_shardable).
     """
     run = plan.run
     changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]

@@ -102,6 +102,7 @@ def plan_memory(
     auto: bool,
     auto_reshard: bool = False,
     attention: str,
+    reach: int | None = None,
     in_sweep: bool,
     say: Callable[[str], object],
 ) -> Plan:
@@ -112,6 +113,7 @@ def plan_memory(
     auto_reshard: whether blocks stay gathered if memory allows it (strategy.reshard_after_forward=auto). On the CPU,
     blocks never stay gathered.
     attention: the name of the chosen option of conf/attention.
+    reach: the longest seq_len that the model supports, or None if there is no limit.
     say: a function that prints the chosen settings and, on a GPU, a summary of the prediction.
     Raises: ValueError if the run cannot fit. In a sweep, a run that exceeds the GPU's memory is not refused, because
     running out of memory is a result of the sweep.
@@ -135,7 +137,7 @@ def plan_memory(
             raise
         prediction = predict(plan)
     if device.type == "cuda":
-        say(summary(prediction, device, processes, attention, auto, searched))
+        say(summary(prediction, device, processes, attention, auto, searched, reach))
     return plan
 
 
@@ -197,6 +199,11 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
     return prediction
 
 
+def longest_in_words(fits: int, reach: int | None) -> str:
+    """Returns the longest seq_len of a run. fits: the longest that fits in memory. reach: as in plan_memory."""
+    return f"{fits:,}" if reach is None or fits <= reach else f"{reach:,}, the longest that the model supports"
+
+
 def summary(
     prediction: Prediction,
     device: torch.device,
@@ -204,6 +211,7 @@ def summary(
     attention: str,
     auto: bool = False,
     searched: Plan | None = None,
+    reach: int | None = None,
 ) -> str:
     """Returns the lines of text that a run on a GPU prints before it starts.
 
@@ -211,21 +219,22 @@ def summary(
     float8. The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
     auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
     searched: the plan in which this search varies seq_len; by default, the prediction's plan.
+    reach: as in plan_memory.
     """
     searched = searched or prediction.plan
     gpu, host = device_bytes(device), available_host_bytes() // processes
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
-    longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu, host)
+    longest = longest_in_words((longest_of_all_levers if auto else longest_seq_len)(searched, gpu, host), reach)
     change = next_lever(searched, gpu, host)
     if attention == "flash":
-        length = f"the longest seq_len that fits is {longest:,}" + (
+        length = f"the longest seq_len that fits is {longest}" + (
             f"; this run may not fit. Try {change}" if change else ""
         )
     else:
         length = (
             f"attention={attention} needs more memory than planned; with attention=flash the longest seq_len is "
-            f"{longest:,}"
+            f"{longest}"
         )
     return (
         f"planned: {prediction.gpu_bytes / GIB:.1f} of {gpu / GIB:.1f} GiB, peak at {prediction.moment}\n"

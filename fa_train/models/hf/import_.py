@@ -112,6 +112,13 @@ def load_pretrained(
     return model
 
 
+def require_checkpoint(pretrained: str) -> None:
+    """Raises: ValueError if there is no config.json in the folder `pretrained`, or on the hub under this name."""
+    folder = _folder(pretrained, with_weights=False)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model.pretrained must be a checkpoint with a config.json; {pretrained} has none")
+
+
 def _read(model: GPT, *, places: Mapping[str, Place], pretrained: str, layout: Layout) -> None:
     """Reads the checkpoint's weights into a model that `load_pretrained` has built.
 

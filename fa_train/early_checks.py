@@ -1,0 +1,145 @@
+"""Checks combinations of settings that can be checked without torch and without a model.
+
+train.py runs these checks before it starts ranks, so that a mistake costs no time. fa_train.preflight has the checks
+that need the model.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
+    """Makes all checks of this file.
+
+    config: a config that fa_train.settings.check has checked. world_size: the number of devices on all machines.
+    Raises: ValueError if a check fails.
+    """
+    choices, strategy, adapter, trainer = (config[name] for name in ("choices", "strategy", "adapter", "trainer"))
+    sharded = choices["strategy"] == "fsdp"
+    context = strategy.get("context", 1) if sharded else 1
+    precision, optimizer = trainer.get("precision", "32-true"), config["optimizer"]["_target_"].rpartition(".")[2]
+    require_checkpoint_name(config["model"])
+    require_groups(world_size, context)
+    if sharded:
+        ranks_per_copy(world_size, strategy["replicas"])
+    micro_batches(config["batch_size"], config["data"]["micro_batch_size"], world_size, context)
+    require_trained_weights(optimizer, precision, has_adapters=choices["adapter"] != "none")
+    if config["lit_gpt"].get("float8") is not None:
+        require_float8_settings(precision, sharded=sharded, compiled=config["lit_gpt"].get("compile_model", False))
+    if sharded:
+        quantized, samples = adapter.get("quantization") is not None, config["callbacks"].get("sample") is not None
+        require_shardable(optimizer, context, quantized=quantized, samples=samples)
+        require_head_groups(strategy.get("head_groups", 1), context, choices["attention"])
+
+
+def require_checkpoint_name(model: Mapping[str, Any]) -> None:
+    """Checks model.pretrained without the network. model: the node `model` of a config.
+
+    Raises: ValueError if model.pretrained is neither a folder with a config.json nor a possible name on the hub.
+    """
+    pretrained = model.get("pretrained")
+    if pretrained is None:
+        return
+    path, wanted = Path(pretrained), "model.pretrained must be a folder with a checkpoint or a name on the hub"
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{wanted}; got {pretrained}, a folder without config.json")
+    elif path.exists() or not HUB_NAME.fullmatch(pretrained):
+        found = "which is a file" if path.exists() else "which does not exist"
+        raise ValueError(f"{wanted}; got {pretrained}, {found}")
+
+
+def require_groups(world_size: int, context: int) -> None:
+    """Raises: ValueError if the ranks cannot be divided into groups of `context` ranks that share their sequences."""
+    if world_size % context:
+        raise ValueError(f"strategy.context must divide the number of devices, {world_size}; got {context}")
+
+
+def ranks_per_copy(devices: int, replicas: int) -> int:
+    """Returns the number of devices over which strategy=fsdp shards each copy of the model.
+
+    Raises: ValueError if there is only one device, or replicas does not divide the devices into groups of at least 2.
+    """
+    if devices == 1:
+        raise ValueError(
+            "strategy=fsdp needs at least 2 devices; got 1. Choose strategy=auto, or trainer.devices=2 or more"
+        )
+    if devices % replicas or devices == replicas:
+        raise ValueError(
+            f"strategy.replicas must divide the {devices} devices into groups of at least 2; got {replicas}. "
+            "strategy=ddp keeps a whole copy on each device"
+        )
+    return devices // replicas
+
+
+def micro_batches(batch_size: int, micro_batch_size: int, world_size: int, context: int) -> int:
+    """Returns the number of micro-batches per step and process. context: the number of processes that share each one.
+
+    Raises: ValueError if batch_size is not a multiple of micro_batch_size * world_size / context.
+    """
+    rows = micro_batch_size * (world_size // context)
+    steps, rest = divmod(batch_size, rows)
+    if rest or not steps:
+        shared = f" / strategy.context={context}" if context > 1 else ""
+        raise ValueError(
+            f"batch_size must be a multiple of {rows} "
+            f"(data.micro_batch_size={micro_batch_size} * {world_size} processes{shared}); got {batch_size}"
+        )
+    return steps
+
+
+def require_trained_weights(optimizer: str, precision: str, *, has_adapters: bool) -> None:
+    """Checks that the optimizer supports the dtype of the trained weights.
+
+    Raises: ValueError if the optimizer needs bf16 weights, and the run trains other weights.
+    """
+    if optimizer not in ("adamw_bf16", "adamw_master"):
+        return
+    if has_adapters:
+        raise ValueError(f"optimizer={optimizer} cannot train adapters, which are fp32; choose optimizer=adamw")
+    if precision != "bf16-true":
+        raise ValueError(f"optimizer={optimizer} needs trainer.precision=bf16-true; got {precision}")
+
+
+def require_shardable(optimizer: str, context: int, *, quantized: bool, samples: bool) -> None:
+    """Checks that strategy=fsdp supports the run.
+
+    quantized: whether weights have 4 bits. samples: whether callbacks.sample is set. A sample's tokens cannot be
+    divided among the ranks of a context group.
+    Raises: ValueError if a part of the run cannot be sharded.
+    """
+    if quantized:
+        raise ValueError("strategy=fsdp cannot shard 4-bit weights; got adapter=qlora. Choose adapter=lora")
+    if optimizer in ("adamw_8bit", "adamw_offload"):
+        raise ValueError(
+            "strategy=fsdp needs optimizer=adamw, or optimizer=adamw_master or adamw_bf16 with "
+            f"trainer.precision=bf16-true; got {optimizer}"
+        )
+    if samples and context > 1:
+        raise ValueError(f"strategy.context={context} needs callbacks.sample=null; got a callback")
+
+
+def require_head_groups(groups: int, context: int, attention: str) -> None:
+    """Raises: ValueError if several groups of KV heads lack attention=flash or a strategy.context of at least 2.
+
+    attention: the name of the chosen option of conf/attention.
+    """
+    if groups > 1 and (context == 1 or attention != "flash"):
+        raise ValueError(
+            f"strategy.head_groups={groups} needs attention=flash and strategy.context of at least 2; got "
+            f"attention={attention} and strategy.context={context}"
+        )
+
+
+def require_float8_settings(precision: str, *, sharded: bool, compiled: bool) -> None:
+    """Raises: ValueError if the strategy, the compile mode or the precision does not support lit_gpt.float8."""
+    if sharded:
+        raise ValueError("lit_gpt.float8 needs strategy=auto or ddp; got fsdp")
+    if not compiled:
+        raise ValueError("lit_gpt.float8 needs lit_gpt.compile_model=true; got false")
+    if precision == "32-true":
+        raise ValueError("lit_gpt.float8 needs trainer.precision=bf16-mixed or bf16-true; got 32-true")

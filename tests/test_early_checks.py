@@ -1,0 +1,78 @@
+"""Settings that exclude each other are refused before ranks start and before data or weights are read."""
+
+import pytest
+
+from fa_train import run_config
+from fa_train.early_checks import require_checkpoint_name
+from fa_train.parallel.ranks import ranks_to_start
+from tests.support.training import composed, tiny
+
+
+def start(tmp_path, *overrides):
+    """Makes the checks that train.py makes before it starts ranks."""
+    with composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg:
+        run_config.require_start(cfg, ranks_to_start(cfg.trainer))
+
+
+SHARDED = ("strategy=fsdp", "trainer.devices=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["trainer.devices=3"], r"batch_size must be a multiple of 3 \(.*3 processes\); got 4", id="batch"),
+        pytest.param(["trainer.devices=[0,2,4]"], "batch_size must be a multiple of 3 .*; got 4", id="list"),
+        pytest.param([*SHARDED, "strategy.context=3"], "context must divide the number of devices, 2; got 3", id="sp"),
+        pytest.param(
+            ["strategy=fsdp", "trainer.devices=4", "strategy.context=2", "data.micro_batch_size=3"],
+            r"a multiple of 6 \(data.micro_batch_size=3 \* 4 processes / strategy.context=2\); got 4", id="batch-sp",
+        ),
+        pytest.param(["strategy=fsdp"], "strategy=fsdp needs at least 2 devices; got 1", id="fsdp-alone"),
+        pytest.param([*SHARDED, "strategy.replicas=2"], "strategy.replicas must divide the 2 devices", id="replicas"),
+        pytest.param([*SHARDED, "adapter=qlora"], "strategy=fsdp cannot shard 4-bit weights", id="qlora"),
+        pytest.param([*SHARDED, "optimizer=adamw_8bit"], "strategy=fsdp needs optimizer=adamw, .*8bit", id="8bit"),
+        pytest.param([*SHARDED, "strategy.head_groups=2"], "head_groups=2 needs attention=flash and", id="groups"),
+        pytest.param(["optimizer=adamw_bf16"], "needs trainer.precision=bf16-true; got 32-true", id="bf16-weights"),
+        pytest.param(["lit_gpt.float8=tensorwise"], "lit_gpt.float8 needs lit_gpt.compile_model=true", id="float8"),
+    ],
+)  # fmt: skip
+def test_settings_that_exclude_each_other_start_no_ranks(overrides, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        start(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["trainer.devices=4"], id="ddp"),
+        pytest.param(["strategy=fsdp", "trainer.devices=8", "strategy.context=2"], id="context"),
+        pytest.param(["optimizer=adamw_master", "trainer.precision=bf16-true"], id="master"),
+        pytest.param(["logger=wandb"], id="wandb-chooses-its-mode"),
+    ],
+)
+def test_settings_that_fit_together_pass(overrides, tmp_path):
+    start(tmp_path, *overrides)
+
+
+def test_the_number_of_ranks_is_that_of_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="batch_size must be a multiple of 3 "):
+        start(tmp_path, "trainer.devices=1")
+
+
+def test_a_checkpoint_is_a_folder_or_a_possible_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").touch()
+    (tmp_path / "empty").mkdir()
+    for name in ("whole", str(tmp_path / "whole"), "gpt2", "some/name-1.5B", None):
+        require_checkpoint_name({"pretrained": name})
+    for name, reason in (
+        ("/nope", "which does not exist"),
+        ("runs/a/exported", "which does not exist"),
+        ("empty", "a folder without config.json"),
+        ("whole/config.json", "which is a file"),
+    ):
+        with pytest.raises(ValueError, match=f"^model.pretrained must be .*; got {name}, {reason}$"):
+            require_checkpoint_name({"pretrained": name})
