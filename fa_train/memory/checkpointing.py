@@ -41,8 +41,8 @@ ATTENTION_OPERATORS = frozenset(
 _KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 
-# For each checkpoint inside another, torch 2.11 saves an empty tensor of the default dtype. With bf16-true, Lightning
-# changes the default dtype during the forward pass only, so a check of the recomputed dtypes would fail.
+# Why the check is off: torch 2.11 saves an empty tensor of the default dtype for each activation checkpoint in another.
+# With bf16-true, Lightning makes this dtype bf16 in the forward pass. It is fp32 again when tensors are recomputed.
 CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
 
 

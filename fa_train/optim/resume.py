@@ -42,7 +42,7 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
         return  # the state of a user's optimizer has an unknown format
     written_by = kinds_that_write(saved)
     if own not in written_by:
-        got = f"one of optimizer={' or '.join(written_by)}" if written_by else "one of an optimizer of your own"
+        got = f"one of optimizer={' or '.join(written_by)}" if written_by else "one that no optimizer in conf/ wrote"
         raise ValueError(f"ckpt_path must be a checkpoint of optimizer={own}; got {got}")
 
 

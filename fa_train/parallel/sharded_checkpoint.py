@@ -205,7 +205,7 @@ def require_whole(checkpoint: Path) -> None:
 def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Returns the entries of a checkpoint, such as its global_step, and its weights.
 
-    The weights of a file are mapped into memory. The weights of a folder are on the meta device.
+    If the checkpoint is a file, its weights are mapped into memory. If it is a folder, they are on the meta device.
     Raises: CheckpointError if the checkpoint is damaged.
     """
     if checkpoint.is_dir():

@@ -149,7 +149,7 @@ class Block:
         """Returns an upper bound on the bytes of gathered keys and values for one group of heads.
 
         If the stream is one document, one rank gathers the keys of the whole stream. Otherwise, a rank may gather fewer
-        keys. The buffer has up to one step more rows than keys. The result is 0 if ranks do not share a stream.
+        keys. The number of rows is rounded up (traffic.buffer_rows). The result is 0 if ranks do not share a stream.
         """
         if self.run.context == 1:
             return 0

@@ -19,7 +19,7 @@ def structure(cls: type[_Class]) -> type[_Class]:
     a tensor, a buffer, a descriptor, a tuple, None or another structure. Fields cannot be reassigned. Methods must be
     `gluon.jit` functions. The interpreter supports structures without methods only.
     """
-    if interpreted():  # the interpreter runs kernels as Python functions, in which `constexpr(None)` would not be None
+    if interpreted():  # there, kernels are Python functions, and `constexpr(None) is None` would be false
         return dataclass(frozen=True, eq=False)(cls)
     fields = constexpr(tuple(cls.__annotations__))  # a constexpr, so that kernels are compiled again if names change
 

@@ -78,7 +78,7 @@ def _accumulate_dk_dv(
             q_ptr, do_ptr, m, stride_qt, stride_dot, total_q, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_M, MASKED
         )
         if ISOLATE_NAN and HAS_DK:
-            q = isolate_nan_columns(q)[0]  # NaN in q still reaches the keys that q sees, because lse of q is NaN
+            q = isolate_nan_columns(q)[0]  # a NaN in q still reaches dK of the keys that q sees, because lse is NaN
         if ISOLATE_NAN and HAS_DV:
             do, nan_rows = isolate_nan_columns(do)
         if MASKED:
@@ -225,7 +225,7 @@ def _accumulate_dq(
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)
         k = with_rest(k, k_ptr, n, stride_kt, total_k, D_COLUMNS, D, BLOCK_N, MASKED)
         if ISOLATE_NAN:
-            k = isolate_nan_columns(k)[0]  # NaN in k still reaches the queries that see k, because their lse is NaN
+            k = isolate_nan_columns(k)[0]  # a NaN in k still reaches dQ of the queries that see k: their lse is NaN
         scores = dot_of_columns(q, k, PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
         bias = alibi_bias(slope[:, None], aligned[:, None], keys[None, :]) if HAS_ALIBI else scores

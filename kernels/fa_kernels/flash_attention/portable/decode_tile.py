@@ -44,7 +44,7 @@ class Rows:
     inside: tl.tensor  # whether the row exists
     token: tl.tensor
     head: tl.tensor
-    aligned: tl.tensor  # the key that is aligned with the query
+    aligned: tl.tensor  # the position of the key that is aligned with the query
     key_start: tl.tensor  # the query sees the keys from `key_start` to `key_end - 1`
     key_end: tl.tensor
 
@@ -69,7 +69,7 @@ class Pages:
     k: tl.tensor  # pointer to the KV head in page 0
     v: tl.tensor
     table: tl.tensor  # pointer to the pages of the sequence, or None
-    only: tl.tensor  # the sequence's page, if it has only one
+    only: tl.tensor  # the sequence's page, if the sequence has only one page
     n_pages: tl.tensor
     size: tl.tensor  # tokens per page
     stride_kp: tl.tensor
