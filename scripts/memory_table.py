@@ -14,6 +14,7 @@ from fa_train.memory.planner.levers import (
     longest_of_all_levers,
     longest_seq_len,
     next_lever,
+    smallest,
     with_blocks_gathered,
     with_levers,
 )
@@ -49,7 +50,7 @@ def memory_table(arguments: list[str]) -> str:
     plan, auto = plan_of_run(cfg, model), bool(cfg.memory.get("auto"))
     reach = longest_row(model, cfg.data.max_doc_len, cfg.data.reset_positions)
     if auto:
-        plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or plan.levers)
+        plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or smallest(plan))
     lines = [table(as_run(plan, cfg, gpu_bytes), gpu_bytes, host_bytes, auto=auto, searched=plan, reach=reach)]
     if cfg.choices.attention != "flash":
         lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
@@ -153,7 +154,7 @@ def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: 
         _line("host", prediction.host) + f" of {host_bytes / GIB:.1f}",
         "",
         f"fits: {_answer(prediction, gpu_bytes, host_bytes)}",
-        f"longest seq_len that fits: {longest_in_words(longest, reach)}",
+        f"longest seq_len that fits{' with memory=auto' if auto else ''}: {longest_in_words(longest, reach)}",
     ]
     return "\n".join([*lines, f"next lever: {change}"] if change else lines)
 

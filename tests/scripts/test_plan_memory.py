@@ -92,7 +92,14 @@ def test_auto_is_planned_too():
 def test_the_longest_length_of_auto_uses_the_best_levers():
     table = memory_table(["model=llama_1b", "memory=auto", "seq_len=8192", "gpu_gib=139.8", "host_gib=120"])
     longest = longest_of_all_levers(changed(LLAMA_1B, compiled=True, accumulates=True), int(139.8 * GIB), HOST)
-    assert "checkpointing=none" in table and f"longest seq_len that fits: {longest:,}" in table
+    assert "checkpointing=none" in table
+    assert f"longest seq_len that fits with memory=auto: {longest:,}" in table
+
+
+@pytest.mark.slow
+def test_auto_shows_the_smallest_plan_if_none_fits():
+    table = memory_table(["model=llama_1b", "memory=auto", "seq_len=8388608", "gpu_gib=80", "host_gib=1000"])
+    assert "memory: checkpointing=full, offload=True, mlp_chunk=16384" in table and "fits: no" in table
 
 
 @pytest.mark.slow
@@ -291,7 +298,7 @@ def test_a_run_prints_its_plan_and_the_longest_length():
     assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
     farthest = longest_of_all_levers(GPT2, int(139.8 * GIB), HOST)
     printed = planner.summary(predict(changed(GPT2, rows=2)), CUDA, processes=1, attention="flash", auto=True)
-    assert printed.splitlines()[-1] == f"  the longest seq_len that fits is {farthest // 2:,}"
+    assert printed.splitlines()[-1] == f"  the longest seq_len that fits with memory=auto is {farthest // 2:,}"
     assert farthest > longest_seq_len(GPT2, int(139.8 * GIB), HOST), "memory=auto changes levers for a longer one"
 
 

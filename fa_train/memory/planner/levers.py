@@ -83,6 +83,11 @@ def longest_of_all_levers(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
     return max(longest_seq_len(with_levers(plan, levers), gpu_bytes, host_bytes) for levers in combinations(plan))
 
 
+def smallest(plan: Plan) -> Levers:
+    """Returns the combination of levers that needs the least GPU memory."""
+    return min(combinations(plan), key=lambda levers: predict(with_levers(plan, levers)).gpu_bytes)
+
+
 def extra_seconds(plan: Plan) -> float:
     """Estimates how many seconds the levers add to a micro-batch that is one document.
 

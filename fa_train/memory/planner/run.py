@@ -228,7 +228,7 @@ def summary(
     longest = longest_in_words((longest_of_all_levers if auto else longest_seq_len)(searched, gpu, host), reach)
     change = next_lever(searched, gpu, host)
     if attention == "flash":
-        length = f"the longest seq_len that fits is {longest}" + (
+        length = f"the longest seq_len that fits{' with memory=auto' if auto else ''} is {longest}" + (
             f"; this run may not fit. Try {change}" if change else ""
         )
     else:
