@@ -23,8 +23,8 @@ def peer_parts(
 ) -> dict[str, Callable[[], object]]:
     """Returns a dictionary that maps a name from `PEER_PARTS` to a function.
 
-    Each function runs both passes of causal attention in bf16. With the function of "torch one", each rank computes the
-    attention of the whole stream. With the function of "torch shared", all ranks compute this attention together.
+    Each function runs both passes of causal attention in bf16. In "torch one", each rank computes the attention of the
+    whole stream. In "torch shared", all ranks compute this attention together.
     tokens must be a multiple of twice the number of ranks.
     """
     ranks = dist.get_world_size()

@@ -78,7 +78,7 @@ def gradients(ffn: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, dy: Te
 def test_equals_eager(bias, device, passes):
     ffn, (x, dy) = feed_forward(device, bias), draw(device)
     expected = gradients(ffn, ffn, x, dy)
-    assert not passes  # in eager mode, the FFN uses autograd's own path, because the planner models its memory
+    assert not passes  # the eager FFN does not use the fused backward
     ours = gradients(ffn, compiled(ffn), x, dy)
     assert len(passes) == 1
     for name, found in ours.items():

@@ -61,7 +61,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """If there are entries dk and dv, `PORTABLE` has no entry dkdv, because only the repair kernels use that entry."""
+    """`PORTABLE` has all entries of the tile table, except for dkdv if dk and dv are separate entries."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(PORTABLE) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}
