@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
-    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
 import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
 import fa_train.parallel.context.attention_operators  # noqa: F401  registers torch.ops.fa_train
+from fa_train.memory.recompute import recomputed
 
 Checkpointing = Literal["none", "selective", "full"]
 RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -41,11 +41,6 @@ ATTENTION_OPERATORS = frozenset(
 _KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 
-# Why the check is off: torch 2.11 saves an empty tensor of the default dtype for each activation checkpoint in another.
-# With bf16-true, Lightning makes this dtype bf16 in the forward pass. It is fp32 again when tensors are recomputed.
-CHECKPOINT_OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
-
-
 def require_checkpointing(checkpointing: str) -> None:
     """Raises: ValueError if `checkpointing` is not "none", "selective" or "full"."""
     known = get_args(Checkpointing)
@@ -70,11 +65,11 @@ def _keep_all(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _keep_input(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(block, x, **CHECKPOINT_OPTIONS)
+    return recomputed(block, x)
 
 
 def _keep_input_and_attention(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return checkpoint(block, x, **CHECKPOINT_OPTIONS, context_fn=_KEEP_ATTENTION)
+    return recomputed(block, x, contexts=_KEEP_ATTENTION)
 
 
 def _keep_attention(

@@ -10,13 +10,12 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fa_kernels.flash_attention.checks import require_backend as require_flash_backend
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_train.bounds import PositiveInt
-from fa_train.memory.checkpointing import CHECKPOINT_OPTIONS
+from fa_train.memory.recompute import recomputed
 
 
 @runtime_checkable  # fa_train.settings calls isinstance(value, Attention)
@@ -156,7 +155,7 @@ def chunked_attention(
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [
-        checkpoint(_attend_chunk, *queries, keys, values, scale, softcap, **CHECKPOINT_OPTIONS)
+        recomputed(_attend_chunk, *queries, keys, values, scale, softcap)
         for queries in zip(
             q.split(chunk_size),
             schedule.key_start.split(chunk_size),
@@ -187,18 +186,8 @@ def _attend_chunk(
     running = (torch.full_like(total, torch.finfo(torch.float32).min), total, torch.zeros_like(rows, dtype=total.dtype))
     first_key = 0
     for k, v in zip(keys, values, strict=True):
-        running = checkpoint(
-            _add_keys,
-            *running,
-            rows,
-            k,
-            v,
-            key_start - first_key,
-            key_end - first_key,
-            scale,
-            softcap,
-            **CHECKPOINT_OPTIONS,
-        )
+        starts_and_ends = key_start - first_key, key_end - first_key
+        running = recomputed(_add_keys, *running, rows, k, v, *starts_and_ends, scale, softcap)
         first_key += k.shape[0]
     _, total, weighted = running
     return _heads_by_row(weighted / total.masked_fill(total == 0, 1.0), q.shape[0]).to(q.dtype)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fa_train.memory.memory import Memory
+from fa_train.memory.recompute import recomputed
 from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
 from fa_train.memory.tiled_ffn import TiledActivation, activate, tiled_mlp
 from fa_train.models.compiled import EagerOrCompiled
@@ -90,11 +90,7 @@ class TorchChunkedFFN(FFN):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
-        chunks = [
-            checkpoint(self.at_once, rows, use_reentrant=False, preserve_rng_state=False)
-            for rows in x.split(self.chunk_size)
-        ]
-        return torch.cat(chunks)
+        return torch.cat([recomputed(self.at_once, rows) for rows in x.split(self.chunk_size)])
 
 
 def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
@@ -120,7 +116,7 @@ def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: M
 
 
 def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
-    return checkpoint(ffn.down_of, ffn.up(x), use_reentrant=False, preserve_rng_state=False)
+    return recomputed(ffn.down_of, ffn.up(x))
 
 
 # Compiled code does not nest checkpoints, because torch 2.11 would save the tensors between the two checkpoints.

@@ -4,13 +4,12 @@ from itertools import product
 
 import pytest
 import torch
-from lightning.pytorch.plugins import HalfPrecision
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.schedule import causal_schedule
-from fa_train.memory.checkpointing import ATTENTION_OPERATORS, block_runner
+from fa_train.memory.checkpointing import ATTENTION_OPERATORS
 from tests.memory.support.small import (
     assert_equal,
     compile_blocks,
@@ -150,29 +149,6 @@ def test_recomputation_keeps_autocasts_dtype(checkpointing, device):
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     assert_equal(*results)
-
-
-class SavesEmptyTensor(torch.autograd.Function):
-    """Saves an empty tensor of the default dtype, as torch 2.11 does for a checkpoint inside a block."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(torch.empty(0), x)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * ctx.saved_tensors[1]
-
-
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_a_block_may_save_tensors_of_the_default_dtype(checkpointing):
-    """Lightning sets the default dtype for the forward pass of bf16-true. The backward pass recomputes without it."""
-    x = torch.full((2,), 3.0, requires_grad=True)
-    with HalfPrecision("bf16-true").forward_context():
-        y = block_runner(checkpointing)(SavesEmptyTensor.apply, x)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.full((2,), 3.0))
 
 
 def test_an_unknown_checkpointing_is_named():

@@ -1,0 +1,73 @@
+"""Recomputation has the default dtype of the forward pass."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.plugins import HalfPrecision
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from fa_train.memory.checkpointing import block_runner
+from fa_train.memory.recompute import recomputed
+
+
+class SavesEmptyTensor(torch.autograd.Function):
+    """Saves an empty tensor of the default dtype, as torch 2.11 does for a checkpoint inside another."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(torch.empty(0), x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[1]
+
+
+def gradient(run, passes=1):
+    """Returns the gradient of a run whose forward pass has the default dtype that Lightning sets for bf16-true."""
+    x = torch.full((2,), 3.0, requires_grad=True)
+    with HalfPrecision("bf16-true").forward_context():
+        y = run(SavesEmptyTensor.apply, x).sum()
+    for _ in range(passes):
+        y.backward(retain_graph=True)
+    assert torch.get_default_dtype() == torch.float32
+    return x.grad
+
+
+def test_torchs_checkpoint_finds_another_dtype():
+    """If torch no longer raises this error, `recomputed` is not needed."""
+    with pytest.raises(CheckpointError, match="different metadata"):
+        gradient(partial(checkpoint, use_reentrant=False))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        recomputed,
+        lambda function, x: recomputed(recomputed, function, x),
+        block_runner("selective"),
+        block_runner("full"),
+    ],
+    ids=["once", "nested", "selective", "full"],
+)
+def test_recomputation_has_the_default_dtype_of_the_forward_pass(run):
+    assert torch.equal(gradient(run), torch.full((2,), 3.0))
+
+
+def test_several_backward_passes_of_one_graph():
+    assert torch.equal(gradient(recomputed, passes=2), torch.full((2,), 6.0))
+
+
+def test_the_default_dtype_is_restored_after_an_error():
+    calls = []
+
+    def fails_when_recomputed(x):
+        calls.append(torch.get_default_dtype())
+        if len(calls) == 2:
+            raise RuntimeError("recomputed")
+        return SavesEmptyTensor.apply(x)
+
+    with pytest.raises(RuntimeError, match="recomputed"):
+        gradient(lambda _, x: recomputed(fails_when_recomputed, x))
+    assert calls == [torch.bfloat16, torch.bfloat16] and torch.get_default_dtype() == torch.float32
