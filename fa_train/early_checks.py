@@ -21,7 +21,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     choices, strategy, adapter, trainer = (config[name] for name in ("choices", "strategy", "adapter", "trainer"))
     sharded = choices["strategy"] == "fsdp"
     context = strategy.get("context", 1) if sharded else 1
-    precision, optimizer = trainer.get("precision", "32-true"), config["optimizer"]["_target_"].rpartition(".")[2]
+    precision, optimizer = trainer.get("precision", "32-true"), choices["optimizer"]
     require_checkpoint_name(config["model"])
     require_groups(world_size, context)
     if sharded:
@@ -77,8 +77,9 @@ def ranks_per_copy(devices: int, replicas: int) -> int:
 
 
 def micro_batches(batch_size: int, micro_batch_size: int, world_size: int, context: int) -> int:
-    """Returns the number of micro-batches per step and process. context: the number of processes that share each one.
+    """Returns the number of micro-batches per step and process.
 
+    context: the number of processes that share a micro-batch.
     Raises: ValueError if batch_size is not a multiple of micro_batch_size * world_size / context.
     """
     rows = micro_batch_size * (world_size // context)
@@ -93,9 +94,9 @@ def micro_batches(batch_size: int, micro_batch_size: int, world_size: int, conte
 
 
 def require_trained_weights(optimizer: str, precision: str, *, has_adapters: bool) -> None:
-    """Checks that the optimizer supports the dtype of the trained weights.
+    """Checks that the optimizer supports the dtype of the weights that the run trains.
 
-    Raises: ValueError if the optimizer needs bf16 weights, and the run trains other weights.
+    Raises: ValueError if the optimizer needs bf16 weights, and the run trains weights of another dtype.
     """
     if optimizer not in ("adamw_bf16", "adamw_master"):
         return
@@ -124,7 +125,7 @@ def require_shardable(optimizer: str, context: int, *, quantized: bool, samples:
 
 
 def require_head_groups(groups: int, context: int, attention: str) -> None:
-    """Raises: ValueError if several groups of KV heads lack attention=flash or a strategy.context of at least 2.
+    """Raises: ValueError if strategy.head_groups is above 1 without attention=flash or strategy.context of at least 2.
 
     attention: the name of the chosen option of conf/attention.
     """

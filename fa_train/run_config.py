@@ -117,7 +117,7 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
     logger = config["logger"]
-    if not (isinstance(logger, dict) and logger["_target_"].endswith("WandbLogger")):
+    if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
         return
     mode = logger.get("mode")
     asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"

@@ -30,6 +30,16 @@ def test_no_python_file_is_too_long():
     assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
 
 
+def test_no_code_reads_the_name_of_an_option_from_its_target():
+    """The node `choices` of the config names the chosen options. A user may replace a `_target_`."""
+    parses = re.compile(r"_target_\W{0,3}\]?\.(?:endswith|startswith|r?partition|r?split)\(")
+    assert parses.search('logger["_target_"].endswith("WandbLogger")')
+    found = [
+        str(path) for path in python_files("fa_train", "scripts") if parses.search((REPOSITORY / path).read_text())
+    ]
+    assert not found
+
+
 def named_test_modules(text: str) -> Iterator[str]:
     """Yields the test modules that a file imports or names in a string, such as a callback's `_target_`."""
     yield from TEST_MODULE.findall(text)
