@@ -26,7 +26,10 @@ def options_with(key: str) -> list[str]:
 
 
 def _content(group: str, option: str) -> dict[str, Any]:
-    """Returns the keys of an option and of its bases. An option that sets keys outside its group has no keys here."""
+    """Returns the keys of an option and of its bases.
+
+    An option with a line `# @package` sets keys outside its group, so the result is empty.
+    """
     text = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8")
     if text.startswith("# @package"):
         return {}

@@ -22,22 +22,22 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
         raise ValueError(f"model.vocab_size must be at least the tokenizer's vocabulary, {tokens}; got {vocab_size}")
 
 
-def require_tokenizer(model: GPT, data: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint that was not trained on bytes does not get bytes as tokens.
+def require_tokenizer(model: GPT, source: str, data: Mapping[str, Any]) -> None:
+    """Checks that bytes are used as tokens only if the vocabulary of model.pretrained has the size for them.
 
-    data: the node `data` of the config.
+    source: the name of the chosen option of conf/data. data: the node `data` of the config.
     Raises: ValueError if the tokens are bytes, and the checkpoint's vocabulary has another size than the byte
     tokenizer's.
     """
-    is_stdlib = data["_target_"].endswith(".stdlib_data")
+    is_stdlib = source == "stdlib"
     if model.origin is None or model.config.vocab_size == ByteTokenizer.vocab_size:
         return
     if is_stdlib or data.get("tokenizer", ...) is None:
         name, got = model.origin.pretrained, "data=stdlib" if is_stdlib else "data.tokenizer=null"
-        advice = "Choose other data, such as data=text, with" if is_stdlib else "The tokenizer is usually"
+        advice = "Choose other data, for example data=text, and set" if is_stdlib else "Set"
         raise ValueError(
             f"data.tokenizer must be the tokenizer of {name}, whose vocabulary has {model.config.vocab_size} tokens; "
-            f"got {got}, which uses bytes. {advice} data.tokenizer={name}"
+            f"got {got}, which uses bytes as tokens. {advice} data.tokenizer={name}"
         )
 
 

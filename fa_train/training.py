@@ -49,7 +49,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     cfg: a config that fa_train.run_config.check has checked.
     """
     L.seed_everything(cfg.seed, verbose=False)
-    if cfg.model.get("pretrained") is not None:  # before data.tokenizer, which is often a copy of model.pretrained
+    if cfg.model.get("pretrained") is not None:  # checked first, because data.tokenizer is often a copy
         from fa_train.models.hf.import_ import require_checkpoint  # the import takes a second
 
         require_checkpoint(cfg.model.pretrained)
@@ -57,7 +57,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):  # Lightning passes a setting without effect, of which wandb warns
+        if isinstance(logger, WandbLogger):  # this setting of Lightning has no effect, and wandb prints a warning
             private("lightning", logger, "_wandb_init").pop("anonymous", None)
     communication.configure(trainer)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
@@ -98,7 +98,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         model = build_model(cfg, vocab_size)
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     if cfg.model.vocab_size is None:
-        preflight.require_tokenizer(model, cfg.data)
+        preflight.require_tokenizer(model, cfg.choices.data, cfg.data)
     sharding = trainer.strategy if isinstance(trainer.strategy, FullyShardedStrategy) else None
     plan = plan_of(
         model,

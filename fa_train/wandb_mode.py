@@ -23,7 +23,10 @@ def wandb_mode() -> str:
 
 
 def require_api_key(setting: str) -> None:
-    """Raises: ValueError if there is no valid API key. setting: the setting that needs the key, for the message."""
+    """Raises: ValueError if no API key is set, or its format is wrong. W&B's server is not asked.
+
+    setting: the setting that needs the key, for the message.
+    """
     try:
         found = "a key" if wandb.login(prompt=False, verify=False) else "none"
     except Exception as error:  # the key has a wrong format

@@ -76,7 +76,7 @@ class Monitor(Callback):
         self.has_diverged = False  # True if on_exception finds that the run has diverged
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
-        self._resumed_step = self._resumed_tokens = 0  # those of the checkpoint; 0 in a new run
+        self._resumed_step = self._resumed_tokens = 0  # the checkpoint's step and tokens; 0 in a new run
         self._window_start: Timestamp | None = None  # None until the first micro-batch
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading

@@ -8,17 +8,17 @@ The stream `one` is one document. The stream `window` is one document with an at
 stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
 `file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-In the part `one`, each rank computes the attention of the whole stream. But more than 512k tokens do not fit on one
-GPU. Then each rank computes an equal part of the heads, and the time is multiplied by the number of ranks. In `shared`,
-all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward pass of
-`shared`. In `alone`, each rank computes its share of the attention in one run, and already has the keys and values that
-it needs. In `moved`, the ranks only exchange keys, values and their gradients.
+In the part `one`, each rank computes the attention of the whole stream. More than 512k tokens do not fit on one GPU.
+For such a stream, each rank computes an equal part of the heads, and the time is multiplied by the number of ranks. In
+`shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward pass
+of `shared`. In `alone`, each rank computes its share with one call of attention. It already has the keys and values
+that it needs. In `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
 documents, because all layers of a model process the same documents. The first run is included, although it needs more
-host time. A time is the mean of these --layers calls, and the median over the repetitions. It is that of the slowest
-rank, and for `one` the mean over the ranks. Except for `forward`, it covers a forward and a backward pass, in bf16. The
-ideal time is the time of `one`, divided by the number of ranks.
+host time. A repetition gives the mean time of a call on the slowest rank, and for `one` the mean over the ranks. The
+script reports the median over the repetitions. Except for `forward`, a time covers a forward and a backward pass, in
+bf16. The ideal time is the time of `one`, divided by the number of ranks.
 
 The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
 script also times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).

@@ -68,7 +68,7 @@ class _Step:
         self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
         # the batch has 3 int64 tensors (4 if ranks share it), and the ranges of attention are 4 int32 tensors
         self.data = run.tokens * ((3 if run.context == 1 else 4) * 8 + 4 * 4)
-        if run.context > 1:  # for each window: int32 tensors of Traffic, and two schedules
+        if run.context > 1:  # for each window size: the int32 tensors of a Traffic and of two schedules
             self.data += run.tokens * (7 + 5 * run.context) * 4 * len(set(model.windows))
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run

@@ -159,8 +159,8 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
-    # Here, a document is a group of queries with the same first key. Its last query sees the most keys. With a window,
-    # the first keys of most queries differ, so most queries are documents of their own.
+    # Queries with the same first key form a group, like a document. The last query of a group sees the most keys.
+    # With a window, the first keys of most queries differ, so most groups have only one query.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start
