@@ -82,9 +82,7 @@ class _Step:
         """
         block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         rounded = block.rounded_weights()
-        cached = self.run.eager and self.run.adapters is None  # autocast does not cache copies of frozen weights
-        kept = cached or not self.recomputes
-        rounded_in_forward = n_layers * (rounded + block.rounded_down() * cached) if kept else 0
+        rounded_in_forward = 0 if self.recomputes else n_layers * rounded  # Lightning turns off autocast's cache
         last_norm = block.x + block.statistics + 2 * block.x  # the norm's input, its output and a gradient
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
@@ -92,7 +90,7 @@ class _Step:
                 f"{forward} of the last block",
                 weights=sharded.weights_in_forward(),
                 gradients=self.before,
-                rounded_weights=rounded_in_forward or rounded + block.rounded_down(),
+                rounded_weights=(rounded_in_forward or rounded) + block.rounded_down(),
                 activations=self._activations(n_layers),
                 outside=self.data,
                 working=self.underway + in_forward - block.saved(),
@@ -111,7 +109,7 @@ class _Step:
                 "the last norm's backward",
                 weights=sharded.weights_after_the_head(),
                 gradients=self.before + self.head_shard + sharded.buffer_in_backward(n_layers),
-                rounded_weights=0 if self.recomputes else n_layers * rounded,
+                rounded_weights=rounded_in_forward,
                 activations=self._activations(n_layers),
                 outside=self.data + last_norm,
                 loss=self.of_head,

@@ -1,14 +1,14 @@
 """Simulates a training step on fake tensors, and counts its memory allocation by allocation.
 
-The real model runs, so torch's storages have their real sizes and lifetimes. Caches of autograd and autocast are
-included. Fake tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators,
-so the simulation replaces each by its Python code. `_attention_backward` makes the allocations of attention's backward
-pass. RMSNorm is one operator in the forward and one in the backward, as on CUDA.
+The real model runs, so torch's storages have their real sizes and lifetimes. Caches of autograd are included. Fake
+tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators, so the
+simulation replaces each by its Python code. `_attention_backward` makes the allocations of attention's backward pass.
+RMSNorm is one operator in the forward and one in the backward, as on CUDA.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +214,13 @@ def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.
         dist.destroy_process_group()
 
 
+def autocast_of_lightning(precision: str) -> AbstractContextManager[object]:
+    """Returns the context of a training step. Lightning turns off autocast's cache of weights."""
+    if precision == "bf16-mixed":
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    return nullcontext()
+
+
 def simulate(
     build: Callable[[], GPT], tokens: int, precision: str, accumulates: bool, buckets: Buckets = "none"
 ) -> Step:
@@ -224,7 +231,7 @@ def simulate(
     and DDP does not communicate yet.
     buckets: as in RunSize.
     """
-    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+    autocast = autocast_of_lightning(precision)
     with FakeTensorMode(), as_on_a_gpu(), Live() as live:
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
         try:
@@ -260,7 +267,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
 
     The bytes of the block's input are included.
     """
-    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+    autocast = autocast_of_lightning(precision)
     storages: dict[int, int] = {}
 
     def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
