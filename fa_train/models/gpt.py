@@ -368,8 +368,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""
-        qkv = self.qkv(x).unflatten(-1, (sum(self.heads), -1))
-        q, k, v = self.split_heads(self, qkv, rotary)
+        # a local variable would keep the result of the projection while attention runs
+        q, k, v = self.split_heads(self, self.qkv(x).unflatten(-1, (sum(self.heads), -1)), rotary)
         return self.out(self.attention(q, k, v, schedule, **self.scores).flatten(1))
 
 
