@@ -5,8 +5,7 @@ The real model runs on fake tensors or on the CPU. Other tests use peaks that we
 By default, some cases are left out. In most tests, the remaining cases cover all pairs of values for any two settings.
 The other tests leave out some cases of offload and compiled blocks. PLANNER_CASES=all runs all cases.
 
-In the files of measured peaks, `run` is the command that measured a peak. If it is missing, an earlier version of
-scripts/bench/planner.py, with its own training loop, measured the peak. `first` marks a first step, in which the
+In the files of measured peaks, `run` is the command that measured a peak. `first` marks a first step, in which the
 optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. It is given only if it is
 below the bound that the planner uses.
 """
