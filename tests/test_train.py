@@ -1,6 +1,7 @@
 """Tests complete runs of train.py with tiny models."""
 
 import json
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(path.read_text()) for path in sorted(tmp_path.rglob("result.json")))
     assert first["oom"] == 1 and "oom" not in second and second["tokens"] == 128
+    assert re.search(r"job +seq_len .*outcome\n0 +131072 .*oom\n1 +64 .*ok\nsweep: \S+sweep\.csv", done.stdout)
 
 
 @pytest.mark.slow

@@ -1,0 +1,82 @@
+"""Summarizes the jobs of a Hydra multirun in one table."""
+
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+FILE = "sweep.csv"
+# maps a metric of result.json to a column of the printed table, and to the format of the column's values
+PRINTED = {
+    "train/loss": ("loss", ".4f"),
+    "val/loss": ("val", ".4f"),
+    "perf/tokens_per_s": ("tokens/s", ",.0f"),
+    "perf/peak_gib": ("peak GiB", ".2f"),
+}
+Row = dict[str, Any]
+
+
+class SweepTable(Callback):
+    """A Hydra callback that writes sweep.csv to a multirun's folder, and prints a table at the end.
+
+    The file has one row per job: the job's number, its overrides, its outcome, and the metrics of its result.json. The
+    file is written again after each job, so that it is complete even if a later job fails. A sweep with `sweep_job`,
+    such as experiment=ablate_attention, writes its own report instead.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **others: Any) -> None:
+        if config.hydra.mode != RunMode.MULTIRUN or "sweep_job" in config or os.environ.get("RANK", "0") != "0":
+            return
+        self.rows.append(row_of(config, job_return))
+        path = Path(config.hydra.sweep.dir, FILE)
+        write(self.rows, path)
+        if job_return.status == JobStatus.FAILED:
+            print(f"job {config.hydra.job.num} failed: {self.rows[-1]['outcome']}. See {path}", file=sys.stderr)
+
+    def on_multirun_end(self, config: DictConfig, **others: Any) -> None:
+        if self.rows:
+            print(table(self.rows), f"sweep: {Path(config.hydra.sweep.dir, FILE)}", sep="\n", flush=True)
+
+
+def row_of(config: DictConfig, job_return: JobReturn) -> Row:
+    """Returns the row of a finished job. `outcome` is "ok", "oom", or the error of a failed job."""
+    overrides = dict(text.lstrip("+").split("=", 1) for text in job_return.overrides or () if "=" in text)
+    file = Path(config.hydra.runtime.output_dir, "result.json")
+    metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    outcome = "oom" if "oom" in metrics else "ok"
+    if job_return.status == JobStatus.FAILED:
+        error = job_return._return_value  # the property return_value would raise this error
+        outcome = f"{type(error).__name__}: {error}"
+    return {"job": config.hydra.job.num, **overrides, "outcome": outcome, **metrics}
+
+
+def write(rows: list[Row], path: Path) -> None:
+    """Writes all rows to a CSV file. A job without a value has an empty cell."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def table(rows: list[Row]) -> str:
+    """Formats the overrides that differ between jobs, the outcomes and the metrics of `PRINTED`, in aligned columns."""
+    overrides = dict.fromkeys(name for row in rows for name in list(row)[1 : list(row).index("outcome")])
+    varied = [name for name in overrides if len({row.get(name) for row in rows}) > 1]
+    metrics = {name: shown for name, shown in PRINTED.items() if any(name in row for row in rows)}
+    lines = [["job", *varied, *(title for title, _ in metrics.values()), "outcome"]]
+    for row in rows:
+        numbers = [format(row[name], kind) if name in row else "" for name, (_, kind) in metrics.items()]
+        lines.append([str(row["job"]), *(row.get(name, "") for name in varied), *numbers, row["outcome"]])
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
