@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
+
+from fa_train.parallel.ranks import given_rank
 
 FILE = "sweep.csv"
 # maps a metric of result.json to a column of the printed table, and to the format of the column's values
@@ -35,7 +36,7 @@ class SweepTable(Callback):
         self.rows: list[Row] = []
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **others: Any) -> None:
-        if config.hydra.mode != RunMode.MULTIRUN or "sweep_job" in config or os.environ.get("RANK", "0") != "0":
+        if config.hydra.mode != RunMode.MULTIRUN or "sweep_job" in config or given_rank() not in (None, "0"):
             return
         self.rows.append(row_of(config, job_return))
         path = Path(config.hydra.sweep.dir, FILE)

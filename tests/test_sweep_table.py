@@ -51,11 +51,11 @@ def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
     assert [row["outcome"] for row in (first, second)] == ["ok", "oom"] and second["train/loss"] == ""
 
 
-@pytest.mark.parametrize("case", ["single run", "other rank", "sweep with its own report"])
+@pytest.mark.parametrize("case", ["single run", "other rank", "other rank of srun", "sweep with its own report"])
 def test_other_runs_have_no_table(tmp_path, monkeypatch, capsys, case):
     config = job_config(tmp_path, 0, RunMode.RUN if case == "single run" else RunMode.MULTIRUN)
-    if case == "other rank":
-        monkeypatch.setenv("RANK", "1")
+    if case.startswith("other rank"):
+        monkeypatch.setenv("SLURM_PROCID" if "srun" in case else "RANK", "1")
     if case == "sweep with its own report":
         config.sweep_job = {"_target_": "builtins.dict"}
     callback = SweepTable()

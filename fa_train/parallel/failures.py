@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from fa_train.errors import SHOW_TRACEBACK, OutOfMemoryError, explain
-from fa_train.parallel.ranks import has_own_launcher, is_one_of_several
+from fa_train.parallel.ranks import given_rank, has_own_launcher, is_one_of_several
 
 Kind = Literal["mistake", "out of memory", "lost connection", "error"]
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -48,7 +48,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
         report = {"message": message, "timestamp": int(time.time()), "kind": kind}
         Path(file).write_text(json.dumps(report), encoding="utf-8")
     if kind == "lost connection":
-        print(f"rank {_rank()} lost its connection to another rank: {message}", file=sys.stderr)
+        print(f"rank {given_rank()} lost its connection to another rank: {message}", file=sys.stderr)
     elif SHOW_TRACEBACK or not has_message:
         traceback.print_exception(error)
     elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
@@ -77,13 +77,9 @@ def _shared(kind: Kind, message: str) -> str:
 
     if kind == "lost connection":
         return rank_store.told_reason() or message
-    own = reason(_rank(), kind, message)
-    rank_store.tell_reason(f"rank {_rank()} failed: {message}" if kind == "mistake" else own)
+    own = reason(given_rank(), kind, message)
+    rank_store.tell_reason(f"rank {given_rank()} failed: {message}" if kind == "mistake" else own)
     return own
-
-
-def _rank() -> str | None:
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 
 
 def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> Kind:

@@ -24,6 +24,11 @@ def is_one_of_several() -> bool:
     return world_size(1) > 1
 
 
+def given_rank() -> str | None:
+    """Returns the number that this rank's launcher has given it, or None if no launcher has started this process."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+
+
 def has_own_launcher() -> bool:
     """Returns whether train.py has started this process as a rank."""
     return TOLD in os.environ
