@@ -1,6 +1,6 @@
 """Checks that all copies of the model have equal weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ class EqualWeights(Callback):
     """Compares the weights of ranks by a hash, at the start of a run and after every `every_n_steps` steps.
 
     With DDP, all ranks must have equal weights. With HSDP, the ranks that hold the same shard must have equal shards.
-    Without replicas, each shard exists only once, so nothing is compared.
+    Without replicas, each shard exists only once, so nothing is compared. With optimizer=adamw_master, the low bits of
+    the weights must be equal too.
     Each rank computes the hash on its device. The host reads the hashes of all ranks after it has launched the next
     micro-batch, or before a checkpoint is saved.
     Raises: DivergedError on all ranks if hashes differ.
@@ -68,7 +69,7 @@ class EqualWeights(Callback):
         if copies(trainer) == 1:
             return
         device = trainer.strategy.root_device
-        own = bit_hash((local(parameter.detach()) for parameter in pl_module.parameters()), device)
+        own = bit_hash(weights(trainer, pl_module), device)
         hashes = own.new_zeros(trainer.world_size)
         hashes[trainer.global_rank] = own
         dist.all_reduce(hashes)
@@ -90,6 +91,16 @@ class EqualWeights(Callback):
                 "The cause may be a faulty GPU, or code that changes weights on some ranks only"
             )
         self._equal_step = check.step
+
+
+def weights(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[Tensor]:
+    """Yields this rank's shards of the weights, and of the low bits in which adamw_master keeps their rest."""
+    for parameter in pl_module.parameters():
+        yield local(parameter.detach())
+    for optimizer in trainer.optimizers:
+        for state in optimizer.state.values():
+            if "low_bits" in state:
+                yield local(state["low_bits"])
 
 
 def copies(trainer: L.Trainer) -> int:

@@ -10,9 +10,10 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from fa_train.callbacks import equal_weights
-from fa_train.callbacks.equal_weights import Check, EqualWeights, bit_hash, copies, differences
+from fa_train.callbacks.equal_weights import Check, EqualWeights, bit_hash, copies, differences, weights
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.errors import DivergedError
+from fa_train.optim.adamw import adamw_master
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
 CPU = torch.device("cpu")
@@ -87,6 +88,18 @@ def test_only_copies_are_compared(strategy, world_size, expected):
     assert copies(trainer) == expected
     if expected == 1:
         EqualWeights(1).on_train_start(trainer, None)
+
+
+def test_the_low_bits_of_master_weights_count():
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer = adamw_master(model, lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8)
+    trainer, before = SimpleNamespace(optimizers=[optimizer]), hash_of(*model.parameters())
+    assert hash_of(*weights(trainer, model)) == before, "the optimizer has no state before its first step"
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    first = hash_of(*weights(trainer, model))
+    optimizer.state[model.weight]["low_bits"][1, 2] ^= 1
+    assert hash_of(*weights(trainer, model)) != first
 
 
 def test_different_weights_are_not_saved():
