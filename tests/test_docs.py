@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "scripts" / "results").glob("*.md"))
 GUIDES = [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
-OWN_KEYS = re.compile(r"(workers|gpu_gib|host_gib)=")  # options that scripts take in addition to overrides of train.py
+OWN_KEYS = re.compile(r"workers=")  # options that scripts take in addition to overrides of train.py
 
 
 def fragments(page: Path) -> list[str]:
@@ -63,7 +63,7 @@ class Parsed(Exception):
 
 
 def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a command names a script, target, option or setting that does not exist."""
+    """Fails if a command names a script, target, option or setting that does not exist. Runs plan_memory completely."""
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, f"make {words[1]}"
@@ -73,7 +73,10 @@ def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         words = ["python", parsed.training_script, *parsed.training_script_args]
     script, arguments = (words[2], words[3:]) if words[1] == "-m" else (words[1], words[2:])
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    if script.endswith(("train.py", "plan_memory", "prepare_data", "profile_step")):
+    if script.endswith("plan_memory"):
+        module.main(arguments)
+        return
+    if script.endswith(("train.py", "prepare_data", "profile_step")):
         one = [word.split(",")[0] if "-m" in arguments else word for word in arguments]
         composes(*(word for word in one if word != "-m" and not OWN_KEYS.match(word)))
         return
