@@ -27,6 +27,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         (1,), "Set batch_size and data.micro_batch_size, which determine the accumulation",
     ),
     "trainer.limit_train_batches": ((None, 1.0), "Set max_steps instead"),
+    "trainer.callbacks": ((None,), "Add nodes to callbacks instead, such as +callbacks.mine._target_=my_module.Mine"),
+    "trainer.plugins": ((None,), "train.py sets the plugins itself"),
     "trainer.overfit_batches": ((0.0,), "Train on a small file instead, with data=text and data.path"),
 }  # fmt: skip
 

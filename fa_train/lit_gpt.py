@@ -116,8 +116,8 @@ class LitGPT(L.LightningModule):
         """
         loss, labels, self.step_squared_lengths = self._of_all_ranks(self._sums)
         self._sums.zero_()
+        self.step_loss = loss / labels  # NaN in a step without labels
         labels = labels.clamp(min=1)
-        self.step_loss = loss / labels
         # Lightning has divided gradients by the number of micro-batches, and DDP or FSDP by the number of ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
@@ -177,7 +177,7 @@ class LitGPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss, labels = self._of_all_ranks(self._val_sums)
         self._val_sums.zero_()
-        self.log("val/loss", loss / labels.clamp(min=1), logger=False)  # Monitor logs val/loss
+        self.log("val/loss", loss / labels, logger=False)  # NaN without labels; Monitor logs val/loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.model)

@@ -27,6 +27,11 @@ from tests.support.training import composed
             ["+trainer.limit_train_batches=0.5"],
             r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
         ),
+        pytest.param(
+            ["+trainer.callbacks=[]"], r"trainer.callbacks must be null; got \[\]. Add nodes to callbacks instead",
+            id="callbacks",
+        ),
+        pytest.param(["+trainer.plugins=[]"], r"trainer.plugins must be null; got \[\]", id="plugins"),
         pytest.param(["trainer.default_root_dir=/tmp"], "trainer.default_root_dir must .*hydra.run.dir", id="folder"),
         pytest.param(["hydra.job.chdir=true"], "hydra.job.chdir must be false, .*; got true", id="other-folder"),
         pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got none", id="no-monitor"),

@@ -1,5 +1,6 @@
 """Tests LitGPT in Lightning's training loop: accumulated gradients, their norm, and the documents of a batch."""
 
+import math
 from functools import partial
 
 import lightning as L
@@ -44,6 +45,21 @@ def by_hand(model: nn.Module, accumulated: int, clip: float) -> list[float]:
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         optimizer.step()
     return norms
+
+
+def test_a_validation_without_labels_has_no_loss(monkeypatch):
+    """A loss of 0 would look like the best loss."""
+    lit, logged = (
+        LitGPT(small_gpt(levers(), torch.device("cpu"), n_layers=1), None, None, compile_model=False, seed=0),
+        {},
+    )
+    monkeypatch.setattr(lit, "_of_all_ranks", torch.clone)
+    monkeypatch.setattr(lit, "log", lambda name, value, **options: logged.update({name: float(value)}))
+    lit._val_sums = torch.tensor([6.0, 3.0])
+    lit.on_validation_epoch_end()
+    assert logged == {"val/loss": 2.0}
+    lit.on_validation_epoch_end()
+    assert math.isnan(logged["val/loss"])
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -153,6 +153,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
     slow_except(
         ["lr", "node", "parameter", "passed-on", "missing"],
         [
+            pytest.param("optimizer.eps=0", "optimizer.eps must be a positive number; got 0", id="eps"),
             pytest.param("optimizer.lr=foo", "optimizer.lr must be a finite number of at least 0; got foo", id="lr"),
             pytest.param(
                 "optimizer.betas=0.9",

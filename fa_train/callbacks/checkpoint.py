@@ -127,8 +127,10 @@ class Checkpoint(CheckpointCallback):
                 self._prune(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._end_background(trainer)
-        self._save(trainer, pl_module)
+        try:
+            self._end_background(trainer)
+        finally:  # the last step is saved even if an earlier step could not be saved
+            self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt ensures this.

@@ -27,18 +27,23 @@ class PackedRows:
 
     If several sources are mixed, each source is shuffled separately.
     In validation, only the first `counted` rows have labels. The rows after them complete the last micro-batches.
-    Raises: ValueError if a source has no training tokens left after packing.
+    Raises: ValueError if a source has no training tokens or no labels left after packing.
     """
 
     def __init__(self, data: "PackedDataModule", *, held_out: bool, shuffle: bool) -> None:
         self.layouts = data.layouts(held_out=held_out)
         self.document_mask, self.reset_positions = data.document_mask, data.reset_positions
         for name, layout in self.layouts.items():
+            where, report = f" from data.sources.{name}" if name else "", layout.report
             if not (held_out or layout.n_rows):
-                where, report = f" from data.sources.{name}" if name else "", layout.report
                 raise ValueError(
                     f"packing must keep at least one document{where}; of {report.documents:,} training documents, "
                     f"{report.documents_empty:,} are empty and data.long_documents drops {report.documents_dropped:,}"
+                )
+            if not held_out and report.labels is not None and report.labels.labels_packed == 0:
+                raise ValueError(
+                    f"packing must keep at least one label{where}; got none of {report.labels.labels_in:,}. If labels "
+                    f"were cut off, raise seq_len={data.seq_len} or data.max_doc_len"
                 )
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):

@@ -12,6 +12,7 @@ from typing import Any, Literal, NotRequired, TypedDict, Unpack
 import lightning as L
 
 from fa_train.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
+from fa_train.checkpoints.architecture import differences
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler, TimedLoader
 from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
@@ -32,8 +33,9 @@ class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens and labels.
 
     The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
-    of step trainer.global_step, so a checkpoint does not store the state of the data. In each step, the rows are
-    distributed so that all ranks have similar attention costs.
+    of step trainer.global_step, so a checkpoint stores only the settings that determine the rows. If a resumed run has
+    other settings, it prints a warning. In each step, the rows are distributed so that all ranks have similar attention
+    costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
     val_rows: the maximum number of rows in a validation.
@@ -85,6 +87,8 @@ class PackedDataModule(L.LightningDataModule):
         self.document_mask, self.reset_positions = document_mask, reset_positions
         self.val_rows, self.num_workers = val_rows, num_workers
         self.packing, self.max_doc_len, self.long_documents = packing, max_doc_len, long_documents
+        self._rows_per_epoch: int | None = None  # of the training documents; None until the data are packed
+        self._resumed: dict[str, Any] = {}  # state_dict() of the run that wrote the checkpoint
 
     @property
     def vocab_size(self) -> int:
@@ -147,10 +151,27 @@ class PackedDataModule(L.LightningDataModule):
         trainer = self._running_trainer()
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
+        self._rows_per_epoch = rows.per_epoch
+        for line in self._changes():
+            trainer.print(f"warning: {line}. The rows differ, so documents may be repeated or left out")
         dataset = self._micro_batches(rows, step_rows=self.batch_size)
         done = trainer.global_step * accumulation
         self._count_from(done)
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the settings that determine the rows. Lightning stores them in each checkpoint."""
+        names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
+        return {name: getattr(self, name) for name in names} | {"rows_per_epoch": self._rows_per_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def _changes(self) -> list[str]:
+        """Returns a line for each setting of the rows that differs from the checkpoint's."""
+        lines = differences("data", self.state_dict(), self._resumed or None)
+        counts = [line for line in lines if "rows_per_epoch" in line]  # follows from any other difference
+        return [line for line in lines if line not in counts] or counts
 
     def _count_from(self, done: int) -> None:
         """Sets Lightning's counters of finished micro-batches to `done`. Lightning uses these counters to decide when a

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from fa_train.bounds import Betas, NonNegativeFloat
+from fa_train.bounds import Betas, NonNegativeFloat, PositiveFloat
 from fa_train.optim.resume import with_own_settings
 
 
@@ -16,7 +16,7 @@ def adamw(
     lr: NonNegativeFloat,
     weight_decay: NonNegativeFloat,
     betas: Betas,
-    eps: NonNegativeFloat,
+    eps: PositiveFloat,
     fused: bool,
 ) -> AdamW:
     """Returns AdamW (arXiv:1711.05101) for the parameters that require gradients.
@@ -34,7 +34,7 @@ def adamw_8bit(
     lr: NonNegativeFloat,
     weight_decay: NonNegativeFloat,
     betas: Betas,
-    eps: NonNegativeFloat,
+    eps: PositiveFloat,
     stochastic_rounding: bool,
 ) -> Optimizer:
     """Returns AdamW with 8-bit moments.
@@ -58,7 +58,7 @@ def adamw_8bit(
 
 
 def adamw_bf16(
-    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
+    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: PositiveFloat
 ) -> Optimizer:
     """Returns AdamW for bf16 weights, with bf16 moments. Stochastic rounding replaces fp32 master weights.
 
@@ -75,7 +75,7 @@ def adamw_bf16(
 
 
 def adamw_master(
-    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
+    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: PositiveFloat
 ) -> Optimizer:
     """Returns AdamW for bf16 weights, with fp32 moments and exact fp32 master weights.
 
@@ -90,7 +90,7 @@ def adamw_master(
 
 
 def adamw_offload(
-    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: NonNegativeFloat
+    model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: PositiveFloat
 ) -> Optimizer:
     """Returns AdamW with moments in host memory. The CPU updates host copies of the weights.
 

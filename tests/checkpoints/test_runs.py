@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -342,6 +343,33 @@ def test_another_batch_size_is_said_and_tokens_are_counted(trained, tmp_path, ca
         assert column(tmp_path / str(size), "tokens") == {step: tokens}
         assert json.loads((tmp_path / str(size) / "result.json").read_text())["tokens"] == tokens
         start = f"{tmp_path}/{size}/checkpoints/step_000000{step}.ckpt"
+
+
+def test_changed_rows_are_said(trained, tmp_path, capsys):
+    start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000002.ckpt"
+    rest = ". The rows differ, so documents may be repeated or left out"
+    for number, (changes, lines) in enumerate(
+        (
+            (["seed=7", "seq_len=32"], ["data.seed=0; this run has 7", "data.seq_len=64; this run has 32"]),
+            (["data=synthetic", "data.vocab_size=259"], [r"data.rows_per_epoch=\d+; this run has \d+"]),
+            ([], []),
+        )
+    ):
+        capsys.readouterr()
+        run(tmp_path / str(number), trained, start, "max_steps=3", *changes)
+        warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+        assert len(warnings) == len(lines)
+        for warning, line in zip(warnings, lines, strict=True):
+            assert re.fullmatch(f"warning: the checkpoint was written with {line}{rest}", warning), warning
+
+
+def test_the_last_step_is_saved_although_an_earlier_save_failed(tmp_path, monkeypatch):
+    callback = checkpoint.Checkpoint(str(tmp_path), 1, 1, keep_best=False, save_on_exception=True, asynchronous=True)
+    monkeypatch.setattr(callback, "_end_background", Mock(side_effect=CheckpointError("the disk was full")))
+    monkeypatch.setattr(callback, "_save", Mock())
+    with pytest.raises(CheckpointError, match="the disk was full"):
+        callback.on_train_end(Mock(), Mock())
+    assert callback._save.call_count == 1
 
 
 def test_a_checkpoint_without_a_count_of_tokens_is_counted_by_steps():

@@ -1,5 +1,7 @@
 """Loss masks stay aligned with tokens through the cache and both kinds of packing. Every lost label is counted."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -95,6 +97,17 @@ def test_every_answer_of_a_file_becomes_labels(tmp_path, packing, n):
     # the column names must not change, so that caches of older versions stay readable
     for shard in data.source.path.glob("*.arrow"):
         assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out", "learned"]
+
+
+@pytest.mark.parametrize(("mask", "labels"), [([0, 0, 0, 0, 1], 1), ([0, 0, 0], 0)], ids=["cut-off", "no-label"])
+def test_training_documents_without_a_label_are_refused(mask, labels):
+    layout = BestFit(Masked([mask, mask[:2]]), 4, PAD, max_doc_len=None, long_documents="truncate", cache_dir=None)
+    data = SimpleNamespace(
+        layouts=lambda held_out: {"": layout}, document_mask=True, reset_positions=True, seq_len=4
+    )  # fmt: skip
+    message = f"packing must keep at least one label; got none of {labels}. .* raise seq_len=4 or data.max_doc_len"
+    with pytest.raises(ValueError, match=message):
+        PackedRows(data, held_out=False, shuffle=True)
 
 
 def test_text_has_no_mask_on_disk(tmp_path):
