@@ -93,7 +93,7 @@ GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
 # {class of another package: {parameter: type hint}}
 BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.trainer.trainer.Trainer": {
-        "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
+        "accelerator": Literal["auto", "cpu", "gpu", "cuda"],
         "devices": PositiveInt | Annotated[Sequence[NonNegativeInt], Len(1)] | Literal["auto", -1],
         "num_nodes": PositiveInt,
         "precision": Precision,
