@@ -39,6 +39,8 @@ warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 # val/loss is already a mean over all ranks
 warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
+# the data module says itself that nothing is held out
+warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
 # the CSV logger deletes no files, because each run has a new folder
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 

@@ -28,6 +28,12 @@ from tests.support.training import composed
             r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
         ),
         pytest.param(
+            ["trainer.max_epochs=1"], "trainer.max_epochs must be -1; got 1. Set max_steps instead", id="epochs",
+        ),
+        pytest.param(
+            ["+trainer.min_steps=9"], "trainer.min_steps must be null; got 9. Only max_steps determines", id="steps",
+        ),
+        pytest.param(
             ["+trainer.callbacks=[]"], r"trainer.callbacks must be null; got \[\]. Add nodes to callbacks instead",
             id="callbacks",
         ),
@@ -51,6 +57,8 @@ def test_equal_values_pass(tmp_path):
         "batch_size=8",
         "data.batch_size=8",
         "+trainer.accumulate_grad_batches=1",
+        "trainer.max_epochs=null",
+        "+trainer.min_epochs=null",
         "+trainer.fast_dev_run=true",
     ]
     with composed(tmp_path, "preset=cpu", *overrides) as cfg:

@@ -17,12 +17,12 @@ from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler, TimedL
 from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
 from fa_train.data.packing.best_fit import BestFit, LongDocuments
 from fa_train.data.packing.concat import Concatenation
-from fa_train.data.packing.report import PackingReport, Report
+from fa_train.data.packing.report import PackingReport, Report, run_line
 from fa_train.data.packing.rows import Layout
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus
 from fa_train.data.sources.synthetic import SyntheticSource
-from fa_train.data.tokens.store import TokenizedCorpus
+from fa_train.data.tokens.store import Documents, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from fa_train.early_checks import micro_batches
 from fa_train.models.gpt import GPT
@@ -143,14 +143,21 @@ class PackedDataModule(L.LightningDataModule):
 
     def _with_held_out(self, name: str, report: PackingReport) -> PackingReport:
         """Adds to a report how many documents and tokens are held out."""
-        lengths = self.sources[name].documents(held_out=True).lengths
-        return dataclasses.replace(report, documents_held_out=len(lengths), tokens_held_out=int(lengths.sum()))
+        documents = self.sources[name].documents(held_out=True)
+        return dataclasses.replace(
+            report,
+            documents_held_out=len(documents),
+            tokens_held_out=int(documents.lengths.sum()),
+            held_out_tail=isinstance(documents, Documents) and documents.is_tail,
+        )
 
     def train_dataloader(self) -> TimedLoader:
         rows = PackedRows(self, held_out=False, shuffle=True)
         trainer = self._running_trainer()
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
+        if not isinstance(self.source, Mixture):  # MixReport has the epochs of each source
+            trainer.print(run_line(self.max_steps, self.batch_size, rows.per_epoch))
         self._rows_per_epoch = rows.per_epoch
         for line in self._changes():
             trainer.print(f"warning: {line}. The rows differ, so documents may be repeated or left out")
@@ -190,6 +197,8 @@ class PackedDataModule(L.LightningDataModule):
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
         rows = PackedRows(self, held_out=True, shuffle=False)
         if not rows.counted:
+            if self.val_rows:
+                self._running_trainer().print("no validation: the data have too few tokens to hold out any of them")
             return []
         dataset = self._micro_batches(rows)
         # All ranks must get the same number of full micro-batches, because a rank without a micro-batch would block the

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fa_train.data.batches import MicroBatches, PackedRows
-from fa_train.data.datamodule import sft_data, synthetic_data
+from fa_train.data.datamodule import sft_data, synthetic_data, text_data
 from fa_train.data.packing.rows import IGNORE_INDEX
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.data.support.fitting import Killed, Recorder, fit
@@ -229,4 +229,27 @@ def test_objects_can_be_collected_after_a_run_was_killed(tmp_path):
 def test_the_packing_is_reported_once_at_the_start(tmp_path, capsys):
     data = best_fit(tmp_path)
     fit(tmp_path, Recorder(), data)
-    assert capsys.readouterr().out.count(data.packing_report().text()) == 1
+    printed = capsys.readouterr().out
+    assert printed.count(data.packing_report().text()) == 1
+    assert printed.count("this run: ") == 1 and "no validation" not in printed
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize(
+    ("n_bytes", "held_out", "validated"),
+    [
+        pytest.param(60, "0 documents, 0 tokens", False, id="too-short"),
+        pytest.param(198, "the last 4 tokens of the longest document", True, id="tail"),
+    ],
+)
+def test_a_run_says_its_epochs_and_what_is_held_out(n_bytes, held_out, validated, packing, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x" * n_bytes)
+    options = OPTIONS | {"packing": packing}
+    data = text_data(str(tmp_path / "a.txt"), "text", None, str(tmp_path / "cache"), **options)
+    fit(tmp_path, Recorder(), data)
+    printed = capsys.readouterr().out
+    steps, rows, per_epoch = data.max_steps, data.batch_size, data.packing_report().rows
+    epochs = f"{steps * rows} rows, {steps * rows / per_epoch:.2f} epochs (an epoch has {per_epoch / rows:.1f} steps)"
+    assert f"\nthis run: {steps} steps of {rows} rows, {epochs}\n" in printed
+    assert f"\n  held out for validation: {held_out}\n" in printed
+    assert ("no validation: the data have too few tokens to hold out any of them\n" not in printed) == validated

@@ -28,6 +28,7 @@ class PackingReport:
 
     tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_held_out and tokens_held_out are None if
     unknown. The other counts do not include held-out documents. documents_split is None if it depends on the epoch.
+    held_out_tail: whether the held-out document is the last part of the longest training document.
     histogram: the result of `length_histogram`.
     """
 
@@ -47,6 +48,7 @@ class PackingReport:
     labels: LabelCounts | None = None  # None if all tokens are trained on
     documents_held_out: int | None = None
     tokens_held_out: int | None = None
+    held_out_tail: bool = False
 
     @property
     def efficiency(self) -> float:
@@ -94,6 +96,8 @@ class PackingReport:
     def _held_out_lines(self) -> list[str]:
         if self.documents_held_out is None:
             return []
+        if self.held_out_tail:
+            return [f"  held out for validation: the last {self.tokens_held_out:,} tokens of the longest document"]
         return [f"  held out for validation: {self.documents_held_out:,} documents, {self.tokens_held_out:,} tokens"]
 
     def _label_lines(self) -> list[str]:
@@ -104,6 +108,15 @@ class PackingReport:
             f"  labels {self.labels.labels_in:,}: {self.labels.labels_packed:,} packed, {lost:,} lost; "
             f"{self.labels.pieces_unlearned:,} documents or pieces without labels"
         ]
+
+
+def run_line(max_steps: int, batch_size: int, rows: int) -> str:
+    """Returns a line of text about the length of a run. rows: the number of rows of an epoch."""
+    total = max_steps * batch_size
+    return (
+        f"this run: {max_steps:,} steps of {batch_size:,} rows, {total:,} rows, {total / rows:,.2f} epochs "
+        f"(an epoch has {rows / batch_size:,.1f} steps)"
+    )
 
 
 def length_histogram(lengths: np.ndarray) -> Histogram:

@@ -20,6 +20,7 @@ from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import Tokenizer
 
 HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is held out
+SHORTEST_TAIL = 2  # the held-out part of a document has at least this number of tokens, because 1 token has no label
 
 
 def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:
@@ -40,7 +41,9 @@ class Documents:
 
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
     document is held out. In a small corpus, this rule may select all documents or none. In this case, a corpus of
-    several chats holds out its last chat, and any other corpus holds out the last part of its longest document.
+    several chats holds out its last chat, and any other corpus holds out the last part of its longest document. Nothing
+    is held out if this part would have fewer than SHORTEST_TAIL tokens.
+    is_tail: whether the held-out document is the last part of a training document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """
@@ -63,15 +66,19 @@ class Documents:
         masked = LOSS_MASK.name in table.column_names
         of_texts = flags[length > 0]  # an empty document can be neither trained on nor evaluated
         one_sided = of_texts.all() or not of_texts.any()
+        self.is_tail = False
         if one_sided and masked and len(flags) > 1:
             chosen = (np.arange(len(flags)) == len(flags) - 1) == held_out
         elif one_sided:
             longest = int(length.argmax())
             tail = int(length[longest]) // HELD_OUT_TAIL
+            if tail < SHORTEST_TAIL:
+                tail = 0
             if held_out:
                 start[longest] += length[longest] - tail
                 length[longest] = tail
-                chosen = np.arange(len(flags)) == longest
+                self.is_tail = tail > 0
+                chosen = (np.arange(len(flags)) == longest) & self.is_tail
             else:
                 length[longest] -= tail
                 chosen = np.full(len(flags), True)
