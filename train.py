@@ -17,12 +17,13 @@ from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import failures_reported
 from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
-from fa_train.run_config import check, in_sweep, launch_ranks, require_start, sweep_group
+from fa_train.run_config import check, in_sweep, launch_ranks, require_start, sweep_group, wandb_tags
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
 OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks run_name first
 OmegaConf.register_new_resolver("sweep_group", sweep_group, replace=True)
+OmegaConf.register_new_resolver("wandb_tags", wandb_tags, replace=True)
 # with use_cache, a run creates one folder, although Hydra reads the config several times
 OmegaConf.register_new_resolver(
     "fresh_folder",

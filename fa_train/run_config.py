@@ -13,7 +13,7 @@ from typing import Any, cast
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 
 from fa_train import compat, copied_keys, early_checks, settings
 from fa_train.errors import RankFailedError
@@ -45,6 +45,13 @@ def in_sweep() -> bool:
 def sweep_group() -> str | None:
     """Returns the W&B group of a multirun's runs, or None for a single run."""
     return HydraConfig.get().sweep.dir if in_sweep() else told().get("sweep_group")
+
+
+def wandb_tags(*tags: str) -> ListConfig:
+    """Returns the tags in the environment variable WANDB_TAGS, or `tags` if the variable is not set."""
+    given = os.environ.get("WANDB_TAGS")
+    chosen = tags if given is None else [tag.strip() for tag in given.split(",") if tag.strip()]
+    return ListConfig(list(chosen))
 
 
 def launch_ranks(n_ranks: int) -> dict[str, float]:

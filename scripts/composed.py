@@ -5,7 +5,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from fa_train.config_options import CONF
-from fa_train.run_config import check
+from fa_train.run_config import check, wandb_tags
 
 
 def composed(overrides: list[str]) -> DictConfig:
@@ -16,6 +16,7 @@ def composed(overrides: list[str]) -> DictConfig:
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
     if not OmegaConf.has_resolver("sweep_group"):  # train.py also registers it
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
+    OmegaConf.register_new_resolver("wandb_tags", wandb_tags, replace=True)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", [*overrides, "hydra.runtime.output_dir=."], return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)  # makes interpolations such as ${hydra:runtime.choices.model} work

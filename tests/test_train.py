@@ -188,7 +188,8 @@ def test_the_number_of_processes_may_change(tmp_path):
 def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
     overrides = tiny(tmp_path, "logger=wandb", "max_steps=4", "trainer.val_check_interval=2")
     environment = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path)}
-    done = command_line(tmp_path, *overrides, **environment)
+    chosen = {"WANDB_ENTITY": "somebody", "WANDB_RUN_ID": "earlier", "WANDB_RESUME": "allow"}
+    done = command_line(tmp_path, *overrides, **environment, **chosen)
     assert done.returncode == 0, done.stderr
     assert "no API key, so this run is logged offline" in done.stdout
     [record] = tmp_path.rglob("*.wandb")
@@ -205,6 +206,8 @@ def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
         "perf/peak_gib",
         "warmup_steps",
         "packing/efficiency",
+        '"entity":"somebody"',
+        '"run_id":"earlier"',
     ):
         assert name in text, name
     assert '"panel_type":"Vega2"' in text.replace(" ", "").replace("\\", "") and "wandb/bar/v0" in text

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from hydra.utils import instantiate
 
 from fa_train import run_config, training
 from tests.support.training import command_line, composed, quiet_environment, tiny
@@ -133,6 +134,26 @@ def test_a_run_passes_no_setting_of_which_wandb_warns(tmp_path):
     with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=offline")) as cfg:
         [logger] = training.build(cfg)[0].loggers
     assert logger._wandb_init["mode"] == "offline" and "anonymous" not in logger._wandb_init
+
+
+def test_the_environment_gives_defaults_that_the_command_line_overrides(tmp_path, monkeypatch):
+    for name in ("PROJECT", "NAME", "JOB_TYPE", "TAGS", "DIR"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    keys = ("project", "name", "job_type", "tags", "dir")
+
+    def passed(*overrides: str) -> list[object]:
+        with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=offline", *overrides)) as cfg:
+            run_config.check(cfg)
+            logger = instantiate(cfg.logger)
+        return [logger._wandb_init[key] for key in keys]
+
+    tags = ["model=nano", "attention=sdpa", "data=text", "seq_len=64"]
+    assert passed() == ["fa_train", "nano sdpa 64", "train", tags, str(tmp_path)]
+    for name, value in {"PROJECT": "7", "NAME": 'a "b", c=1', "JOB_TYPE": "x", "TAGS": "a, b=1", "DIR": "/w"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    assert passed() == ["7", 'a "b", c=1', "x", ["a", "b=1"], "/w"]
+    given = ("logger.project=p", "logger.name=n", "logger.job_type=j", "logger.tags=[t]", "logger.save_dir=/s")
+    assert passed(*given) == ["p", "n", "j", ["t"], "/s"]
 
 
 @pytest.mark.slow
