@@ -1,6 +1,7 @@
 """Measures a run: loss, gradient norm, learning rate, throughput, MFU, memory, and the differences between ranks."""
 
 import gc
+import math
 import os
 import resource
 import statistics
@@ -27,6 +28,7 @@ from fa_train.parallel.fsdp import is_sharded
 
 GIB = 2**30
 TOKENS, BATCH_SIZE = "tokens", "batch_size"  # a checkpoint stores the number of trained tokens and batch_size
+LR_TOLERANCE = 0.01  # a resumed run prints a warning if its learning rate differs from the checkpoint's by more than 1%
 RECENT_LOGS = 1000  # `summary` returns the median speed of this many recent logs
 
 
@@ -55,10 +57,10 @@ class Monitor(Callback):
     pending. A pending log is finished before a validation, before a checkpoint and at the end of a run. With several
     ranks, a log also needs one small collective, which does not use the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
-    `tokens`, the number of tokens that were trained on so far. A checkpoint stores this number, and a resumed run
-    continues to count from it. W&B uses `tokens` as its x-axis. The metrics perf/* cover the steps since the previous
-    log, without validation. perf/mfu is missing if the device's peak FLOP/s are unknown. train/skipped_steps is the
-    number of skipped optimizer steps (see LitGPT).
+    `tokens`, the number of tokens that were trained on so far. `tokens` and perf/tokens_per_s include padding. A
+    checkpoint stores `tokens`, and a resumed run continues to count from it. W&B uses `tokens` as its x-axis. The
+    metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the device's peak
+    FLOP/s are unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
     perf/compute_ms cover the logged step alone. With several ranks, step_ms, data_wait_ms, communication_ms, compute_ms
@@ -76,6 +78,7 @@ class Monitor(Callback):
         self.has_diverged = False  # True if on_exception finds that the run has diverged
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
+        self._checkpoint_lr: float | None = None  # the learning rate of the next step in the checkpoint's run
         self._resumed_step = self._resumed_tokens = 0  # the checkpoint's step and tokens; 0 in a new run
         self._window_start: Timestamp | None = None  # None until the first micro-batch
         self._reading: Reading | None = None  # not logged yet
@@ -94,6 +97,12 @@ class Monitor(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._window_step, self._window_waited = trainer.global_step, 0.0
         self._validations.clear()
+        lr, stored = float(trainer.optimizers[0].param_groups[0]["lr"]), self._checkpoint_lr
+        if stored is not None and not math.isclose(lr, stored, rel_tol=LR_TOLERANCE):
+            trainer.print(
+                f"warning: the learning rate continues at {lr:.3g}; the checkpoint's was {stored:.3g}. The schedule "
+                "follows this run's settings, such as max_steps and optimizer.lr"
+            )
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -224,10 +233,13 @@ class Monitor(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continues the count of tokens. Prints a warning if batch_size has changed.
 
+        Also reads the checkpoint's learning rate, which on_train_start compares with that of this run.
         A checkpoint of an older version has neither number. Its tokens are counted with this run's tokens per step.
         """
         step = self._resumed_step = checkpoint["global_step"]
         self._resumed_tokens = checkpoint.get(TOKENS, step * self.tokens_per_step)
+        for scheduler in checkpoint.get("lr_schedulers", []):
+            self._checkpoint_lr = scheduler.get("_last_lr", [None])[0]
         stored = checkpoint.get(BATCH_SIZE, self.batch_size)
         if stored != self.batch_size:
             first, expected = step * self.batch_size, step * stored

@@ -333,7 +333,8 @@ def test_another_batch_size_is_said_and_tokens_are_counted(trained, tmp_path, ca
         (4, 2, "6 (step * batch_size) instead of row 24, so 18 rows are repeated"),
     ):
         capsys.readouterr()
-        run(tmp_path / str(size), trained, f"ckpt_path={start}", f"batch_size={size}", f"max_steps={step}")
+        same_lr = "scheduler.min_lr_ratio=1"
+        run(tmp_path / str(size), trained, f"ckpt_path={start}", f"batch_size={size}", f"max_steps={step}", same_lr)
         printed = capsys.readouterr().out.splitlines()
         assert printed.count(f"resuming from {start} after step {step - 1}") == 1
         assert f"no validation: max_steps={step} is below trainer.val_check_interval=10" in printed
@@ -361,6 +362,23 @@ def test_changed_rows_are_said(trained, tmp_path, capsys):
         assert len(warnings) == len(lines)
         for warning, line in zip(warnings, lines, strict=True):
             assert re.fullmatch(f"warning: the checkpoint was written with {line}{rest}", warning), warning
+
+
+def test_another_learning_rate_is_said(trained, tmp_path, capsys):
+    start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000001.ckpt"
+    for number, (change, line) in enumerate(
+        (
+            ("max_steps=2", None),  # the settings of the checkpoint's run
+            ("optimizer.lr=3.02e-3", None),
+            ("optimizer.lr=1e-2", "the learning rate continues at 0.01; the checkpoint's was 0.003"),
+            ("scheduler.warmup_steps=20", "the learning rate continues at 0.0003; the checkpoint's was 0.003"),
+        )
+    ):
+        capsys.readouterr()
+        run(tmp_path / str(number), trained, *TWO_STEPS, start, change)
+        warnings = [text for text in capsys.readouterr().out.splitlines() if text.startswith("warning: ")]
+        schedule = ". The schedule follows this run's settings, such as max_steps and optimizer.lr"
+        assert warnings == ([] if line is None else [f"warning: {line}{schedule}"])
 
 
 def test_the_last_step_is_saved_although_an_earlier_save_failed(tmp_path, monkeypatch):
