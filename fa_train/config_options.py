@@ -7,6 +7,37 @@ from typing import Any
 import yaml
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
+# maps names without a node, such as those of transformers' TrainingArguments, to keys of conf/
+OTHER_NAMES = {
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup_steps": "scheduler.warmup_steps",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "micro_batch_size": "data.micro_batch_size",
+    "per_device_train_batch_size": "data.micro_batch_size",
+    "gradient_accumulation_steps": "batch_size",
+    "train_batch_size": "batch_size",
+    "epochs": "max_steps",
+    "max_epochs": "max_steps",
+    "num_train_epochs": "max_steps",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+    "block_size": "seq_len",
+    "context_length": "seq_len",
+    "precision": "trainer.precision",
+    "bf16": "trainer.precision",
+    "devices": "trainer.devices",
+    "num_gpus": "trainer.devices",
+    "gradient_checkpointing": "memory.checkpointing",
+    "logging_steps": "trainer.log_every_n_steps",
+    "eval_steps": "trainer.val_check_interval",
+    "save_steps": "callbacks.checkpoint.every_n_train_steps",
+    "output_dir": "hydra.run.dir",
+    "resume_from_checkpoint": "ckpt_path",
+    "model_name_or_path": "model.pretrained",
+    "tokenizer": "data.tokenizer",
+}
 
 
 def options(group: str) -> list[str]:

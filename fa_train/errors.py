@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fa_train.config_options import options_with
+from fa_train.config_options import OTHER_NAMES, options_with
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -50,7 +50,7 @@ def explain(error: BaseException) -> str:
     if unknown is not None:  # an override names a key that is not in the config
         key = vars(unknown)["full_key"]
         text = unknown_key(key, vars(unknown)["parent_node"])
-        if unknown is error or options_with(key):
+        if unknown is error or options_with(key) or key in OTHER_NAMES:
             return text
         return f"{text} (to add a parameter that conf/ does not list, write + before it)"
     for link in chain:  # an override names an option that is not in conf/

@@ -33,7 +33,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
 from fa_train.bounds import INFINITY, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Precision, Seed
-from fa_train.config_options import options_with
+from fa_train.config_options import OTHER_NAMES, options_with
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 MISSING = "???"  # marks a value in YAML that the user must set
@@ -190,10 +190,12 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown key.
 
     The message names the options of the key's group that have this key. If no option has it, the message suggests the
-    most similar key in `known`, or lists the keys of the node.
+    key for this name in OTHER_NAMES, or the most similar key in `known`, or lists the keys of the node.
     """
     if found := options_with(key):
         return f"unknown key {key}; it is a key of {', '.join(found)}"
+    if key in OTHER_NAMES:
+        return f"unknown key {key}; did you mean {OTHER_NAMES[key]}?"
     node, _, name = key.rpartition(".")
     names = [other for other in known if not other.startswith("_")]
     if near := difflib.get_close_matches(name, names, n=1):

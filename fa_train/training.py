@@ -65,7 +65,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size, context_ranks(trainer.strategy))
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps
-    require_backend(instantiate(cfg.attention), trainer.strategy.root_device)
+    dtype = torch.float32 if cfg.trainer.precision == "32-true" else torch.bfloat16
+    require_backend(instantiate(cfg.attention), trainer.strategy.root_device, dtype)
     vocab_size = cfg.model.vocab_size or data.vocab_size
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     fill_in_levers(cfg, trainer, vocab_size)

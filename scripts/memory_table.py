@@ -6,7 +6,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 
-from fa_train.early_checks import ranks_per_copy, require_checkpoint_name, require_groups
+from fa_train.early_checks import micro_batches, ranks_per_copy, require_checkpoint_name, require_groups
 from fa_train.memory.offload import available_host_bytes
 from fa_train.memory.planner.levers import (
     fastest_that_fits,
@@ -52,6 +52,10 @@ def memory_table(arguments: list[str]) -> str:
     if auto:
         plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or smallest(plan))
     lines = [table(as_run(plan, cfg, gpu_bytes), gpu_bytes, host_bytes, auto=auto, searched=plan, reach=reach)]
+    if refusal := refused_rows(cfg):
+        lines += [f"train.py refuses this run: {refusal}"]
+    if _devices(cfg) > 1 and cfg.choices.strategy != "fsdp" and not fits(predict(plan), gpu_bytes, host_bytes):
+        lines += ["strategy=fsdp shards the model over the devices; strategy.context=N divides each sequence"]
     if cfg.choices.attention != "flash":
         lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
     if plan.run.float8:
@@ -113,6 +117,16 @@ def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
     return plan
 
 
+def refused_rows(cfg: DictConfig) -> str | None:
+    """Returns why batch_size is not possible with the number of devices, or None if it is possible."""
+    context = cfg.strategy.get("context", 1) if cfg.choices.strategy == "fsdp" else 1
+    try:
+        micro_batches(cfg.batch_size, cfg.data.micro_batch_size, _devices(cfg) * cfg.trainer.num_nodes, context)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
     """Returns the plan with the value that the run chooses for strategy.reshard_after_forward=auto."""
     setting = cfg.strategy.get("reshard_after_forward", True)
@@ -163,7 +177,8 @@ def _answer(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> str:
     if fits(prediction, gpu_bytes, host_bytes):
         return "yes"
     over = {"GPU": prediction.gpu_bytes - gpu_bytes, "host": prediction.host - host_bytes}
-    return "no, " + " and ".join(f"{n / GIB:.1f} GiB too much for the {name}" for name, n in over.items() if n > 0)
+    shown = {name: f"{n / GIB:.1f} GiB" if n >= GIB / 10 else f"{n / 2**20:.1f} MiB" for name, n in over.items()}
+    return "no, " + " and ".join(f"{shown[name]} too much for the {name}" for name, n in over.items() if n > 0)
 
 
 def _line(name: str, nbytes: int) -> str:

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 import train
 from fa_train import config_options, run_config, settings
 from fa_train.bounds import Betas, NonNegativeFloat
+from fa_train.config_options import OTHER_NAMES
 from fa_train.errors import explain
 from tests.support.marks import slow_except
 from tests.support.training import CONF, command_line, composed
@@ -217,6 +218,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 id="foreign-parameter",
             ),
             pytest.param("+logger.tagz=[a]", "unknown key logger.tagz; did you mean logger.tags\\?", id="passed-on"),
+            pytest.param("+lr=3", "unknown key lr; did you mean optimizer.lr\\?", id="without-node"),
             pytest.param("+maxsteps=3", "unknown key maxsteps; did you mean max_steps\\?", id="root"),
             pytest.param(
                 "~optimizer.lr", "optimizer.lr must be a finite number of at least 0; got nothing", id="left-out"
@@ -254,6 +256,7 @@ def test_a_mistake_is_said_in_the_users_words(override, line):
             "optimizer.warmup=1", "unknown key optimizer.warmup; optimizer has the keys lr, weight_", id="list"
         ),
         pytest.param("modle=gpt2", "unknown key modle; did you mean model?", id="group"),
+        pytest.param("learning_rate=1", "unknown key learning_rate; did you mean optimizer.lr?", id="other-name"),
         pytest.param(
             "zzz=1", "unknown key zzz (to add a parameter that conf/ does not list, write + before it)", id="none-near"
         ),
@@ -400,3 +403,11 @@ def test_a_sweeper_gets_the_metric_that_it_optimizes():
     message = "optimized_metric must be a metric of this run: tokens, train/loss; got val/loss"
     with pytest.raises(ValueError, match=message):
         train.optimized({"train/loss": 2.5, "tokens": 8.0}, "val/loss")
+
+
+def test_other_names_lead_to_keys(tmp_path):
+    pretrained = ["model=pretrained", "model.pretrained=base", "data=text", "data.path=docs"]
+    with composed(tmp_path, "preset=cpu", *pretrained) as cfg:
+        missing = [key for key in OTHER_NAMES.values() if OmegaConf.select(cfg, key, default=...) is ...]
+    assert missing == ["hydra.run.dir"], "this key is Hydra's own"
+    assert not OTHER_NAMES.keys() & cfg.keys()

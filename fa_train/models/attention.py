@@ -40,10 +40,13 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-def require_backend(attention: Attention, device: torch.device) -> None:
-    """Raises: ValueError if `attention` cannot run on `device`. Call it before training."""
+def require_backend(attention: Attention, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Raises: ValueError if `attention` cannot run on `device`, or not in `dtype` if it is given.
+
+    Call it before training.
+    """
     if function_of(attention) is flash_attention:
-        require_flash_backend(device)
+        require_flash_backend(device, dtype)
 
 
 def require_softcap(attention: Attention, softcap: float) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fa_kernels import flash_attn_func, flash_attn_with_kvcache
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import build_schedule, causal_schedule
 from fa_train.models.attention import (
@@ -170,6 +171,20 @@ def test_chunks_must_hold_a_token(device):
     q, k, v, _ = draw(4, 1, 1, device)
     with pytest.raises(ValueError, match=r"chunk_size must be at least 1 token; got 0"):
         chunked_attention(q, k, v, causal_schedule(None, 4, device), chunk_size=0)
+
+
+def test_the_interpreter_does_not_compute_bf16(monkeypatch):
+    """Triton's interpreter would return wrong numbers without an error."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    for attend in (
+        lambda: flash_attn_func(x, x, x),
+        lambda: flash_attn_with_kvcache(x, x, x),
+        lambda: require_backend(flash_attention, x.device, x.dtype),
+    ):
+        with pytest.raises(ValueError, match=r"must be computed in float32 or float16, .*; got bfloat16"):
+            attend()
+    require_backend(sdpa_attention, x.device, x.dtype)
 
 
 def test_flash_says_early_that_it_needs_a_gpu(monkeypatch):

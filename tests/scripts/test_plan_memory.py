@@ -58,6 +58,15 @@ def test_what_does_not_fit_gets_advice():
 
 
 @pytest.mark.slow
+def test_what_train_refuses_and_what_shards_are_said():
+    eight_b = ["model=llama_8b", "seq_len=8192", "trainer.devices=4", "gpu_gib=80", "host_gib=100"]
+    refused = memory_table([*eight_b, "batch_size=1", "strategy=fsdp"]).splitlines()[-1]
+    assert refused.startswith("train.py refuses this run: batch_size must be a multiple of 4 ")
+    assert "fits: no" in (whole := memory_table([*eight_b, "batch_size=4"])) and "strategy=fsdp shards the" in whole
+    sharded = memory_table([*eight_b, "batch_size=1", "strategy=fsdp", "strategy.context=4"])
+    assert "train.py refuses" not in sharded and "strategy=fsdp shards" not in sharded
+
+
 def test_the_longest_length_is_of_one_row():
     def longest(*overrides: str) -> int:
         table = memory_table(["model=gpt2", "gpu_gib=139", "host_gib=100", *overrides])
@@ -293,8 +302,8 @@ def test_a_run_slightly_over_the_memory_may_start():
 def test_a_run_prints_its_plan_and_the_longest_length():
     printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="flash")
     planned, parts, longest = printed.splitlines()
-    assert planned == "planned: 5.0 of 139.8 GiB, peak at the loss"
-    assert "GiB: weights 0.5, optimizer 0.9, rounded weights 0.2, " in parts and parts.endswith("host 0.0 of 120.0")
+    assert planned == "planned: 4.9 of 139.8 GiB, peak at the loss"
+    assert "GiB: weights 0.5, optimizer 0.9, rounded weights 0.1, " in parts and parts.endswith("host 0.0 of 120.0")
     assert longest == f"  the longest seq_len that fits is {longest_seq_len(GPT2, int(139.8 * GIB), HOST):,}"
     farthest = longest_of_all_levers(GPT2, int(139.8 * GIB), HOST)
     printed = planner.summary(predict(changed(GPT2, rows=2)), CUDA, processes=1, attention="flash", auto=True)

@@ -12,12 +12,17 @@ FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
 
 
-def require_backend(device: torch.device) -> None:
-    """Raises ValueError unless flash attention can run on `device`."""
+def require_backend(device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Raises ValueError unless flash attention can run on `device`, and in `dtype` if it is given."""
     if device.type != "cuda" and not interpreted():
         raise ValueError(
             f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
             "Use attention=sdpa, or set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, slowly"
+        )
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        raise ValueError(
+            "with TRITON_INTERPRET=1, attention must be computed in float32 or float16, because Triton's interpreter "
+            "computes bfloat16 incorrectly; got bfloat16"
         )
 
 
@@ -30,7 +35,7 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     `tokens`.
     """
     device, dtype = q.device, q.dtype
-    require_backend(device)
+    require_backend(device, dtype)
     *_, n_heads, head_dim = q.shape
     *k_tokens, n_kv_heads, k_head_dim = k.shape
     *v_tokens, n_v_heads, v_head_dim = v.shape

@@ -82,7 +82,7 @@ def flash_attn_with_kvcache(
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """
-    require_backend(q.device)
+    require_backend(q.device, q.dtype)
     _require_shapes(q, k_cache, v_cache, k, v)
     batch = q.shape[0]
     seqlen_new = 0 if k is None else k.shape[1]

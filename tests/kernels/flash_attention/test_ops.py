@@ -81,14 +81,14 @@ def test_forward_mode_gradients_are_refused(device):
 
 
 def test_tensors_without_data_have_shapes(monkeypatch):
-    monkeypatch.setattr(checks, "require_backend", lambda _: None)
+    monkeypatch.setattr(checks, "require_backend", lambda *_: None)
     q = torch.empty(1, 20, 2, 16, device="meta")
     assert flash_attn_func(q, q, q).shape == q.shape
 
 
 @pytest.mark.parametrize("device_type", ["meta", "cpu"])
 def test_inconsistent_inputs_are_named_with_and_without_data(device_type, monkeypatch):
-    monkeypatch.setattr(checks, "require_backend", lambda _: None)
+    monkeypatch.setattr(checks, "require_backend", lambda *_: None)
     q, k = torch.zeros(20, 4, 16, device=device_type), torch.zeros(20, 3, 16, device=device_type)
     with pytest.raises(ValueError, match="n_heads must be a multiple of n_kv_heads; got 4 and 3"):
         flash_attn_packed(q, k, k, causal_schedule(None, 20, q.device))

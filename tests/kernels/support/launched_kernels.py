@@ -40,7 +40,7 @@ def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any])
     with (
         replayed_launches.without_gpu(),
         mock.patch.object(JITFunction, "_do_compile", compile),
-        mock.patch.object(kvcache, "require_backend", lambda _: None),
+        mock.patch.object(kvcache, "require_backend", lambda *_: None),
     ):
         launches.clear()
         CALLS[name]()

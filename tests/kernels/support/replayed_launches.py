@@ -127,7 +127,7 @@ def without_gpu() -> Iterator[None]:
         (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
         (torch.cuda, "get_device_properties", lambda _=None: properties),
         (queue, "_zero", lambda _: torch.zeros(1, dtype=torch.int32)),
-        (checks, "require_backend", lambda _: None),
+        (checks, "require_backend", lambda *_: None),
         (nvidia, "PyKernelArg", lambda nested_tuple, type: (nested_tuple, type)),
         (nvidia, "ARG_CONSTEXPR", 0),
         (nvidia, "ARG_KERNEL", 1),

@@ -9,7 +9,7 @@ PLANNER_CASES=all, all cases run.
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -27,7 +27,7 @@ from fa_train.memory.planner.moments import Moment, moments_of
 from fa_train.memory.planner.plan import Plan
 from fa_train.parallel.fsdp import shard
 from tests.memory.support.plans import EVERY_CASE, LLAMA_1B, build, changed
-from tests.memory.support.simulated import HOST, Live, as_on_a_gpu
+from tests.memory.support.simulated import HOST, Live, as_on_a_gpu, autocast_of_lightning
 from tests.support.marks import slow_if
 
 
@@ -83,7 +83,7 @@ def simulated_peak(plan: Plan) -> int:
     one step.
     """
     run = plan.run
-    autocast = torch.autocast("cpu", torch.bfloat16) if run.precision == "bf16-mixed" else nullcontext()
+    autocast = autocast_of_lightning(run.precision)
     with (
         two_ranks() as mesh,
         FakeTensorMode(),

@@ -180,7 +180,7 @@ def as_on_a_gpu() -> Iterator[None]:
             lambda saved, x: saved.untyped_storage()._cdata == x.untyped_storage()._cdata,
         )
         patch.setattr(offload_module, "available_host_bytes", lambda: 2**60)
-        patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
+        patch.setattr(checks, "require_backend", lambda *_: None)  # nothing is computed
         patch.setattr(lora_module, "hash_weights", lambda weights: "")  # no weights to hash
         patch.setattr(F, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight, eps))
         patch.setattr(loss_module, "_torch_cross_entropy", cross_entropy)
@@ -290,7 +290,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
     )
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "require_backend", lambda device: None)  # nothing is computed
+        patch.setattr(checks, "require_backend", lambda *_: None)  # nothing is computed
         patch.setattr(lora_module, "hash_weights", lambda weights: "")  # no weights to hash
         torch.set_default_dtype(torch.bfloat16 if precision == "bf16-true" else torch.float32)
         try:
