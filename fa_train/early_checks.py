@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
@@ -22,7 +22,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     sharded = choices["strategy"] == "fsdp"
     context = strategy.get("context", 1) if sharded else 1
     precision, optimizer = trainer.get("precision", "32-true"), choices["optimizer"]
-    require_checkpoint_name(config["model"])
+    require_checkpoint_name(config["model"].get("pretrained"))
     require_groups(world_size, context)
     if sharded:
         ranks_per_copy(world_size, strategy["replicas"])
@@ -36,15 +36,14 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
         require_head_groups(strategy.get("head_groups", 1), context, choices["attention"])
 
 
-def require_checkpoint_name(model: Mapping[str, Any]) -> None:
-    """Checks model.pretrained without the network. model: the node `model` of a config.
+def require_checkpoint_name(pretrained: str | None, key: str = "model.pretrained") -> None:
+    """Checks the value of model.pretrained without the network. key: what the error calls the value.
 
-    Raises: ValueError if model.pretrained is neither a folder with a config.json nor a possible name on the hub.
+    Raises: ValueError if the value is neither null, nor a folder with a config.json, nor a possible name on the hub.
     """
-    pretrained = model.get("pretrained")
     if pretrained is None:
         return
-    path, wanted = Path(pretrained), "model.pretrained must be a folder with a checkpoint or a name on the hub"
+    path, wanted = Path(pretrained), f"{key} must be a folder with a checkpoint or a name on the hub"
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{wanted}; got {pretrained}, a folder without config.json")

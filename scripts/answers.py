@@ -1,32 +1,36 @@
 """Generates text with a Hugging Face model (a folder or hub name) or with a checkpoint of train.py."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from fa_train.bounds import Dtype
+from fa_train.checkpoints.files import newest_below
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import HFTokenizer
+from fa_train.early_checks import require_checkpoint_name
 from fa_train.evaluation.generation import chat_prompt, generate, stop_tokens
 from fa_train.models.attention import flash_attention, naive_attention
-from fa_train.models.hf.import_ import load_pretrained
+from fa_train.models.hf.import_ import load_pretrained, require_checkpoint
 from scripts.trained_model import export
 
 
-def answer(
+def answers(
     model: str,
     *,
-    prompt: str | None = None,
-    chat: str | None = None,
+    prompt: Sequence[str] | None = None,
+    chat: Sequence[str] | None = None,
     max_new_tokens: int,
     temperature: float = 0.0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
     dtype: Dtype | None = None,
     device: str | None = None,
-) -> str:
-    """Returns the text that the model writes after `prompt`, or the answer to the user message `chat`.
+) -> list[str]:
+    """Returns the text that the model writes after each `prompt`, or its answer to each user message in `chat`.
 
     Exactly one of `prompt` and `chat` must be given.
 
@@ -38,10 +42,11 @@ def answer(
     if path.suffix == ".ckpt":  # a checkpoint file, or the folder of a sharded checkpoint
         with tempfile.TemporaryDirectory() as folder:
             export(path, Path(folder, "exported"), [], dtype)
-            return answer(
+            return answers(
                 str(Path(folder, "exported")), prompt=prompt, chat=chat, max_new_tokens=max_new_tokens,
-                temperature=temperature, top_p=top_p, seed=seed, dtype=dtype, device=device,
+                temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, dtype=dtype, device=device,
             )  # fmt: skip
+    _require_model(model)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = _is_gpu(device)
     with torch.device(device):
@@ -50,19 +55,36 @@ def answer(
         )
     tokenizer = HFTokenizer(model)
     if chat is not None:
-        tokens = chat_prompt(ChatEncoder(tokenizer), [{"role": "user", "content": chat}], None)
-    else:
-        tokens = tokenizer.hf(prompt).input_ids  # includes the special tokens that the tokenizer puts before a text
-    ids = generate(
-        gpt,
-        tokens,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        stop=stop_tokens(gpt, tokenizer.eos_id),
-    )
-    return tokenizer.decode(ids)
+        encoder = ChatEncoder(tokenizer)
+        prompts = [chat_prompt(encoder, [{"role": "user", "content": text}], None) for text in chat]
+    else:  # the tokens include the special tokens that the tokenizer puts before a text
+        prompts = [tokenizer.hf(text).input_ids for text in prompt or ()]
+    texts = []
+    for tokens in prompts:
+        ids = generate(
+            gpt,
+            tokens,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stop_tokens(gpt, tokenizer.eos_id),
+        )
+        texts.append(tokenizer.decode(ids))
+    return texts
+
+
+def _require_model(model: str) -> None:
+    """Raises: ValueError if `model` is neither a folder with a config.json nor a name on the hub."""
+    key, folder = "the argument model", Path(model)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{key} must be a folder with a config.json, a name on the hub, or a .ckpt of train.py; got {model}, "
+            f"a folder without config.json{newest_below(folder)}"
+        )
+    require_checkpoint_name(model, key)
+    require_checkpoint(model, key)
 
 
 def _is_gpu(device: str) -> bool:

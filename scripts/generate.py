@@ -4,9 +4,9 @@
     python -m scripts.generate runs/nano/<time>/checkpoints/<step>.ckpt --prompt "def " --temperature 0.8    # samples.
 
 Without --temperature, the script always takes the most likely token. With --temperature, the same --seed gives the same
-text. Keys and values are cached. On a GPU, flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a
-temporary folder (see scripts/export_hf.py). The export merges adapters into the weights. The generated text equals that
-of the exported model.
+text. Several --prompt, or several --chat, give one text each. Keys and values are cached. On a GPU,
+flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a temporary folder (see
+scripts/export_hf.py). The export merges adapters into the weights. The generated text equals that of the exported model.
 """
 
 import argparse
@@ -24,12 +24,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, a name on the Hugging Face hub, or a .ckpt still in its run's folder")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", help="text to continue")
-    asked.add_argument("--chat", help="a user's message to answer; needs a tokenizer with a chat template")
+    asked.add_argument("--prompt", action="append", help="text to continue; may be given several times")
+    asked.add_argument(
+        "--chat",
+        action="append",
+        help="a user's message to answer; needs a tokenizer with a chat template; may be given several times",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="default: 0, which always takes the most likely token"
     )
+    parser.add_argument("--top-k", type=int, help="sample from this number of most likely tokens; default: all tokens")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the most likely tokens with this total probability"
     )
@@ -41,12 +46,14 @@ def main() -> None:
     )
     parser.add_argument("--device", help="default: cuda if available, else cpu")
     arguments = vars(parser.parse_args())
-    from scripts.answers import answer  # import late: torch and Lightning take seconds to import
+    from scripts.answers import answers  # import late: torch and Lightning take seconds to import
 
     try:
-        print(answer(**arguments))
+        texts = answers(**arguments)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {explain(error)}")
+    for question, text in zip(arguments["prompt"] or arguments["chat"], texts, strict=True):
+        print(text if len(texts) == 1 else f"--- {question}\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def model_of_run(cfg: DictConfig) -> GPT:
 
     Raises: ValueError if model.pretrained is no checkpoint, or the model does not support documents of seq_len tokens.
     """
-    require_checkpoint_name(cfg.model)
+    require_checkpoint_name(cfg.model.get("pretrained"))
     with torch.device("meta"):
         vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
         model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))

@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from fa_train import compat
+from fa_train.checkpoints.files import require_checkpoint
 from fa_train.checkpoints.saved_config import require_own_targets
 from fa_train.errors import explain
 from fa_train.models.gpt import GPT
@@ -89,6 +90,7 @@ def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
 def _run_folder(checkpoint: Path) -> Path:
     if not checkpoint.exists():
         raise ValueError(f"{checkpoint} does not exist")
+    require_checkpoint(checkpoint)
     for folder in checkpoint.resolve().parents:
         if (folder / ".hydra" / "config.yaml").exists():
             return folder

@@ -67,12 +67,13 @@ def test_a_checkpoint_is_a_folder_or_a_possible_name(tmp_path, monkeypatch):
     (tmp_path / "whole" / "config.json").touch()
     (tmp_path / "empty").mkdir()
     for name in ("whole", str(tmp_path / "whole"), "gpt2", "some/name-1.5B", None):
-        require_checkpoint_name({"pretrained": name})
+        require_checkpoint_name(name)
     for name, reason in (
         ("/nope", "which does not exist"),
+        ("../nope", "which does not exist"),
         ("runs/a/exported", "which does not exist"),
         ("empty", "a folder without config.json"),
         ("whole/config.json", "which is a file"),
     ):
         with pytest.raises(ValueError, match=f"^model.pretrained must be .*; got {name}, {reason}$"):
-            require_checkpoint_name({"pretrained": name})
+            require_checkpoint_name(name)

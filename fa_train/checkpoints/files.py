@@ -168,6 +168,21 @@ def newest(paths: Iterable[Path]) -> list[Path]:
     return [path for *_, path in sorted(ages, reverse=True)]
 
 
+def newest_below(folder: Path) -> str:
+    """Returns the end of an error message about a folder: the path of its newest checkpoint, if there is one."""
+    found = newest(folder.glob(f"**/*{SUFFIX}"))
+    return f". Its newest checkpoint is {found[0]}" if found else ""
+
+
+def require_checkpoint(path: Path) -> None:
+    """Raises: CheckpointError if `path` is a folder, but not that of a sharded checkpoint."""
+    if path.is_dir() and not (path / META).is_file():
+        raise CheckpointError(
+            f"a checkpoint must be a {SUFFIX} file, or the folder of a sharded checkpoint; got {path}, a folder "
+            f"without {META}{newest_below(path)}"
+        )
+
+
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Returns whether all elements are finite.
 

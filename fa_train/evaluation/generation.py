@@ -34,6 +34,7 @@ def generate(
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
     stop: Collection[int] = (),
@@ -42,14 +43,16 @@ def generate(
     """Generates at most max_new_tokens tokens after `prompt`.
 
     temperature: divides the logits. If temperature is 0, the most likely token is chosen.
+    top_k: samples from the top_k most likely tokens, or from all tokens if top_k is None.
     top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least top_p.
+    With top_k, the probabilities are those among the top_k tokens.
     stop: tokens that end the text. The result includes the stop token.
     seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
     cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with
     rope_type=dynamic never uses the cache, because its rotations depend on the total length.
     Raises: ValueError if an argument is out of range, or the text could exceed the model's learned positions.
     """
-    _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_p)
+    _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
     longest = len(prompt) + max_new_tokens
     model.require_seq_len(longest)
     cached &= not any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)
@@ -60,7 +63,7 @@ def generate(
     with _evaluating(model, longest if cached else None):
         for end in range(len(prompt), longest):
             logits = model(stream[seen:end], position_ids=torch.arange(seen, end, device=device))[-1]
-            stream[end] = _chosen(logits.float(), temperature, top_p, generator)
+            stream[end] = _chosen(logits.float(), temperature, top_k, top_p, generator)
             if isinstance(model, FSDPModule):  # rounding can differ between GPUs, so all ranks use rank 0's token
                 dist.broadcast(stream[end : end + 1], src=0)
             generated.append(int(stream[end]))
@@ -220,18 +223,25 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
             layer.attention = attention
 
 
-def _chosen(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+def _chosen(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> Tensor:
     """Chooses the next token from the logits. Shapes: (vocab_size,) fp32 -> ()."""
     if temperature == 0.0:
         return logits.argmax()
     probabilities, tokens = (logits / temperature).softmax(dim=-1).sort(descending=True, stable=True)
+    if top_k is not None:
+        probabilities = probabilities[:top_k] / probabilities[:top_k].sum()
     before = probabilities.cumsum(dim=-1) - probabilities
     kept = probabilities.masked_fill(before >= top_p, 0.0)
     return tokens[torch.multinomial(kept, 1, generator=generator)][0]
 
 
 def _require_settings(
-    prompt: Sequence[int], vocab_size: int, max_new_tokens: int, temperature: float, top_p: float
+    prompt: Sequence[int],
+    vocab_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
 ) -> None:
     if not prompt:
         raise ValueError("a prompt must have at least 1 token; got none")
@@ -241,5 +251,7 @@ def _require_settings(
         raise ValueError(f"max_new_tokens must be at least 1; got {max_new_tokens}")
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be finite and at least 0; got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1; got {top_k}")
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be more than 0 and at most 1; got {top_p}")

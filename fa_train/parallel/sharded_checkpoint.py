@@ -32,6 +32,7 @@ from fa_train.checkpoints.files import (
     not_written,
     read_file,
     remove,
+    require_checkpoint,
     require_intact,
     require_intact_slice,
     write_file,
@@ -174,8 +175,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
     Raises: CheckpointError if the folder is not a sharded checkpoint.
     """
-    if not (folder / META).is_file():
-        raise CheckpointError(f"a checkpoint must be a file, or a folder with {META}; got {folder} without {META}")
+    require_checkpoint(folder)
     return read_file(folder / META)
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import re
 import resource
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ from fa_train.checkpoints.files import (
 )
 from fa_train.checkpoints.resume import checkpoint_path
 from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole, saved_optimizer, write_folder
+from scripts import trained_model
 from tests.support.peak_memory import peak_growth
 from tests.support.pickles import Evil
 
@@ -118,8 +120,15 @@ def test_a_folder_without_its_weights_is_one_line(folder):
 
 
 def test_a_folder_of_something_else_is_no_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match=r"a folder with meta.pt; got .* without meta.pt"):
+    wanted = "a checkpoint must be a .ckpt file, or the folder of a sharded checkpoint; got .* without meta.pt"
+    with pytest.raises(CheckpointError, match=wanted + "$"):
         load_sharded(tmp_path)
+    path = tmp_path / "time" / "checkpoints" / "step_1.ckpt"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    for read in (require_whole, trained_model._run_folder):
+        with pytest.raises(CheckpointError, match=rf"{wanted}. Its newest checkpoint is {re.escape(str(path))}$"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("read", [require_whole, load_sharded, lambda path: load_into({}, path, alone=True)])

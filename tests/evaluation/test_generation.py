@@ -18,7 +18,7 @@ from fa_train.models.attention import chunked_attention, flash_attention, naive_
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT, Origin
 from fa_train.parallel.context.attention import ContextAttention
-from scripts.answers import answer
+from scripts.answers import answers
 from scripts.generate import main
 from tests.data.support.chats import chat_tokenizer, write_jsonl
 from tests.support.training import command_line, tiny
@@ -157,6 +157,22 @@ def test_top_p_leaves_the_most_likely():
     assert generate(model, PROMPT, max_new_tokens=5, temperature=1.0, top_p=1e-6) == continuation(model, 5)
 
 
+def test_top_k_leaves_the_most_likely():
+    model = small()
+    probabilities, order = (model(torch.tensor(PROMPT))[-1].detach() / 1.5).softmax(-1).sort(descending=True)
+
+    def drawn(top_p: float) -> set[int]:
+        draws = (
+            generate(model, PROMPT, max_new_tokens=1, temperature=1.5, top_k=3, top_p=top_p, seed=seed)
+            for seed in range(60)
+        )
+        return {draw[0] for draw in draws}
+
+    assert drawn(1.0) == set(order[:3].tolist())
+    first = float(probabilities[0] / probabilities[:3].sum())  # top_p counts probabilities among the three tokens
+    assert drawn(first - 0.01) == {int(order[0])} and drawn(first + 0.01) == set(order[:2].tolist())
+
+
 def test_stop_tokens_end_the_text_and_are_in_it():
     model = small()
     whole = continuation(model, 12)
@@ -174,6 +190,7 @@ def test_stop_tokens_end_the_text_and_are_in_it():
         pytest.param({"prompt": [VOCAB]}, "vocab_size=50; got 50", id="vocabulary"),
         pytest.param({"max_new_tokens": 0}, "max_new_tokens must be at least 1; got 0", id="tokens"),
         pytest.param({"temperature": -1.0}, "temperature must be finite and at least 0; got -1.0", id="temperature"),
+        pytest.param({"top_k": 0}, "top_k must be at least 1; got 0", id="top-k"),
         pytest.param({"top_p": 0.0}, "top_p must be more than 0 and at most 1; got 0.0", id="top-p"),
     ],
 )
@@ -203,18 +220,19 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("question", [{"prompt": "the weather"}, {"chat": "2 + 2?"}], ids=["prompt", "chat"])
+@pytest.mark.parametrize("question", [{"prompt": ["the weather"]}, {"chat": ["2 + 2?"]}], ids=["prompt", "chat"])
 def test_the_text_is_transformers(folder, question):
     tokenizer, theirs = chat_tokenizer(), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if "chat" in question:
-        messages = [{"role": "user", "content": question["chat"]}]
+        messages = [{"role": "user", "content": question["chat"][0]}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
     else:
-        ids = tokenizer(question["prompt"], return_tensors="pt").input_ids
+        ids = tokenizer(question["prompt"][0], return_tensors="pt").input_ids
     mask = torch.ones_like(ids)
     exact = theirs.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
     expected = tokenizer.decode(exact, skip_special_tokens=True)
-    assert answer(str(folder), max_new_tokens=16, device="cpu", **question) == expected != ""
+    [text] = answers(str(folder), max_new_tokens=16, device="cpu", **question)
+    assert text == expected != ""
 
 
 def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys):
@@ -223,10 +241,29 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
         main()
 
     run("--prompt", "2 + 2", "--max-new-tokens", "8", "--temperature", "0.9", "--seed", "5")
-    expected = answer(str(folder), prompt="2 + 2", max_new_tokens=8, temperature=0.9, seed=5, device="cpu")
-    assert capsys.readouterr().out == expected + "\n"
+    given = {"max_new_tokens": 8, "temperature": 0.9, "seed": 5, "device": "cpu"}
+    first, second = answers(str(folder), prompt=["2 + 2", "rain"], **given)
+    assert capsys.readouterr().out == first + "\n"
+    run("--prompt", "2 + 2", "--prompt", "rain", "--max-new-tokens", "8", "--temperature", "0.9", "--seed", "5")
+    assert capsys.readouterr().out == f"--- 2 + 2\n{first}\n\n--- rain\n{second}\n\n"
     with pytest.raises(SystemExit, match=r"error: top_p must be more than 0 and at most 1; got 2.0"):
         run("--chat", "hi", "--top-p", "2")
+    with pytest.raises(SystemExit, match=r"error: top_k must be at least 1; got 0"):
+        run("--chat", "hi", "--top-k", "0")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        pytest.param("../nope", "a name on the hub; got ../nope, which does not exist$", id="missing"),
+        pytest.param("run", "a folder without config.json. Its newest checkpoint is run/checkpoints/x.ckpt$", id="run"),
+    ],
+)
+def test_a_wrong_model_is_named_as_an_argument(model, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "checkpoints" / "x.ckpt").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"^the argument model must be .*{message}"):
+        answers(model, prompt=["hi"], max_new_tokens=1, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +276,7 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
 def test_a_device_that_is_not_there_is_named(device, message, folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=f"--device {message}"):
-        answer(str(folder), prompt="hi", max_new_tokens=1, device=device)
+        answers(str(folder), prompt=["hi"], max_new_tokens=1, device=device)
 
 
 @pytest.mark.slow
@@ -247,7 +284,7 @@ def test_a_checkpoint_of_a_run_answers(tmp_path):
     done = command_line(tmp_path, *tiny(tmp_path), "max_steps=2", "trainer.val_check_interval=2")
     assert done.returncode == 0, done.stderr
     [checkpoint] = tmp_path.rglob("*.ckpt")
-    first = answer(str(checkpoint), prompt="the cat", max_new_tokens=8, device="cpu", temperature=1.0)
-    assert first == answer(str(checkpoint), prompt="the cat", max_new_tokens=8, device="cpu", temperature=1.0)
+    first = answers(str(checkpoint), prompt=["the cat"], max_new_tokens=8, device="cpu", temperature=1.0)
+    assert first == answers(str(checkpoint), prompt=["the cat"], max_new_tokens=8, device="cpu", temperature=1.0)
     with pytest.raises(ValueError, match="must have a chat template"):
-        answer(str(checkpoint), chat="hi", max_new_tokens=8, device="cpu")
+        answers(str(checkpoint), chat=["hi"], max_new_tokens=8, device="cpu")

@@ -112,11 +112,14 @@ def load_pretrained(
     return model
 
 
-def require_checkpoint(pretrained: str) -> None:
-    """Raises: ValueError if there is no config.json in the folder `pretrained`, or on the hub under this name."""
-    folder = _folder(pretrained, with_weights=False)
+def require_checkpoint(pretrained: str, key: str = "model.pretrained") -> None:
+    """Checks that there is a config.json in the folder `pretrained`, or on the hub under this name.
+
+    key: what the error calls the value. Raises: ValueError if there is none.
+    """
+    folder = _folder(pretrained, with_weights=False, key=key)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model.pretrained must be a checkpoint with a config.json; {pretrained} has none")
+        raise ValueError(f"{key} must be a checkpoint with a config.json; {pretrained} has none")
 
 
 def _read(model: GPT, *, places: Mapping[str, Place], pretrained: str, layout: Layout) -> None:
@@ -351,7 +354,7 @@ def tensor_places(model: GPT) -> dict[str, Place]:
     return places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)
 
 
-def _folder(pretrained: str, with_weights: bool) -> Path:
+def _folder(pretrained: str, with_weights: bool, key: str = "model.pretrained") -> Path:
     """Returns the folder of a checkpoint. Downloads the checkpoint if `pretrained` is not a local folder."""
     if Path(pretrained).is_dir():
         return Path(pretrained)
@@ -363,7 +366,7 @@ def _folder(pretrained: str, with_weights: bool) -> Path:
         return Path(snapshot_download(pretrained, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ValueError(
-            f"model.pretrained must be a folder with a checkpoint or a name on the Hugging Face hub; got {pretrained}: "
+            f"{key} must be a folder with a checkpoint or a name on the Hugging Face hub; got {pretrained}: "
             f"{str(error).splitlines()[0]}"
         ) from error
 
