@@ -15,7 +15,7 @@ from fa_train import settings
 from fa_train.cuda_driver import has_gpu
 from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
-from fa_train.parallel.failures import failures_reported
+from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
 from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
 from fa_train.run_config import check, in_sweep, launch_ranks, require_start, sweep_group, wandb_tags
 
@@ -61,6 +61,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
         else:
             from fa_train.training import train  # the import of torch and Lightning takes seconds
 
+            ctrl_c_raises()
             result = instantiate(cfg.sweep_job)(train, cfg) if in_own_process else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
@@ -75,5 +76,6 @@ if __name__ == "__main__":
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # prevents fragmentation
     if has_own_launcher():
         end_with_launcher()
+    ctrl_c_ends_at_once()
     with reported(MISTAKES):
         main()

@@ -1,6 +1,7 @@
 """Errors that end a run. A user's mistake is reported in one line, without a traceback."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from fa_train.config_options import OTHER_NAMES, options_with
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+INTERRUPTED = "interrupted"  # printed if Ctrl-C ends a program before training has started
 
 
 class DivergedError(RuntimeError):
@@ -32,9 +34,17 @@ class RankFailedError(RuntimeError):
 
 @contextmanager
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """If an error of these types occurs, prints one line and ends the program. HYDRA_FULL_ERROR=1 shows a traceback."""
+    """If an error of these types or Ctrl-C occurs, prints one line and ends the program.
+
+    HYDRA_FULL_ERROR=1 shows a traceback.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if SHOW_TRACEBACK:
+            raise
+        print(INTERRUPTED, file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except mistakes as error:
         if SHOW_TRACEBACK:
             raise

@@ -21,10 +21,10 @@ def fit(
 
     At its end, a run without fsdp frees the weights and the optimizer states, so the model cannot be used afterwards.
 
-    SIGUSR1 ends the process with exit status 138. Ctrl-C and SIGTERM end the process with exit status 143. If training
-    diverges, all ranks raise DivergedError.
-    Raises: OutOfMemoryError if this rank ran out of memory in a run of several ranks. The error ends the other ranks,
-    which would otherwise wait for this rank.
+    A signal ends the process with exit status 128 plus the signal's number. If training diverges, all ranks raise
+    DivergedError.
+    Raises: KeyboardInterrupt if Ctrl-C comes before training starts. OutOfMemoryError if this rank ran out of memory in
+    a run of several ranks. The error ends the other ranks, which would otherwise wait for this rank.
     """
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         empty_before_teardown(trainer, lit_gpt)
@@ -34,6 +34,10 @@ def fit(
         # the launcher ends all ranks as soon as one exits, so every rank first waits until rank 0 has closed its logs
         trainer.strategy.barrier()
         sys.exit(exit_status(trainer))
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with status 1
+            raise end.__context__ from None
+        raise
     except DivergedError:
         trainer.strategy.barrier()
         raise

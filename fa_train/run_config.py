@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 from fa_train import compat, copied_keys, early_checks, settings
 from fa_train.errors import RankFailedError
 from fa_train.parallel.decisions import decided_by_rank_zero
+from fa_train.parallel.failures import ctrl_c_raises
 from fa_train.parallel.ranks import has_own_launcher, told, world_size
 
 
@@ -63,6 +64,7 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     """
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 
+    ctrl_c_raises()
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     given = sys.argv[1:]

@@ -31,6 +31,7 @@ from fa_train.run_config import in_sweep, to_container
 
 for library in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(library).setLevel(logging.WARNING)  # Lightning sets the level INFO when it is imported
+logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # trainer.profiler logs its report
 # with memory=selective or offload, torch warns that compiled blocks must have no in-place operators; ours have none
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 # Lightning 2.6 uses a deprecated function of torch in every run

@@ -1,11 +1,13 @@
 """At the end of a run, weights and optimizer states are freed, and not copied to the host."""
 
+import signal
 from functools import partial
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
@@ -67,3 +69,22 @@ def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch)
             fit(trainer, lit, Batches(), None)
     assert ends.held
     assert sizes_at_teardown == [(0, 0)]  # elements of parameters, and parameters with an optimizer state
+
+
+def test_ctrl_c_before_training_is_no_status_1(tmp_path):
+    """Lightning would end the process with status 1."""
+
+    class Interrupted(Callback):
+        def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+            raise KeyboardInterrupt
+
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[Interrupted()], default_root_dir=tmp_path,
+    )  # fmt: skip
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit(trainer, BoringModel(), Batches(), None)
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -187,11 +187,13 @@ def test_the_number_of_processes_may_change(tmp_path):
 @pytest.mark.slow
 def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
     overrides = tiny(tmp_path, "logger=wandb", "max_steps=4", "trainer.val_check_interval=2")
+    overrides.append("+trainer.profiler=simple")
     environment = {"HOME": str(tmp_path), "WANDB_CONFIG_DIR": str(tmp_path)}
     chosen = {"WANDB_ENTITY": "somebody", "WANDB_RUN_ID": "earlier", "WANDB_RESUME": "allow"}
     done = command_line(tmp_path, *overrides, **environment, **chosen)
     assert done.returncode == 0, done.stderr
     assert "no API key, so this run is logged offline" in done.stdout
+    assert "FIT Profiler Report" in done.stdout + done.stderr
     [record] = tmp_path.rglob("*.wandb")
     arguments = ["leet", "inspect", "--json", str(record)]
     inspected = processes.finish("wandb", arguments, tmp_path, quiet_environment() | environment)

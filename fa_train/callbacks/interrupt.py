@@ -13,15 +13,15 @@ from fa_train.parallel.agreement import Agreement
 from fa_train.parallel.failures import end_rank, kind_of
 from fa_train.private_names import private, replace_private
 
-TERMINATED, REQUEUED = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # exit statuses
+TERMINATED = 128 + signal.SIGTERM  # an exit status
 
 
 class GracefulInterrupt(Callback):
     """Ends a run on a signal: finishes the micro-batch, lets Checkpoint save, and exits.
 
-    Ctrl-C and SIGTERM end the run with status 143. SIGUSR1 ends the run with status 138. SLURM can send SIGUSR1 before
-    a job's time is over. The status 138 tells the job script to requeue the job. Any of the ranks may receive the
-    signal. A second signal ends the run immediately.
+    The exit status is 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM and 138 for SIGUSR1. SLURM can send
+    SIGUSR1 before a job's time is over. The status 138 tells the job script to requeue the job. Any of the ranks may
+    receive the signal. A second signal ends the run immediately.
     """
 
     status = TERMINATED  # when the run ends, all ranks have the same status
@@ -79,7 +79,7 @@ class GracefulInterrupt(Callback):
             return  # this is a forked data worker, which must ignore the signal
         if self._asked_at is None:
             self._asked_at = time.monotonic()
-            self._asked_for = REQUEUED if signum == signal.SIGUSR1 else TERMINATED
+            self._asked_for = 128 + signum
             if self._trainer.is_global_zero:  # print is not safe in a signal handler
                 os.write(1, b"\ninterrupted: saving after this step; a second Ctrl-C or SIGTERM stops at once\n")
             if not self._agreement:

@@ -8,15 +8,17 @@ to all other ranks. They report it when they lose their connection to the failin
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Literal, NoReturn
 
-from fa_train.errors import SHOW_TRACEBACK, OutOfMemoryError, explain
+from fa_train.errors import INTERRUPTED, SHOW_TRACEBACK, OutOfMemoryError, explain
 from fa_train.parallel.ranks import given_rank, has_own_launcher, is_one_of_several
 
 Kind = Literal["mistake", "out of memory", "lost connection", "error"]
@@ -25,7 +27,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @contextmanager
 def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """If an exception leaves the `with` block, writes the reason and ends the rank at once.
+    """If an exception leaves the `with` block, writes the reason and ends the rank at once. After Ctrl-C, rank 0 prints
+    one line.
 
     Python's usual exit could wait in NCCL for the other ranks.
     mistakes: errors of these types are explained in one line.
@@ -34,6 +37,32 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
         yield
     except Exception as error:
         end_rank(error, mistakes)
+    except KeyboardInterrupt:
+        if given_rank() == "0":
+            print(INTERRUPTED, file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)
+
+
+def ctrl_c_ends_at_once() -> None:
+    """Makes Ctrl-C end this process at once, and rank 0 print one line.
+
+    While the program starts, libraries can swallow a KeyboardInterrupt. If Ctrl-C is ignored, it remains ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def ctrl_c_raises() -> None:
+    """Makes Ctrl-C raise KeyboardInterrupt again, so that the program cleans up."""
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    if given_rank() in (None, "0"):  # print is not safe in a signal handler
+        os.write(2, f"{INTERRUPTED}\n".encode())
+    os._exit(128 + signum)
 
 
 def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> NoReturn:

@@ -27,7 +27,7 @@ from fa_train.parallel.failures import Kind, reason
 from fa_train.parallel.ranks import TOLD
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-SAVED = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}  # exit statuses of GracefulInterrupt
+STOPPED = {128 + signum for signum in FORWARDED}  # exit statuses of ranks that a signal has ended
 REPEATED = 1.0  # a signal that follows the first within this many seconds counts as a duplicate of the first
 
 
@@ -103,7 +103,7 @@ def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
     forwarded, or 0.
     """
     failure = root(failures)
-    if failure.exitcode in SAVED:  # a rank may have got a signal that this process did not get
+    if failure.exitcode in STOPPED:  # a rank may have got a signal that this process did not get
         sys.exit(failure.exitcode)
     if signum:
         sys.exit(128 + signum)

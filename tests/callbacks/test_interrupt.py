@@ -6,7 +6,16 @@ tests/test_train.py sends these signals to real runs.
 import signal
 from types import SimpleNamespace
 
-from fa_train.callbacks.interrupt import GracefulInterrupt
+import pytest
+
+from fa_train.callbacks.interrupt import GracefulInterrupt, exit_status
+from fa_train.errors import errors_in_one_line
+
+
+def test_ctrl_c_before_training_is_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, errors_in_one_line((ValueError,)):
+        raise KeyboardInterrupt
+    assert ended.value.code == 128 + signal.SIGINT and capsys.readouterr().err == "interrupted\n"
 
 
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
@@ -32,6 +41,7 @@ def test_the_second_signal_stops_at_once(monkeypatch, capfd):
         now[0] = 100 + seconds
         connector._sigterm_notifier_fn(signal.SIGINT, None)
         assert connector.received_sigterm and not exits
+    assert exit_status(SimpleNamespace(callbacks=[interrupt])) == 128 + signal.SIGINT
     assert capfd.readouterr().out.count("interrupted: saving after this step") == 1
     now[0] = 102
     connector._sigterm_notifier_fn(signal.SIGINT, None)

@@ -107,6 +107,7 @@ def test_the_reason_is_the_first_failure_that_is_no_consequence(failures, reason
     [
         pytest.param(143, 0, 143, id="one-rank-got-sigterm"),
         pytest.param(138, signal.SIGUSR1, 138, id="saved"),
+        pytest.param(130, 0, 130, id="one-rank-got-sigint"),
         pytest.param(-signal.SIGUSR1, signal.SIGUSR1, 138, id="before-training"),
         pytest.param(1, signal.SIGINT, 130, id="interrupted-before-training"),
     ],
@@ -130,6 +131,33 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
     assert report["message"] == "RuntimeError: two lines" and report["kind"] == "error" and exits == [1, 1]
     printed = capsys.readouterr().err
     assert printed.startswith("error: a must be b\nTraceback") and printed.count("Traceback") == 1
+
+
+def test_only_rank_0_says_that_ctrl_c_came_before_training(environment, capsys):
+    exits = []
+    environment.setattr(os, "_exit", exits.append)
+    for rank in "01":
+        environment.setenv("RANK", rank)
+        with failures_reported((ValueError,)):
+            raise KeyboardInterrupt
+    assert exits == [130, 130] and capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_at_the_start_cannot_be_swallowed(environment, capfd):
+    exits = []
+    environment.setattr(os, "_exit", exits.append)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        failures.ctrl_c_ends_at_once()
+        signal.raise_signal(signal.SIGINT)
+        assert exits == [130] and capfd.readouterr().err == "interrupted\n"
+        failures.ctrl_c_raises()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        failures.ctrl_c_ends_at_once()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_the_reason_is_one_line_even_if_tracebacks_are_shown(environment, tmp_path, monkeypatch, capsys):
