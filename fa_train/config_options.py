@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
-# maps names without a node, such as those of transformers' TrainingArguments, to keys of conf/
+# maps names that users may know, such as those of transformers' TrainingArguments, to keys of conf/
 OTHER_NAMES = {
     "lr": "optimizer.lr",
     "learning_rate": "optimizer.lr",

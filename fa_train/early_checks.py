@@ -37,7 +37,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
 
 
 def require_checkpoint_name(pretrained: str | None, key: str = "model.pretrained") -> None:
-    """Checks the value of model.pretrained without the network. key: what the error calls the value.
+    """Checks the value of model.pretrained without internet access. key: what the error calls the value.
 
     Raises: ValueError if the value is neither null, nor a folder with a config.json, nor a possible name on the hub.
     """

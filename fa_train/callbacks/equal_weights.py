@@ -94,7 +94,7 @@ class EqualWeights(Callback):
 
 
 def weights(trainer: L.Trainer, pl_module: L.LightningModule) -> Iterator[Tensor]:
-    """Yields this rank's shards of the weights, and of the low bits in which adamw_master keeps their rest."""
+    """Yields this rank's shards of the weights, and of the low bits that adamw_master stores for bf16 weights."""
     for parameter in pl_module.parameters():
         yield local(parameter.detach())
     for optimizer in trainer.optimizers:

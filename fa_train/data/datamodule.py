@@ -175,9 +175,9 @@ class PackedDataModule(L.LightningDataModule):
         self._resumed = state_dict
 
     def _changes(self) -> list[str]:
-        """Returns a line for each setting of the rows that differs from the checkpoint's."""
+        """Returns a line for each setting in `state_dict` whose value differs from the checkpoint's."""
         lines = differences("data", self.state_dict(), self._resumed or None)
-        counts = [line for line in lines if "rows_per_epoch" in line]  # follows from any other difference
+        counts = [line for line in lines if "rows_per_epoch" in line]  # this number also differs if a setting differs
         return [line for line in lines if line not in counts] or counts
 
     def _count_from(self, done: int) -> None:

@@ -45,7 +45,7 @@ def generate(
     temperature: divides the logits. If temperature is 0, the most likely token is chosen.
     top_k: samples from the top_k most likely tokens, or from all tokens if top_k is None.
     top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least top_p.
-    With top_k, the probabilities are those among the top_k tokens.
+    With top_k, the probabilities of the top_k tokens are first scaled to a sum of 1.
     stop: tokens that end the text. The result includes the stop token.
     seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
     cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with

@@ -41,7 +41,7 @@ class Attention(Protocol):
 
 
 def require_backend(attention: Attention, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Raises: ValueError if `attention` cannot run on `device`, or not in `dtype` if it is given.
+    """Raises: ValueError if `attention` cannot run on `device` or cannot compute in `dtype`. None is not checked.
 
     Call it before training.
     """

@@ -28,7 +28,7 @@ class PackingReport:
 
     tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_held_out and tokens_held_out are None if
     unknown. The other counts do not include held-out documents. documents_split is None if it depends on the epoch.
-    held_out_tail: whether the held-out document is the last part of the longest training document.
+    held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
     """
 
