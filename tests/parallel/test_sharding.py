@@ -116,7 +116,8 @@ def test_ranks_compute_what_one_process_does(case, results):
     expected = one_process(case.micro_batches, case.tied)
     for rank in range(case.ranks):
         ours = of_rank(results, case, rank)
-        torch.testing.assert_close(ours["losses"], expected.losses, rtol=1e-5, atol=0)
+        # a step without labels has no loss
+        torch.testing.assert_close(ours["losses"], expected.losses, rtol=1e-5, atol=0, equal_nan=True)
         assert_close(ours["gradients"], expected.gradients, 1e-5)
         assert_close(ours["weights"], expected.weights, 1e-5)
 
