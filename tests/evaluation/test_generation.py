@@ -169,7 +169,7 @@ def test_top_k_leaves_the_most_likely():
         return {draw[0] for draw in draws}
 
     assert drawn(1.0) == set(order[:3].tolist())
-    first = float(probabilities[0] / probabilities[:3].sum())  # top_p counts probabilities among the three tokens
+    first = float(probabilities[0] / probabilities[:3].sum())  # after top_k, the probabilities sum to 1
     assert drawn(first - 0.01) == {int(order[0])} and drawn(first + 0.01) == set(order[:2].tolist())
 
 
