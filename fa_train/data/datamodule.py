@@ -167,18 +167,22 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that determine the rows. Lightning stores them in each checkpoint."""
+        """Returns the settings that determine the rows, and the number of rows. Checkpoints store both."""
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
-        return {name: getattr(self, name) for name in names} | {"rows_per_epoch": self._rows_per_epoch}
+        settings = {name: getattr(self, name) for name in names}
+        return {"settings": settings, "counts": {"rows_per_epoch": self._rows_per_epoch}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
 
     def _changes(self) -> list[str]:
-        """Returns a line for each setting in `state_dict` whose value differs from the checkpoint's."""
-        lines = differences("data", self.state_dict(), self._resumed or None)
-        counts = [line for line in lines if "rows_per_epoch" in line]  # this number also differs if a setting differs
-        return [line for line in lines if line not in counts] or counts
+        """Returns a line for each setting of `state_dict` that differs from the checkpoint's.
+
+        If all settings are equal, but the number of rows differs, the data differ. The line is then about this number.
+        """
+        own, stored = self.state_dict(), self._resumed
+        settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
+        return settings or counts
 
     def _count_from(self, done: int) -> None:
         """Sets Lightning's counters of finished micro-batches to `done`. Lightning uses these counters to decide when a
