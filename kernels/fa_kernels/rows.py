@@ -6,21 +6,24 @@ need fp32 copies. On a CPU, this module uses torch's functions.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.launch.record import ALIGNMENT, launch_unspecialised
+
 ELEMENTS = 4096  # elements per program; in 16-bit dtypes, each of the 128 threads moves 4 x 16 bytes
 MAX_COLS = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _copy_kernel(
-    source_a, source_b, target_a, target_b, from_ptr, to_ptr, n_rows, source_stride_a, source_stride_b, target_stride_a,
-    target_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    source_a, source_b, target_a, target_b, from_ptr, to_ptr, n_rows, SOURCE_STRIDE_A: tl.constexpr,
+    SOURCE_STRIDE_B: tl.constexpr, TARGET_STRIDE_A: tl.constexpr, TARGET_STRIDE_B: tl.constexpr, WIDTH_A: tl.constexpr,
+    WIDTH_B: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One program copies `ROWS` rows, from source_a to target_a or from source_b to target_b.
 
@@ -35,10 +38,10 @@ def _copy_kernel(
     if TO:
         target_row = tl.load(to_ptr + row, mask=inside, other=0).to(tl.int64)
     if tl.program_id(1) == 0:
-        sources, targets = source_a + source_row * source_stride_a, target_a + target_row * target_stride_a
+        sources, targets = source_a + source_row * SOURCE_STRIDE_A, target_a + target_row * TARGET_STRIDE_A
         _copy_tile(sources, targets, inside, WIDTH_A, COLS)
     else:
-        sources, targets = source_b + source_row * source_stride_b, target_b + target_row * target_stride_b
+        sources, targets = source_b + source_row * SOURCE_STRIDE_B, target_b + target_row * TARGET_STRIDE_B
         _copy_tile(sources, targets, inside, WIDTH_B, COLS)
 
 
@@ -51,11 +54,11 @@ def _copy_tile(sources, targets, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
         tl.store(targets[:, None] + cols, tl.load(sources[:, None] + cols, mask=mask), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _add_kernel(
-    total_a, total_b, added_a, added_b, rows_ptr, entries_ptr, offsets_ptr, n_rows, total_stride_a, total_stride_b,
-    added_stride_a, added_stride_b, WIDTH_A: tl.constexpr, WIDTH_B: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    total_a, total_b, added_a, added_b, rows_ptr, entries_ptr, offsets_ptr, n_rows, TOTAL_STRIDE_A: tl.constexpr,
+    TOTAL_STRIDE_B: tl.constexpr, ADDED_STRIDE_A: tl.constexpr, ADDED_STRIDE_B: tl.constexpr, WIDTH_A: tl.constexpr,
+    WIDTH_B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One program updates `ROWS` rows of total_a or `ROWS` rows of total_b. See add_rows."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -65,14 +68,14 @@ def _add_kernel(
     count = tl.load(offsets_ptr + index + 1, mask=inside, other=0) - start
     entries = entries_ptr + start
     if tl.program_id(1) == 0:
-        _add_tile(total_a + row * total_stride_a, added_a, added_stride_a, entries, count, inside, WIDTH_A, COLS)
+        _add_tile(total_a + row * TOTAL_STRIDE_A, added_a, ADDED_STRIDE_A, entries, count, inside, WIDTH_A, COLS)
     else:
-        _add_tile(total_b + row * total_stride_b, added_b, added_stride_b, entries, count, inside, WIDTH_B, COLS)
+        _add_tile(total_b + row * TOTAL_STRIDE_B, added_b, ADDED_STRIDE_B, entries, count, inside, WIDTH_B, COLS)
 
 
 @triton.jit
 def _add_tile(
-    totals, added_ptr, added_stride, entry_ptrs, count, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
+    totals, added_ptr, ADDED_STRIDE: tl.constexpr, entry_ptrs, count, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """Adds count[i] rows of the added tensor to row i of the tile. Sums are fp32.
 
@@ -87,7 +90,7 @@ def _add_tile(
             there = inside & (i < count)
             entry = tl.load(entry_ptrs + i, mask=there, other=0).to(tl.int64)
             row_mask = there[:, None] & (cols < WIDTH)
-            total += tl.load(added_ptr + entry[:, None] * added_stride + cols, mask=row_mask, other=0.0).to(tl.float32)
+            total += tl.load(added_ptr + entry[:, None] * ADDED_STRIDE + cols, mask=row_mask, other=0.0).to(tl.float32)
         tl.store(totals[:, None] + cols, total, mask=mask)
 
 
@@ -129,11 +132,13 @@ def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, en
 def _copy_in_kernel(
     sources: Sequence[Tensor], targets: Sequence[Tensor], from_rows: Tensor | None, to_rows: Tensor | None, n_rows: int
 ) -> None:
-    widths, cols, grid = _launch_sizes(targets, n_rows)
     unread = targets[0]  # the kernel needs a pointer argument even if it reads no indices
-    _copy_kernel[grid](
-        *_pair(sources), *_pair(targets), unread if from_rows is None else from_rows,
-        unread if to_rows is None else to_rows, n_rows, *_strides(sources), *_strides(targets), *widths,
+    rows = unread if from_rows is None else from_rows, unread if to_rows is None else to_rows
+    (width_a, width_b), cols, grid = _launch_sizes(targets, n_rows)
+    (source_a, source_b), (target_a, target_b) = _strides(sources), _strides(targets)
+    _launch(
+        _copy_kernel, grid, *_pair(sources), *_pair(targets), *rows, n_rows, SOURCE_STRIDE_A=source_a,
+        SOURCE_STRIDE_B=source_b, TARGET_STRIDE_A=target_a, TARGET_STRIDE_B=target_b, WIDTH_A=width_a, WIDTH_B=width_b,
         FROM=from_rows is not None, TO=to_rows is not None, ROWS=ELEMENTS // cols, COLS=cols,
     )  # fmt: skip
 
@@ -141,11 +146,21 @@ def _copy_in_kernel(
 def _add_in_kernel(
     totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor
 ) -> None:
-    widths, cols, grid = _launch_sizes(totals, len(rows))
-    _add_kernel[grid](
-        *_pair(totals), *_pair(added), rows, entries, offsets, len(rows), *_strides(totals), *_strides(added), *widths,
+    (width_a, width_b), cols, grid = _launch_sizes(totals, len(rows))
+    (total_a, total_b), (added_a, added_b) = _strides(totals), _strides(added)
+    _launch(
+        _add_kernel, grid, *_pair(totals), *_pair(added), rows, entries, offsets, len(rows), TOTAL_STRIDE_A=total_a,
+        TOTAL_STRIDE_B=total_b, ADDED_STRIDE_A=added_a, ADDED_STRIDE_B=added_b, WIDTH_A=width_a, WIDTH_B=width_b,
         ROWS=ELEMENTS // cols, COLS=cols,
     )  # fmt: skip
+
+
+def _launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
+    """Launches a kernel, in little host time if all addresses are aligned."""
+    if any(x.data_ptr() % ALIGNMENT for x in arguments if isinstance(x, Tensor)):
+        kernel[grid](*arguments, **constants)
+    else:
+        launch_unspecialised(kernel, grid, *arguments, **constants)
 
 
 def _copy_plainly(

@@ -9,7 +9,7 @@ from torch import Tensor
 from fa_kernels.flash_attention.checks import described
 from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_of_ranges
 from fa_train.models.attention import Attention, flash_attention, function_of
-from fa_train.parallel.context.attention_operators import context_forward
+from fa_train.parallel.context.attention_operators import Options, shared_attention
 from fa_train.parallel.context.operators import Moves, gather_keys
 from fa_train.parallel.context.traffic import Counts, Traffic
 
@@ -50,7 +50,7 @@ def unshared(attention: Any) -> Attention:
 class ContextAttention:
     """An attention function that also sees the keys and values of other ranks.
 
-    With flash attention, it calls context_forward. The backward pass gathers keys and values again, so that they are
+    With flash attention, it calls shared_attention. The backward pass gathers keys and values again, so that they are
     not kept. With other attention functions, it gathers keys and values, and then calls `inner`.
 
     inner: an attention function of fa_train.models.attention. group: the name of the process group
@@ -88,11 +88,8 @@ class ContextAttention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
             alibi = [] if alibi_slopes is None else [*_alibi(alibi_slopes, q, crossing), *_alibi(alibi_slopes, q, own)]
             sinks = None if sinks is None else sinks.contiguous()  # kernels assume that sinks is contiguous
-            o, _ = context_forward(
-                q, k, v, [*crossing.tensors(), *own.tensors()], alibi, sinks, moves, self.group, scale, softcap,
-                own.length_class, self.head_groups,
-            )  # fmt: skip
-            return o
+            options = Options(self.group, scale, softcap, own.length_class, self.head_groups)
+            return shared_attention(q, k, v, [*crossing.tensors(), *own.tensors()], alibi, sinks, moves, options)
         if sinks is not None or alibi_slopes is not None or self.head_groups > 1:
             raise ValueError(f"sinks, alibi_slopes and head_groups need attention=flash; got {self.inner}")
         keys, values = gather_keys(torch.cat([k, v], dim=1), moves, self.group).chunk(2, dim=1)

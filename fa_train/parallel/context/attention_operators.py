@@ -16,8 +16,10 @@ from torch import Tensor
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.delta import sink_gradient
 from fa_kernels.flash_attention.features import Features
+from fa_kernels.flash_attention.ops import needs_gradients, observed
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, LengthClass, Schedule
 from fa_kernels.rows import copy_rows
+from fa_kernels.torch_private import apply_without_transforms, may_have_tangents, without_dead_wrapper
 from fa_train.parallel.context.operators import Moves, gathered, start_gathering, summed_gradients
 from fa_train.parallel.context.traffic import Counts
 
@@ -55,6 +57,83 @@ class Run(NamedTuple):
         return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
+class Options(NamedTuple):
+    """The last five arguments of `context_forward`."""
+
+    group: str
+    softmax_scale: float
+    softcap: float
+    length_class: str
+    head_groups: int
+
+
+class _Context(NamedTuple):
+    """What a forward pass and its backward pass have in common, besides q, k, v and sinks."""
+
+    schedules: Sequence[Tensor]
+    alibi: Sequence[Tensor]
+    moves: Moves
+    options: Options
+
+
+def shared_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    schedules: Sequence[Tensor],
+    alibi: Sequence[Tensor],
+    sinks: Tensor | None,
+    moves: Moves,
+    options: Options,
+) -> Tensor:
+    """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
+
+    Torch's dispatcher and registered autograd take more host time than all other work of a call together. This function
+    therefore skips them unless a call is observed (fa_kernels.flash_attention.ops).
+    """
+    if observed(q, k, v, sinks) or may_have_tangents():
+        o: Tensor = context_forward(q, k, v, schedules, alibi, sinks, moves, *options)[0]
+        return o
+    context = _Context(schedules, alibi, moves, options)
+    if needs_gradients(q, k, v, sinks):
+        q, k, v = without_dead_wrapper(q), without_dead_wrapper(k), without_dead_wrapper(v)
+        o = _apply_without_functorch(q, k, v, sinks, context)
+        return o
+    return _attention_forward(q, k, v, sinks, context)[0]
+
+
+class _SharedAttention(torch.autograd.Function):
+    """Attention as an autograd Function, for calls that are not observed."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: _Context) -> Tensor:
+        o, lse = _attention_forward(q, k, v, sinks, context)
+        # The schedules and moves are not saved with save_for_backward, because all layers share them.
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        ctx.context, ctx.deterministic = context, torch.are_deterministic_algorithms_enabled()
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        schedules, alibi, moves, options = ctx.context
+        # If gradients are enabled here, the caller may want second derivatives. Autograd raises an error for them only
+        # if it has recorded the operator.
+        if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
+            group, softmax_scale, softcap, _, head_groups = options
+            gradients = context_backward(
+                do, q, k, v, o, lse, schedules, alibi, sinks, moves, group, softmax_scale, softcap, ctx.deterministic,
+                head_groups,
+            )  # fmt: skip
+        else:
+            gradients = _attention_backward(do, q, k, v, o, lse, sinks, ctx.context, ctx.deterministic)
+        dq, dk, dv, dsinks = gradients
+        return dq, dk, dv, None if sinks is None else dsinks, None
+
+
+_apply_without_functorch = apply_without_transforms(_SharedAttention)  # used for calls that no other code observes
+
+
 @torch.library.custom_op("fa_train::context_forward", mutates_args=())
 def context_forward(
     q: Tensor,
@@ -77,17 +156,25 @@ def context_forward(
     Features.alibi for SharedSchedule.crossing, then those for SharedSchedule.own; or empty. sinks: as in Features.
     head_groups: the number of head groups; only the keys and values of one head group are gathered at a time.
     """
-    moved = Moves(*moves)
-    counts = Counts(*moved.counts.tolist())
-    runs = _runs(schedules, length_class, Features(softmax_scale, softcap, sinks, alibi), counts)
+    options = Options(group, softmax_scale, softcap, length_class, head_groups)
+    return _attention_forward(q, k, v, sinks, _Context(schedules, alibi, Moves(*moves), options))
+
+
+def _attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: _Context
+) -> tuple[Tensor, Tensor]:
+    """Computes context_forward."""
+    moves, (group, *_, head_groups) = context.moves, context.options
+    counts = Counts(*moves.counts.tolist())
+    runs = _runs(context, sinks, counts)
+    if head_groups == 1:
+        return _forward(q, k, v, *runs, moves, counts, group)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor]:
         crossing, own = (run.of_heads(queries) for run in runs)
-        return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moved, counts, group)
+        return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moves, counts, group)
 
     groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
-    if head_groups == 1:
-        return of_group(*groups[0])
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for queries, kv in groups:
         o[:, queries], lse[queries] = of_group(queries, kv)
@@ -148,20 +235,37 @@ def context_backward(
     Each rank sends its parts of dk and dv to the ranks that hold the keys, where they are summed. dsinks is (n_heads,),
     or empty without sinks. The arguments are those of context_forward.
     """
-    moved = Moves(*moves)
-    counts = Counts(*moved.counts.tolist())
-    runs = _runs(schedules, "medium", Features(softmax_scale, softcap, sinks, alibi), counts)
+    options = Options(group, softmax_scale, softcap, "medium", head_groups)  # only forward passes need a length class
+    context = _Context(schedules, alibi, Moves(*moves), options)
+    return _attention_backward(do, q, k, v, o, lse, sinks, context, deterministic)
+
+
+def _attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    context: _Context,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes context_backward."""
+    moves, (group, *_, head_groups) = context.moves, context.options
+    counts = Counts(*moves.counts.tolist())
+    runs = _runs(context, sinks, counts)
+    if head_groups == 1:
+        return _backward(do, q, k, v, o, lse, *runs, moves, counts, group, deterministic)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         crossing, own = (run.of_heads(queries) for run in runs)
         return _backward(
             do[:, queries].contiguous(), q[:, queries], k[:, kv], v[:, kv], o[:, queries].contiguous(), lse[queries],
-            crossing, own, moved, counts, group, deterministic,
+            crossing, own, moves, counts, group, deterministic,
         )  # fmt: skip
 
     groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
-    if head_groups == 1:
-        return of_group(*groups[0])
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = []
     for queries, kv in groups:
@@ -264,21 +368,20 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
     return [(slice(i * queries, (i + 1) * queries), slice(i * kv, (i + 1) * kv)) for i in range(groups)]
 
 
-def _runs(schedules: Sequence[Tensor], length_class: str, features: Features, counts: Counts) -> tuple[Run, Run]:
-    """Returns the run of crossing queries, and the run of all other queries.
-
-    schedules, features.alibi: both runs, as for context_forward. length_class: only forward passes need it.
-    """
+def _runs(context: _Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, Run]:
+    """Returns the run of crossing queries, and the run of all other queries."""
+    schedules, alibi, _, (_, softmax_scale, softcap, length_class, _) = context
+    features = Features(softmax_scale, softcap, sinks, alibi)
 
     def run(schedule: Sequence[Tensor], alibi: Sequence[Tensor]) -> Run:
         whole = Schedule.from_tensors(schedule, True, cast(LengthClass, length_class))
         return Run(whole, features._replace(alibi=alibi))
 
-    n_tensors, n_alibi = len(schedules) // 2, len(features.alibi) // 2
-    of_crossing = list(features.alibi[:n_alibi])
+    n_tensors, n_alibi = len(schedules) // 2, len(alibi) // 2
+    of_crossing = list(alibi[:n_alibi])
     of_crossing[1:] = [x[: counts.queries] for x in of_crossing[1:]]
     crossing = run(used_part(schedules[:n_tensors], counts.queries, counts.rows), of_crossing)
-    return crossing, run(schedules[n_tensors:], features.alibi[n_alibi:])
+    return crossing, run(schedules[n_tensors:], alibi[n_alibi:])
 
 
 def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[Tensor]:

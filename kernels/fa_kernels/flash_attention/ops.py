@@ -14,8 +14,8 @@ that run:
 | yes, eager    | yes        | _Attention: forward_operator                  | backward_operator |
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
-A call is observed if code outside this file could watch operators (see `_observed`). The backward pass calls
-`_observed` again. Operators of torch accept no Schedule and no Features. They receive the seven tensors of the Schedule
+A call is observed if code outside this file could watch operators (see `observed`). The backward pass calls
+`observed` again. Operators of torch accept no Schedule and no Features. They receive the seven tensors of the Schedule
 instead. They receive ALiBi as a list of three tensors, which is empty without ALiBi.
 """
 
@@ -194,7 +194,7 @@ def _gradients(
     sinks = features.sinks
     # If gradients are enabled here, the caller may want second derivatives, which attention does not support. Autograd
     # raises an error for second derivatives only if it has recorded the operator.
-    if torch.is_grad_enabled() or _observed(q, k, v, do, sinks):
+    if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
             sinks, features.softmax_scale, features.softcap, deterministic, schedule.crosses_documents,
@@ -204,7 +204,7 @@ def _gradients(
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
-_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # schedule, features, out_dtype, deterministic, observed
+_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # the last two: deterministic, is_observed
 
 
 class _Attention(torch.autograd.Function):
@@ -218,8 +218,8 @@ class _Attention(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: _Options, wants_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns o, or (o, lse) if wants_lse. Each output of an autograd Function costs host time."""
-        schedule, features, out_dtype, deterministic, observed = options
-        o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, observed)
+        schedule, features, out_dtype, deterministic, is_observed = options
+        o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, is_observed)
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         # Hooks may offload tensors that are saved with save_for_backward. The schedule is not saved there, because all
@@ -247,10 +247,10 @@ def _forward(
     features: Features,
     out_dtype: torch.dtype,
     deterministic: bool,
-    observed: bool,
+    is_observed: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes o and lse: with the registered operator if the call is observed, else directly with the backend."""
-    if not observed:
+    if not is_observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)
     require_consistent(q, k, v, features.sinks)
     o, lse = forward_operator(
@@ -261,7 +261,7 @@ def _forward(
     return o.view(*q.shape[:-1], o.shape[-1]), lse
 
 
-def _observed(q: Tensor, *others: Tensor | None) -> bool:
+def observed(q: Tensor, *others: Tensor | None) -> bool:
     """Returns whether code outside this file could watch the operator.
 
     The watching code can be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a
@@ -309,8 +309,8 @@ def flash_attention_forward(
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
         q, k, v = backend.in_order(q), backend.in_order(k), backend.in_order(v)
-    observed = _observed(q, k, v, sinks)
-    options = schedule, features, out_dtype, deterministic, observed
+    is_observed = observed(q, k, v, sinks)
+    options = schedule, features, out_dtype, deterministic, is_observed
     differentiates = needs_gradients(q, k, v, sinks)
     if differentiates:
         require_differentiable(q, k, v)
@@ -318,7 +318,7 @@ def flash_attention_forward(
     if not differentiates or torch.compiler.is_compiling():
         o, lse = _forward(q, k, v, *options)
         return o, lse if wants_lse else None
-    if observed:
+    if is_observed:
         outputs = _Attention.apply(q, k, v, sinks, options, wants_lse)
     else:
         # A tensor may still have the wrapper of a functorch transform that has ended.

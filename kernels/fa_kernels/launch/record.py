@@ -162,16 +162,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launches a kernel in less host time than `launch`.
 
-    The kernel is compiled once for each device and set of constants.
-    Each call may pass different numbers and a different grid. A recording always repeats the recorded numbers and grid.
-    The first argument must be a tensor. Numbers must be int32 and listed in the kernel's do_not_specialize. Pointers
-    must be listed in do_not_specialize_on_alignment, unless they are always aligned to `ALIGNMENT` bytes.
+    The kernel is compiled once for each device, set of constants and dtypes. Each call may pass different numbers and
+    a different grid, but a recording repeats the recorded ones. The first argument must be a tensor. Numbers must be
+    int32 and listed in do_not_specialize. Pointers must be aligned, or listed in do_not_specialize_on_alignment.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
         launch(kernel, grid, *arguments, **constants)
         return
-    key = id(kernel), arguments[0].get_device(), *constants.values()
+    dtypes = [x.dtype for x in arguments if isinstance(x, Tensor)]
+    key = id(kernel), arguments[0].get_device(), *dtypes, *constants.values()
     compiled = _COMPILED.get(key)
     if compiled is None:
         compiled = kernel[grid](*arguments, **constants)
