@@ -68,7 +68,7 @@ class Options(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """What a forward pass and its backward pass have in common, besides q, k, v and sinks."""
+    """The arguments of a forward pass and of its backward pass that are the same, without q, k, v and sinks."""
 
     schedules: Sequence[Tensor]
     alibi: Sequence[Tensor]
@@ -88,8 +88,8 @@ def shared_attention(
 ) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
-    Torch's dispatcher and registered autograd take more host time than all other work of a call together. This function
-    therefore skips them unless a call is observed (fa_kernels.flash_attention.ops).
+    Torch's dispatcher and registered autograd take host time. This function therefore skips them unless a call is
+    observed (see fa_kernels.flash_attention.ops).
     """
     if observed(q, k, v, sinks) or may_have_tangents():
         o: Tensor = context_forward(q, k, v, schedules, alibi, sinks, moves, *options)[0]

@@ -28,7 +28,7 @@ STEP = 128  # buffer sizes are multiples of this number of rows
 MAX_CROSSING = 1 / 16
 # Two runs need more host time, so a rank must have at least this many pairs of a query and a key that it sees. The GPU
 # then computes for longer than the host needs to start the kernels.
-MIN_PAIRS = 2**26
+MIN_PAIRS = 2**23
 
 
 class Traffic(NamedTuple):
