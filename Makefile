@@ -34,8 +34,9 @@ test-oldest-triton: $(VENV)/triton-3.6
 		tests/kernels/launch/test_record.py::test_replayed_launches_are_those_of_triton \
 		--ignore tests/kernels/aot/test_reports.py --ignore tests/kernels/aot/test_entries.py
 
-# Records the results of ahead-of-time compiles with both Triton versions. After a kernel changes, `test` compiles again,
-# but tests/kernels/aot/test_entries.py fails until this target has run, which takes half an hour on 2 cores.
+# Records the results of ahead-of-time compiles with both Triton versions. After a kernel changes, `test` compiles it,
+# but tests/kernels/aot/test_entries.py fails until this target has run. It compiles only the kernels that changed. For
+# all kernels, it takes half an hour on 2 cores.
 aot-reports: $(VENV)/triton-3.6
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.kernels.aot.entries
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/aot

@@ -19,8 +19,8 @@ FP32_POINTERS = ("o_ptr", "lse_ptr", "slopes_ptr")
 FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_ptr")
 
 
-def compile_case(arch, head_dim, n_rows, cache):
-    """Compiles the decoding kernel for one kind of cache."""
+def case_source(arch, head_dim, n_rows, cache):
+    """Returns the source of the decoding kernel for one kind of cache, its compute capability and compile options."""
     head_dim, n_rows, paged = int(head_dim), int(n_rows), cache == "paged"
     table = table_of(arch)
     tiles = decode_tiles(table, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[table])
@@ -48,12 +48,12 @@ def compile_case(arch, head_dim, n_rows, cache):
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(_decode_kernel, signature, constexprs=places, attrs=attributes)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return compile_to_ptx(source, capability_of(arch), options)
+    return source, capability_of(arch), options
 
 
 def report(case):
     """Returns the report of ptxas on one case."""
-    compiled = compile_case(*case.split("-"))
+    compiled = compile_to_ptx(*case_source(*case.split("-")))
     limits = ptxas(compiled.asm["ptx"], capability_of(case.partition("-")[0]))
     return {"case": case, "shared": compiled.metadata.shared, **limits}
 

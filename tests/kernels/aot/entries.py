@@ -14,7 +14,7 @@ import triton
 
 from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES
 from tests.kernels.aot.portable import table_of
-from tests.kernels.aot.reports import RECORDED, ROOT, Reports, compile_in_processes
+from tests.kernels.aot.reports import RECORDED, ROOT, Reports, compile_in_processes, hashes_of
 
 GPUS = ("sm80", "sm89", "sm100", "sm120")  # sm90 is missing, because an H100 runs its kernels (make gpu-check)
 BATCH = 8 * (os.cpu_count() or 1)  # the record is written each time this number of cases is compiled
@@ -37,8 +37,7 @@ def all_cases() -> list[str]:
 
 def sources() -> dict[str, str]:
     """Returns the hash of the present source of every case."""
-    found = compile_in_processes("tests.kernels.aot.sources", all_cases())
-    return {case: report["source"] for case, report in found.items()}
+    return hashes_of({"portable": all_cases()})["portable"]
 
 
 def record_file() -> Path:

@@ -31,8 +31,8 @@ def descriptor(dtype, block):
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
 
 
-def compile_keys(dtype, group, softcap, marks):
-    """Compiles the kernel that computes dK and dV, but not dQ, for head_dim 128.
+def source_of_keys(dtype, group, softcap, marks):
+    """Returns the source of the kernel that computes dK and dV, but not dQ, for head_dim 128.
 
     Calls with a soft cap launch this kernel.
     """
@@ -46,11 +46,11 @@ def compile_keys(dtype, group, softcap, marks):
         GROUP=int(group), STAGES=keys.STAGES, ALIGNMENT=ROW_ALIGNMENT,
         CONSUMER_REGISTERS=keys.CONSUMER_REGISTERS, PRODUCER_REGISTERS=keys.PRODUCER_REGISTERS,
     )  # fmt: skip
-    return compile_source(keys._dkdv_kernel, signature, constants | without(marks), keys.REGISTERS)
+    return kernel_source(keys._dkdv_kernel, signature, constants | without(marks), keys.REGISTERS)
 
 
-def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
-    """Compiles the fused kernel, which computes dQ, dK and dV."""
+def source_of_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
+    """Returns the source of the fused kernel, which computes dQ, dK and dV."""
     head_dim = int(head_dim)
     config = config_of(head_dim, TORCH_DTYPES[dtype], float(softcap), ordered, int(group))
     kernel = fused._bwd_kernel
@@ -76,11 +76,11 @@ def compile_three_groups(dtype, head_dim, group, softcap, marks, ordered=False):
         signature["semaphore_ptr"] = "*i32"
     else:
         constants["semaphore_ptr"] = None
-    return compile_source(kernel, signature, constants, fused.REGISTERS)
+    return kernel_source(kernel, signature, constants, fused.REGISTERS)
 
 
-def compile_wide(dtype, group, softcap, marks):
-    """Compiles the kernel that computes dK and dV for head_dim 256."""
+def source_of_wide(dtype, group, softcap, marks):
+    """Returns the source of the kernel that computes dK and dV for head_dim 256."""
     blocks = [wide.BLOCK, wide.HEAD_DIM]
     kernel = wide._dkdv_kernel
     constants = dict(
@@ -93,11 +93,11 @@ def compile_wide(dtype, group, softcap, marks):
     signature |= {name: descriptor(dtype, blocks) for name in kernel.arg_names if name.endswith("_desc")}
     pointers = ("tiles_ptr", "query_start_ptr", "query_end_ptr", "marks_ptr")
     signature |= dict.fromkeys(pointers, "*i32") | dict(rows_desc=descriptor("fp32", blocks[:1]))
-    return compile_source(kernel, signature, constants, wide.THREAD_REGISTERS)
+    return kernel_source(kernel, signature, constants, wide.THREAD_REGISTERS)
 
 
-def compile_queries(dtype, head_dim, group, softcap, marks):
-    """Compiles the kernel that computes dQ alone."""
+def source_of_queries(dtype, head_dim, group, softcap, marks):
+    """Returns the source of the kernel that computes dQ alone."""
     tiles = queries.TILES[int(head_dim)]
     constants = dict(
         HAS_SOFTCAP=softcap == "1", GROUP=int(group), K_STAGES=queries.K_STAGES, V_STAGES=tiles.v_stages,
@@ -108,7 +108,7 @@ def compile_queries(dtype, head_dim, group, softcap, marks):
     for name in ("q", "k", "v", "do", "dq"):
         rows = tiles.block_n if name in "kv" else queries.BLOCK_M
         signature[f"{name}_desc"] = descriptor(dtype, [rows, int(head_dim)])
-    return compile_source(queries._dq_kernel, signature, constants | without(marks), queries.THREAD_REGISTERS)
+    return kernel_source(queries._dq_kernel, signature, constants | without(marks), queries.THREAD_REGISTERS)
 
 
 def without(marks, dynamic=True):
@@ -116,28 +116,31 @@ def without(marks, dynamic=True):
     return ({} if marks == "1" else {"marks_ptr": None}) | ({} if dynamic else {"counter_ptr": None})
 
 
-def compile_source(kernel, signature, constants, registers):
-    """Compiles the kernel. Arguments that are missing in the signature are of type i32."""
+def kernel_source(kernel, signature, constants, registers):
+    """Returns the source, the compute capability and the compile options of a kernel.
+
+    Arguments that are missing in the signature are of type i32.
+    """
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, types, constexprs=places, attrs=attributes)
     options = {"num_warps": 4, "maxnreg": registers}
-    return compile_to_ptx(source, 90, options)
+    return source, 90, options
 
 
-def compile_case(dtype, kernel, *features):
-    """Compiles the kernel of one case."""
+def case_source(dtype, kernel, *features):
+    """Returns the kernel source of one case, its compute capability and its compile options."""
     if kernel.endswith("dq"):
-        return compile_queries(dtype, kernel.removesuffix("dq"), *features)
+        return source_of_queries(dtype, kernel.removesuffix("dq"), *features)
     if kernel == f"{wide.HEAD_DIM}dkdv":
-        return compile_wide(dtype, *features)
+        return source_of_wide(dtype, *features)
     if kernel.endswith("dkdv"):
-        return compile_keys(dtype, *features)
+        return source_of_keys(dtype, *features)
     if kernel.endswith("ordered"):
-        return compile_three_groups(dtype, kernel.removesuffix("ordered"), *features, ordered=True)
-    return compile_three_groups(dtype, kernel, *features)
+        return source_of_three_groups(dtype, kernel.removesuffix("ordered"), *features, ordered=True)
+    return source_of_three_groups(dtype, kernel, *features)
 
 
 def report(*case):
@@ -146,7 +149,7 @@ def report(*case):
     The report also has the kernel's shared memory in bytes, the number of its 16-byte stores to shared memory, and its
     idle mbarriers.
     """
-    compiled = compile_case(*case)
+    compiled = compile_to_ptx(*case_source(*case))
     ptx = compiled.asm["ptx"]
     return {
         "shared": compiled.metadata.shared,

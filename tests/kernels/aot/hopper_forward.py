@@ -25,8 +25,9 @@ def descriptor(dtype, rows, columns):
     return f"tensordesc<{dtype}{block},{layout!r}>"
 
 
-def compile_forward(config, head_dim, dtype, out_dtype, features):
-    """Compiles the forward kernel with the tile sizes in `config`."""
+def case_source(head_dim, documents, dtype, out_dtype, features):
+    """Returns the kernel source of one case, its compute capability and its compile options."""
+    config = forward_config(int(head_dim), documents, out_dtype == "fp32")
     constants = {"HAS_SINKS": "sinks" in features, "HAS_SOFTCAP": "softcap" in features}
     constants |= {"CONFIG": config}
     if "marks" not in features:
@@ -34,7 +35,7 @@ def compile_forward(config, head_dim, dtype, out_dtype, features):
     if not config.dynamic:
         constants["counter_ptr"] = None
     names, descriptors = _fwd_kernel.arg_names, {}
-    for part, columns in zip(("", "_2"), split_columns(head_dim), strict=True):
+    for part, columns in zip(("", "_2"), split_columns(int(head_dim)), strict=True):
         for operand, rows in (("q", ROWS), ("k", config.block_n), ("v", config.block_n), ("o", ROWS)):
             kind = descriptor(out_dtype if operand == "o" else dtype, rows, columns) if columns else None
             (descriptors if columns else constants)[f"{operand}{part}_desc"] = kind
@@ -58,18 +59,12 @@ def compile_forward(config, head_dim, dtype, out_dtype, features):
     places = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(_fwd_kernel, signature, constexprs=places, attrs=attributes)
     options = {"num_warps": 4, "maxnreg": config.registers[2]}
-    return compile_to_ptx(source, 90, options)
-
-
-def compile_case(head_dim, documents, dtype, out_dtype, features):
-    """Compiles the kernel of one case."""
-    config = forward_config(int(head_dim), documents, out_dtype == "fp32")
-    return compile_forward(config, int(head_dim), dtype, out_dtype, features)
+    return source, 90, options
 
 
 def report(case):
     """Returns the report of ptxas on one case."""
-    compiled = compile_case(*case.split("-"))
+    compiled = compile_to_ptx(*case_source(*case.split("-")))
     idle = idle_barriers(compiled.asm["ttgir"])
     return {"case": case, "shared": compiled.metadata.shared, "idle_barriers": idle, **ptxas(compiled.asm["ptx"], 90)}
 

@@ -52,24 +52,22 @@ ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 
-def compile_case(arch, head_dim, v_head_dim, direction, itemsize):
+def compile_case(*case):
     """Compiles one entry of the tile table and returns its report."""
-    source, options, tiles = case_source(arch, head_dim, v_head_dim, direction, itemsize)
+    source, capability, options = case_source(*case)
     log = io.StringIO()
     # Let Triton run ptxas, because the options of ptxas depend on Triton's version. A kernel from Triton's cache would
     # have no ptxas log.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability_of(arch), 32), options=options)
-    direction = pass_of(direction)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {
         **resources(log.getvalue()),
         "tensor_core": tensor_core(compiled.asm["ptx"]),
         "shared": compiled.metadata.shared,
-        "shared_computed": shared_bytes(table_of(arch), tiles, head_dim, v_head_dim, direction, itemsize),
         "tensor_memory": compiled.metadata.tmem_size,
-        "misplaced_descriptors": misplaced_descriptors_of(compiled.asm["cubin"]) if arch == "sm90" else [],
+        "misplaced_descriptors": misplaced_descriptors_of(compiled.asm["cubin"]) if capability == 90 else [],
     }
 
 
@@ -89,8 +87,17 @@ def pass_of(direction):
     return PASS_OF_REPAIR.get(direction, direction)
 
 
+def computed_shared_bytes(case):
+    """Returns the shared memory that tiles.shared_bytes computes for a case."""
+    arch, head_dim, v_head_dim, direction, itemsize = case.split("-")
+    direction, d, d_v, itemsize = pass_of(direction), int(head_dim), int(v_head_dim), int(itemsize)
+    tiles = tile_config(table_of(arch), max(d, d_v), direction, itemsize)
+    return shared_bytes(table_of(arch), tiles, d, d_v, direction, itemsize)
+
+
 def case_source(arch, head_dim, v_head_dim, direction, itemsize):
-    """Returns the kernel source of one case, its compile options and its tile sizes."""
+    """Returns the kernel source of one case, its compute capability and its compile options."""
+    head_dim, v_head_dim, itemsize = int(head_dim), int(v_head_dim), int(itemsize)
     kernel, contain = KERNELS[direction.removeprefix("contain_")], direction.startswith("contain_")
     direction = pass_of(direction)
     tiles = tile_config(table_of(arch), max(head_dim, v_head_dim), direction, itemsize)
@@ -99,13 +106,7 @@ def case_source(arch, head_dim, v_head_dim, direction, itemsize):
         tiles = replace(tiles, num_stages=1)
     precision = precision_of(torch.empty(0, dtype=torch.float32 if itemsize == 4 else torch.bfloat16))
     source = source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision)
-    return source, {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}, tiles
-
-
-def compile_case_to_ptx(arch, head_dim, v_head_dim, direction, itemsize):
-    """Compiles one case to PTX, but not to a cubin."""
-    source, options, _ = case_source(arch, int(head_dim), int(v_head_dim), direction, int(itemsize))
-    return compile_to_ptx(source, capability_of(arch), options)
+    return source, capability_of(arch), {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
 
 
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
@@ -211,6 +212,4 @@ def tensor_core(ptx):
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        arch, head_dim, v_head_dim, direction, itemsize = case.split("-")
-        report = compile_case(arch, int(head_dim), int(v_head_dim), direction, int(itemsize))
-        print(json.dumps({"case": case, **report}), flush=True)
+        print(json.dumps({"case": case, **compile_case(*case.split("-"))}), flush=True)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 ROOT = Path(__file__).parents[3]
 CACHE = ROOT / ".pytest_cache" / "ahead_of_time"
 RECORDED = Path(__file__).with_name("recorded")  # a file for each Triton version
-NOT_COMPILED = "rmsnorm.py", "rows.py", "swiglu.py", "rotary.py"  # files in fa_kernels that no report depends on
 
 Reports = dict[str, dict[str, Any]]
 
@@ -28,17 +27,19 @@ Reports = dict[str, dict[str, Any]]
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
     """Returns the reports of `module` in the order of the cases.
 
-    A recorded or cached report is used if its key is unchanged. All other cases are compiled.
+    A recorded or cached report is used if it belongs to the present source. All other cases are compiled.
     """
-    known = recorded().get(module, {})
-    if known.keys() >= {*cases}:
-        return {case: known[case] for case in cases}
-    files = {case: CACHE / triton.__version__ / module / f"{case}.json" for case in cases}
-    kept = {case: report for case, file in files.items() if (report := read(file)) is not None}
+    fresh = fresh_reports(module)
+    files = {case: cache_file(module, case) for case in cases if case not in fresh}
+    kept = fresh | {case: report for case, file in files.items() if (report := read(file)) is not None}
     new = compile_in_processes(module, [case for case in cases if case not in kept])
     for case, report in new.items():
         write(files[case], report)
     return {case: (kept | new)[case] for case in cases}
+
+
+def cache_file(module: str, case: str) -> Path:
+    return CACHE / triton.__version__ / module / f"{case}.json"
 
 
 def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
@@ -96,47 +97,85 @@ def write(file: Path, report: dict[str, Any]) -> None:
 
 
 @functools.cache
+def fresh_reports(module: str) -> Reports:
+    """Returns the recorded reports of `module` that belong to the present sources, for this Triton version."""
+    known = recorded().get(module, {})
+    hashes = source_hashes().get(module, {}) if known else {}
+    stale = [case for case, report in known.items() if report["source"] != hashes[case]]
+    if stale:
+        warnings.warn(f"{module}: kernels changed, so {len(stale)} are compiled: run `make aot-reports`", stacklevel=2)
+    return {case: without_source(report) for case, report in known.items() if case not in stale}
+
+
+def without_source(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in report.items() if name != "source"}
+
+
+@functools.cache
 def recorded() -> dict[str, Reports]:
-    """Returns the recorded reports of each module for this Triton version, or an empty dict if the key has changed."""
+    """Returns the recorded reports of each module for this Triton version. Each report has its source's hash.
+
+    Returns an empty dict if the code that makes the reports has changed.
+    """
     file = RECORDED / f"{triton.__version__}.json"
     if not file.exists():
         return {}
     found = json.loads(file.read_text())
     if found["key"] != recorded_key():
-        warnings.warn(f"{file.name} is of other kernels, so all are compiled: run `make aot-reports`", stacklevel=2)
+        warnings.warn(f"reports changed since {file.name}, so all are made: run `make aot-reports`", stacklevel=2)
         return {}
     reports: dict[str, Reports] = found["reports"]
     return reports
 
 
+@functools.cache
+def source_hashes() -> dict[str, dict[str, str]]:
+    """Returns the hash of the present source of each recorded case, by module."""
+    file = CACHE / triton.__version__ / "sources.json"
+    kept = read(file)
+    if kept is None:
+        kept = hashes_of({module: [*reports] for module, reports in recorded().items()})
+        write(file, kept)
+    return kept
+
+
+def hashes_of(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+    """Returns the hashes of the sources of cases, for each module. One process takes a few seconds for all of them."""
+    names = [f"{module.rpartition('.')[2]}:{case}" for module, some in cases.items() for case in some]
+    found = compile_in_processes("tests.kernels.aot.sources", names)
+    return {
+        module: {case: found[f"{module.rpartition('.')[2]}:{case}"]["source"] for case in some}
+        for module, some in cases.items()
+    }
+
+
 def record() -> Path:
-    """Writes all cached reports with the current key to the file of recorded reports. Returns the file."""
-    reports: dict[str, Reports] = {}
+    """Writes all fresh and all cached reports to the file of recorded reports. Returns the file."""
+    reports: dict[str, Reports] = {module: dict(fresh_reports(module)) for module in recorded()}
     for file in sorted((CACHE / triton.__version__).glob("*/*.json")):
         if (report := read(file)) is not None:
             reports.setdefault(file.parent.name, {})[file.stem] = report
+    hashes = hashes_of({module: [*of_module] for module, of_module in reports.items()})
+    full = {
+        module: {case: {"source": hashes[module][case]} | report for case, report in of_module.items()}
+        for module, of_module in reports.items()
+    }
     RECORDED.mkdir(exist_ok=True)
     result = RECORDED / f"{triton.__version__}.json"
-    content = json.dumps({"key": recorded_key(), "reports": reports}, indent=1, sort_keys=True)
+    content = json.dumps({"key": recorded_key(), "reports": full}, indent=1, sort_keys=True)
     result.write_text(content + "\n")
     return result
 
 
 def recorded_key() -> str:
-    """Returns a hash of the code that determines a report. Comments and docstrings do not change the hash.
+    """Returns a hash of the modules that make reports. Comments and docstrings do not change the hash.
 
     The hash is the same on every machine. It does not depend on Triton's version, because each version has a file of
     recorded reports. Environment variables that change how kernels are compiled change the hash.
     """
-    code = [(path.relative_to(ROOT).as_posix(), code_of(path.read_text())) for path in recorded_sources()]
+    modules = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_"))
+    code = [(path.name, code_of(path.read_text())) for path in modules]
     return hashlib.sha256(repr((code, compiler_variables())).encode()).hexdigest()
-
-
-def recorded_sources() -> list[Path]:
-    """Returns the files whose code determines a report: the compiled kernels, and the modules that compile them."""
-    compiled = [path for path in sources(ROOT) if path.is_relative_to(ROOT / "kernels")]
-    compiled = [path for path in compiled if path.name not in NOT_COMPILED]
-    return [*compiled, *(path for path in sources(ROOT) if path.parent.name == "aot")]
 
 
 def code_of(source: str) -> str:

@@ -19,8 +19,8 @@ CONSTANTS = dict(
 )  # fmt: skip
 
 
-def compile_case(arch):
-    """Compiles the schedule kernel for the argument types of a real launch.
+def case_source(arch):
+    """Returns the source, the compute capability and the compile options for the argument types of a real launch.
 
     cu_seqlens can have any alignment, but the address of the output is a multiple of 16 bytes.
     """
@@ -31,12 +31,12 @@ def compile_case(arch):
     places = {(names.index(name),): value for name, value in CONSTANTS.items()}
     aligned = {(names.index("out_ptr"),): [["tt.divisibility", 16]]}
     source = ASTSource(_schedule_kernel, signature, constexprs=places, attrs=aligned)
-    return compile_to_ptx(source, capability_of(arch), {"num_warps": WARPS})
+    return source, capability_of(arch), {"num_warps": WARPS}
 
 
 def report(case):
     """Returns the report of ptxas on one case."""
-    compiled = compile_case(case)
+    compiled = compile_to_ptx(*case_source(case))
     limits = ptxas(compiled.asm["ptx"], capability_of(case))
     return {"case": case, "shared": compiled.metadata.shared, **limits}
 

@@ -1,27 +1,29 @@
-"""Hashes the source of each case of portable.py, and prints the hashes as JSON. Run this file as a module, with cases
-as arguments.
+"""Hashes the source of each compiled case, and prints the hashes as JSON. Run this file as a module.
 
-The hash covers the code of the kernel and of the functions that it calls. It also covers the constants, the compile
-options and the GPU. Comments, docstrings and the host's code do not change the hash. Triton's own hashes would include
-comments and line numbers.
+An argument names a module of this folder and one of its cases, for example `portable:sm90-128-128-fwd-2`. The hash of a
+case covers the code of the kernel, and of all functions and classes of fa_kernels that this code names. It also covers
+the constants in this code, the kernel's arguments, the compile options and the GPU. Comments, docstrings and other code
+of the host do not change the hash. Triton's own hashes would include comments and line numbers.
 """
 
 import ast
 import hashlib
 import json
+import re
 import sys
 from functools import cache
+from importlib import import_module
+from types import FunctionType
 
 from triton.language.core import constexpr
 from triton.runtime.jit import JITCallable
 
-from tests.kernels.aot.portable import case_source
 from tests.kernels.aot.reports import code_of
 
 
 @cache
 def code_and_names(source):
-    """Returns a function's code and the names in it. A name has the form `a` or `a.b`."""
+    """Returns code in a normal form, and the names in it. A name has the form `a` or `a.b`."""
     code = code_of(source)
     nodes = [*ast.walk(ast.parse(code))]
     names = {(node.id,) for node in nodes if isinstance(node, ast.Name)}
@@ -29,32 +31,72 @@ def code_and_names(source):
     return code, sorted(names | {(node.value.id, node.attr) for node in attributes})
 
 
-def collect(function, found):
-    """Adds the code of a jit function to `found`. Also adds the fa_kernels functions and constants in this code."""
-    place = f"{function.__module__}.{function.__qualname__}"
+@cache
+def definitions(module):
+    """Returns the source of each function and class of a module, by name."""
+    with open(module.__file__, encoding="utf-8") as file:
+        text = file.read()
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return {node.name: ast.get_source_segment(text, node) for node in nodes}
+
+
+def is_ours(value):
+    return (getattr(value, "__module__", None) or "").startswith("fa_kernels")
+
+
+def collect(value, found):
+    """Adds the code of a function or class of fa_kernels to `found`.
+
+    Also adds the code of the functions and classes that this code names, and the values of the constants that it names.
+    """
+    place = f"{value.__module__}.{value.__qualname__}"
     if place in found:
         return
-    found[place], names = code_and_names(function.src)
+    module = sys.modules[value.__module__]
+    # Python finds the source of a Triton aggregate in a wrong place, so classes are found by name.
+    source = value.src if isinstance(value, JITCallable) else definitions(module)[value.__qualname__]
+    found[place], names = code_and_names(source)
     for first, *rest in names:
-        value = function.__globals__.get(first)
+        used = vars(module).get(first)
         for attribute in rest:
-            value = getattr(value, attribute, None)
-        if isinstance(value, JITCallable) and value.__module__.startswith("fa_kernels"):
-            collect(value, found)
-        elif isinstance(value, constexpr):
-            found[f"{place} {'.'.join([first, *rest])}"] = repr(value.value)
+            used = getattr(used, attribute, None)
+        add(f"{place} {'.'.join([first, *rest])}", used, found)
 
 
-def source_hash(case):
-    """Returns the hash of one case."""
-    gpu, head_dim, v_head_dim, direction, itemsize = case.split("-")
-    source, options, _ = case_source(gpu, int(head_dim), int(v_head_dim), direction, int(itemsize))
+def add(place, used, found):
+    """Adds a value that code at `place` names to `found`, unless it belongs to another package."""
+    if isinstance(used, JITCallable | FunctionType | type):
+        if is_ours(used):
+            collect(used, found)
+    elif isinstance(used, constexpr):
+        found[place] = repr(used.value)
+    elif isinstance(used, int | float | str | tuple | list | dict) or is_ours(type(used)):
+        found[place] = repr(used)
+
+
+def parts_of(name):
+    """Returns what determines the compiled code of a case, for example of `portable:sm90-128-128-fwd-2`.
+
+    The result is the GPU, the values of options and arguments, and a dictionary of code and constants by place.
+    """
+    module, _, case = name.partition(":")
+    source, capability, options = import_module(f"tests.kernels.aot.{module}").case_source(*case.split("-"))
     found = {}
     collect(source.fn, found)
-    arguments = [sorted(values.items()) for values in (options, source.signature, source.constants, source.attrs)]
-    return hashlib.sha256(repr((gpu, arguments, sorted(found.items()))).encode()).hexdigest()[:16]
+    for value in source.constants.values():
+        if is_ours(type(value)):
+            collect(type(value), found)
+    return f"sm{capability}", (options, source.signature, source.constants, source.attrs), found
+
+
+def source_hash(name):
+    """Returns the hash of one case."""
+    gpu, values, found = parts_of(name)
+    text = repr((gpu, [sorted(some.items()) for some in values], sorted(found.items())))
+    assert not re.search(r" at 0x[0-9a-f]+", text), f"an address would change the hash of {name} in each process"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:]:
-        print(json.dumps({"case": case, "source": source_hash(case)}))
+    for name in sys.argv[1:]:
+        print(json.dumps({"case": name, "source": source_hash(name)}))

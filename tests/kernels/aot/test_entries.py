@@ -9,9 +9,9 @@ import sys
 import pytest
 import triton
 
-from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT, shared_bytes, tile_config
+from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES, SHARED_LIMIT
 from tests.kernels.aot import entries
-from tests.kernels.aot.portable import pass_of, table_of
+from tests.kernels.aot.portable import computed_shared_bytes, pass_of, table_of
 from tests.kernels.aot.reports import RECORDED, ROOT, environment
 from tests.kernels.aot.support.limits import OF_4_BYTES, PORTABLE, SURPLUS, TENSOR_MEMORY
 
@@ -27,8 +27,15 @@ from tests.kernels.aot.sources import source_hash
 code = load_columns.src
 for text in (code, code + "    # a comment\\n", code + "    x = 1\\n"):
     load_columns._unsafe_update_src(text)
-    print(source_hash("sm80-64-64-fwd-2"))
-print(source_hash("sm89-64-64-fwd-2"), source_hash("sm80-64-64-contain_fwd-2"), source_hash("sm80-64-64-dq-2"))
+    print(source_hash("portable:sm80-64-64-fwd-2"))
+for case in ("sm89-64-64-fwd-2", "sm80-64-64-contain_fwd-2", "sm80-64-64-dq-2"):
+    print(source_hash(f"portable:{case}"))
+"""
+
+# names of code and constants, for example Ring or fused.SUMS
+NAMED = """
+from tests.kernels.aot.sources import parts_of
+print(*[name for place in parts_of("hopper_backward:bf16-128-1-0-0")[2] for name in place.split()], sep="\\n")
 """
 
 
@@ -66,8 +73,7 @@ def problems(case, report):
     head_dim, itemsize, direction = int(head_dim), int(itemsize), pass_of(direction)
     entry = (table_of(gpu), head_dim, direction)
     spill_bytes, tensor_core = OF_4_BYTES[entry] if itemsize == 4 else (PORTABLE | UNUSED)[entry][1:]
-    tiles = tile_config(table_of(gpu), head_dim, direction, itemsize)
-    computed = shared_bytes(table_of(gpu), tiles, head_dim, head_dim, direction, itemsize)
+    computed = computed_shared_bytes(case)
     surplus = SURPLUS[table_of(gpu)] if itemsize == 2 else 1.6
     within = {
         "warnings": report["warnings"] == [],
@@ -105,3 +111,13 @@ def test_code_of_a_called_function_changes_the_hash_and_comments_do_not():
     assert run.returncode == 0, run.stderr
     first, with_comment, with_code, *others = run.stdout.split()
     assert first == with_comment and len({first, with_code, *others}) == 5
+
+
+@pytest.mark.slow
+def test_the_hash_covers_functions_classes_and_constants():
+    run = subprocess.run([sys.executable, "-c", NAMED], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    names = {line.removeprefix("fa_kernels.flash_attention.hopper.") for line in run.stdout.split()}
+    of_triton = {"backward.fused._bwd_kernel", "backward.items.produce", "primitives.ring.Ring"}
+    of_the_host = {"backward.fused_config.FusedConfig", "primitives.registers.accumulator", "primitives.registers._asm"}
+    assert names >= of_triton | of_the_host | {"BLOCK_N", "DRAWN_BEFORE"}

@@ -35,12 +35,12 @@ COMMENT = re.compile(r"//.*")
 # Matches the definition of a function in PTX. Functions that are only declared, such as __assertfail, keep their names.
 DEFINED = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+)?\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", re.MULTILINE)
 SYMBOL = re.compile(r'@"[^"]*"|@[\w$.]+')
-COMPILE: dict[str, Callable[..., CompiledKernel]] = {
-    "portable": portable.compile_case_to_ptx,
-    "decode": decode.compile_case,
-    "hopper_forward": hopper_forward.compile_case,
-    "hopper_backward": hopper_backward.compile_case,
-    "schedule": schedule.compile_case,
+MODULES = {
+    "portable": portable,
+    "decode": decode,
+    "hopper_forward": hopper_forward,
+    "hopper_backward": hopper_backward,
+    "schedule": schedule,
 }
 CODE: dict[str, str] = {}  # maps source hashes to code hashes; a source hash includes target and options
 SOURCES: list[str] = []  # the hash of each source, in the order of compilation
@@ -76,7 +76,7 @@ def digest(case: str) -> tuple[str, dict[str, str]]:
     if group == "call":
         launches = launched_kernels.compile_call(name, code_of)
         return hash_of(*(f"{grid} {code}" for grid, (_, code) in launches)), dict(kernel for _, kernel in launches)
-    source, code = code_of(partial(COMPILE[group], *name.split("-")))
+    source, code = code_of(partial(portable.compile_to_ptx, *MODULES[group].case_source(*name.split("-"))))
     return code, {source: code}
 
 
