@@ -105,7 +105,8 @@ def copy_rows(
     """
     sources = [_with_contiguous_rows(source) for source in sources]
     _require_contiguous_rows(targets)
-    n_rows = next((len(rows) for rows in (from_rows, to_rows) if rows is not None), len(sources[0]))
+    rows = to_rows if from_rows is None else from_rows
+    n_rows = (sources[0] if rows is None else rows).shape[0]
     if not n_rows:
         return
     copy = _copy_in_kernel if sources[0].is_cuda else _copy_plainly
@@ -123,7 +124,7 @@ def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, en
     """
     added = [_with_contiguous_rows(x) for x in added]
     _require_contiguous_rows(totals)
-    if not len(rows):
+    if not rows.shape[0]:
         return
     add = _add_in_kernel if totals[0].is_cuda else _add_plainly
     add(totals, added, rows, entries, offsets)
@@ -146,10 +147,10 @@ def _copy_in_kernel(
 def _add_in_kernel(
     totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor
 ) -> None:
-    (width_a, width_b), cols, grid = _launch_sizes(totals, len(rows))
+    (width_a, width_b), cols, grid = _launch_sizes(totals, rows.shape[0])
     (total_a, total_b), (added_a, added_b) = _strides(totals), _strides(added)
     _launch(
-        _add_kernel, grid, *_pair(totals), *_pair(added), rows, entries, offsets, len(rows), TOTAL_STRIDE_A=total_a,
+        _add_kernel, grid, *_pair(totals), *_pair(added), rows, entries, offsets, rows.shape[0], TOTAL_STRIDE_A=total_a,
         TOTAL_STRIDE_B=total_b, ADDED_STRIDE_A=added_a, ADDED_STRIDE_B=added_b, WIDTH_A=width_a, WIDTH_B=width_b,
         ROWS=ELEMENTS // cols, COLS=cols,
     )  # fmt: skip
@@ -186,7 +187,7 @@ def _add_plainly(
 
 def _has_contiguous_rows(x: Tensor) -> bool:
     """Returns whether the heads of a row are contiguous. `x[0].is_contiguous()` would take more host time."""
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    return x.stride()[1:] == (x.shape[2], 1)
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:
@@ -199,11 +200,15 @@ def _require_contiguous_rows(targets: Sequence[Tensor]) -> None:
             raise ValueError(f"the heads of a row must be contiguous; got strides {target.stride()}")
 
 
-def _launch_sizes(targets: Sequence[Tensor], n_rows: int) -> tuple[list[int], int, tuple[int, int]]:
-    """Returns the number of elements in a row of each tensor, the number of columns of a tile, and the launch grid."""
-    widths = [x.shape[1] * x.shape[2] for x in _pair(targets)]
-    cols = min(triton.next_power_of_2(max(widths)), MAX_COLS)
-    return widths, cols, (triton.cdiv(n_rows, ELEMENTS // cols), len(targets))
+def _launch_sizes(targets: Sequence[Tensor], n_rows: int) -> tuple[tuple[int, int], int, tuple[int, int]]:
+    """Returns the number of elements in a row of each tensor, the number of columns of a tile, and the launch grid.
+
+    Computes with plain integers, because Triton's own functions for this take several times the host time.
+    """
+    (_, heads_a, dim_a), (_, heads_b, dim_b) = targets[0].shape, targets[-1].shape
+    widths = heads_a * dim_a, heads_b * dim_b
+    cols = min(2 ** (max(widths) - 1).bit_length(), MAX_COLS)
+    return widths, cols, (-(-n_rows // (ELEMENTS // cols)), len(targets))
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -211,5 +216,4 @@ def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _strides(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    first, last = _pair(tensors)
-    return first.stride(0), last.stride(0)
+    return tensors[0].stride(0), tensors[-1].stride(0)
