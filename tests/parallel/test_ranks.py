@@ -373,7 +373,8 @@ def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeue
     """srun, python and scontrol are stand-ins. As with SLURM's --signal=B:USR1, only the batch script gets the
     signal.
     """
-    run = f'printf "%s\\n" "$@" >arguments; {ending}; for i in $(seq 100); do sleep 0.05; done; exit 9'
+    say = 'printf "%s\\n" "$@" $WANDB_RESUME $WANDB_RUN_ID >arguments'
+    run = f"{say}; {ending}; for i in $(seq 100); do sleep 0.05; done; exit 9"
     stand_ins = {"srun": 'shift; exec "$@"', "python": run, "scontrol": 'echo "$@" >requeued'}
     for name, text in stand_ins.items():
         path = tmp_path / name
@@ -391,6 +392,7 @@ def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeue
         job.send_signal(signal.SIGUSR1)
     assert job.wait(20) == (138 if requeued else int(ending[-1]))
     arguments = ["train.py", "trainer.devices=8", "run_name=mine", "ckpt_path=last", "seq_len=8", "data.path=a b"]
+    arguments += ["allow", "42"]  # W&B continues the run of this id
     assert (tmp_path / "arguments").read_text().splitlines() == arguments
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:
