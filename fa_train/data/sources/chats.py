@@ -1,4 +1,4 @@
-"""Reads chats from files and datasets: messages, ShareGPT conversations, and prompt-completion pairs."""
+"""Reads chats from files and datasets, in the formats that `ChatCorpus` lists."""
 
 import json
 import re
@@ -40,10 +40,13 @@ class ChatCorpus:
 
     path: a .jsonl, .json or .parquet file; a folder or a glob of such files; or hf:<name>:<split> for a dataset. If the
     dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the Hugging Face hub, or a folder.
-    A row has one of three forms: {"messages": [{"role", "content", ...}, ...]},
-    {"conversations": [{"from", "value"}, ...]}, or {"prompt", "completion"}. A prompt or completion is a text or a list
-    of messages. If a row has a prompt and a completion, the model is trained only on the completion. A row can also
-    have "tools", which is a list of JSON schemas or the JSON text of such a list.
+    A row has one of these forms:
+      {"messages": [{"role", "content", ...}, ...]}
+      {"conversations": [{"from", "value"}, ...]}, the format of ShareGPT
+      {"prompt", "completion"}, each a text or a list of messages; the model is trained only on the completion
+      {"instruction", "input", "output"}, the format of Alpaca; "input" may be missing or empty
+      {"question", "answer"}
+    A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list.
     Raises: ValueError if there is nothing to read at `path`, or a row has none of these forms.
     """
 
@@ -121,9 +124,16 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
         prompt = _prompt_or_completion(present["prompt"], "user", where)
         trained_from = len(prompt)
         messages = prompt + _prompt_or_completion(present["completion"], "assistant", where)
+    elif "instruction" in present and "output" in present:
+        messages = _messages(_question_and_answer(_instruction(present, where), present["output"]), where)
+    elif "question" in present and "answer" in present:
+        messages = _messages(_question_and_answer(present["question"], present["answer"]), where)
     else:
         found = ", ".join(present) or "nothing"
-        raise ValueError(f"a chat must have messages, conversations, or prompt and completion; {where} has {found}")
+        raise ValueError(
+            "a chat must have messages, conversations, prompt and completion, instruction and output, or question and "
+            f"answer; {where} has {found}"
+        )
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")
     return Chat(where, messages, _tools(present.get("tools"), where), trained_from)
@@ -133,6 +143,19 @@ def _prompt_or_completion(value: Any, role: str, where: str) -> list[Message]:
     """Returns the messages of a prompt or completion. A text becomes a single message."""
     name = "prompt" if role == "user" else "completion"
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, name)
+
+
+def _instruction(row: Mapping[str, Any], where: str) -> str:
+    """Returns the question of a row in Alpaca's format: the instruction, then the input if there is one."""
+    texts = {name: row.get(name, "") for name in ("instruction", "input")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be a text; {where} has a {type(text).__name__}")
+    return "\n\n".join(text for text in texts.values() if text.strip())
+
+
+def _question_and_answer(question: Any, answer: Any) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _from_sharegpt(value: Any, where: str) -> list[Message]:

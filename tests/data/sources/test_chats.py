@@ -19,10 +19,19 @@ def chats(path):
 def test_all_formats_give_the_same_chat():
     sharegpt = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4."}]}
     messages_pair = {"prompt": [QUESTION], "completion": [ANSWER]}
-    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, PAIR | {"tools": None, "id": 3}):
+    alpaca = {"instruction": "2 + 2?", "output": "is 4."}
+    question = {"question": "2 + 2?", "answer": "is 4."}
+    same = [alpaca, alpaca | {"input": ""}, alpaca | {"input": None}, question, PAIR | {"tools": None, "id": 3}]
+    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same):
         chat = parse_chat(row, "")
         assert (chat.messages, chat.tools) == ([QUESTION, ANSWER], None)
     assert parse_chat(PAIR, "").trained_from == 1 and parse_chat(sharegpt, "").trained_from == 0
+
+
+def test_the_input_of_alpaca_follows_the_instruction():
+    chat = parse_chat({"instruction": "Add.", "input": "2 and 2", "output": "4"}, "")
+    assert [message["content"] for message in chat.messages] == ["Add.\n\n2 and 2", "4"]
+    assert chat.trained_from == 0
 
 
 def test_tools_and_their_arguments_are_objects():
@@ -54,8 +63,12 @@ def with_message(**changes):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "2"}, "must have messages, conversations, or prompt and completion; .*line 2 has text"),
-        ({"prompt": "2", "completion": None}, "or prompt and completion; .*line 2 has prompt"),
+        ({"text": "2"}, "must have messages, conversations, prompt and completion, .*; .*line 2 has text"),
+        ({"prompt": "2", "completion": None}, "prompt and completion, .*; .*line 2 has prompt"),
+        ({"instruction": "2", "input": "3"}, "instruction and output, .*; .*line 2 has instruction, input"),
+        ({"instruction": 2, "output": "3"}, "instruction must be a text; .*line 2 has a int"),
+        ({"instruction": "", "output": "3"}, "must not be empty; .*line 2, message 0 with role user is empty"),
+        ({"question": "2", "answers": ["3"]}, "or question and answer; .*line 2 has question, answers"),
         ({"messages": []}, "messages must have at least one entry; .*line 2 has an empty list"),
         ({"messages": "hello"}, "messages must be a list; .*line 2 has a str"),
         ({"prompt": 2, "completion": "4"}, "prompt must be a list; .*line 2 has a int"),
