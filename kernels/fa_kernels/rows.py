@@ -157,7 +157,7 @@ def _add_in_kernel(
 
 
 def _launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel, in little host time if all addresses are aligned."""
+    """Launches a kernel. If all addresses are aligned, this takes less host time than Triton's own launch."""
     if any(x.data_ptr() % ALIGNMENT for x in arguments if isinstance(x, Tensor)):
         kernel[grid](*arguments, **constants)
     else:
@@ -203,7 +203,7 @@ def _require_contiguous_rows(targets: Sequence[Tensor]) -> None:
 def _launch_sizes(targets: Sequence[Tensor], n_rows: int) -> tuple[tuple[int, int], int, tuple[int, int]]:
     """Returns the number of elements in a row of each tensor, the number of columns of a tile, and the launch grid.
 
-    Computes with plain integers, because Triton's own functions for this take several times the host time.
+    Triton's functions for such numbers are not used, because they take more host time.
     """
     (_, heads_a, dim_a), (_, heads_b, dim_b) = targets[0].shape, targets[-1].shape
     widths = heads_a * dim_a, heads_b * dim_b

@@ -392,7 +392,7 @@ def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeue
         job.send_signal(signal.SIGUSR1)
     assert job.wait(20) == (138 if requeued else int(ending[-1]))
     arguments = ["train.py", "trainer.devices=8", "run_name=mine", "ckpt_path=last", "seq_len=8", "data.path=a b"]
-    arguments += ["allow", "42"]  # W&B continues the run of this id
+    arguments += ["allow", "42"]  # W&B continues the run with this id
     assert (tmp_path / "arguments").read_text().splitlines() == arguments
     assert (tmp_path / "requeued").exists() == requeued
     if requeued:

@@ -68,7 +68,7 @@ class Options(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """The arguments of a forward pass and of its backward pass that are the same, without q, k, v and sinks."""
+    """The arguments that a forward pass and its backward pass share. The tensors q, k, v and sinks are separate."""
 
     schedules: Sequence[Tensor]
     alibi: Sequence[Tensor]
@@ -131,7 +131,7 @@ class _SharedAttention(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else dsinks, None
 
 
-_apply_without_functorch = apply_without_transforms(_SharedAttention)  # used for calls that no other code observes
+_apply_without_functorch = apply_without_transforms(_SharedAttention)  # for calls that are not observed
 
 
 @torch.library.custom_op("fa_train::context_forward", mutates_args=())

@@ -162,9 +162,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launches a kernel in less host time than `launch`.
 
-    The kernel is compiled once for each device, set of constants and dtypes. Each call may pass different numbers and
-    a different grid, but a recording repeats the recorded ones. The first argument must be a tensor. Numbers must be
-    int32 and listed in do_not_specialize. Pointers must be aligned, or listed in do_not_specialize_on_alignment.
+    The kernel is compiled once for each combination of device, constants and dtypes. Each call may pass other numbers
+    and another grid, except in a recording, which keeps those of its first call. The first argument must be a tensor.
+    Numbers must be int32 and in do_not_specialize. Pointers must be aligned or in do_not_specialize_on_alignment.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:

@@ -23,7 +23,7 @@ from tests.kernels.aot.reports import code_of
 
 @cache
 def code_and_names(source):
-    """Returns code in a normal form, and the names in it. A name has the form `a` or `a.b`."""
+    """Returns code without comments and docstrings, and the names in this code. A name has the form `a` or `a.b`."""
     code = code_of(source)
     nodes = [*ast.walk(ast.parse(code))]
     names = {(node.id,) for node in nodes if isinstance(node, ast.Name)}
@@ -64,7 +64,7 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds a value that code at `place` names to `found`, unless it belongs to another package."""
+    """Adds the value `used`, which the code at `place` names, to `found`. Values of other packages are left out."""
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
             collect(used, found)
@@ -77,7 +77,8 @@ def add(place, used, found):
 def parts_of(name):
     """Returns what determines the compiled code of a case, for example of `portable:sm90-128-128-fwd-2`.
 
-    The result is the GPU, the values of options and arguments, and a dictionary of code and constants by place.
+    The result has three parts: the GPU, the compile options with the kernel's arguments, and a dictionary. The keys of
+    the dictionary are places in the source. Its values are the code or the constants that are found there.
     """
     module, _, case = name.partition(":")
     source, capability, options = import_module(f"tests.kernels.aot.{module}").case_source(*case.split("-"))

@@ -45,13 +45,13 @@ def compiled(monkeypatch, tmp_path):
 
 
 def forget():
-    """Empties all caches of the process, as in a new process."""
+    """Empties all caches in memory."""
     for cached in (reports.recorded, reports.fresh_reports, reports.source_hashes):
         cached.cache_clear()
 
 
 def start_elsewhere(monkeypatch, folder):
-    """Continues as a new process that has no cached reports."""
+    """Replaces the folder of cached reports and empties all caches, so that the test goes on as if in a new process."""
     monkeypatch.setattr(reports, "CACHE", folder)
     forget()
 
