@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.loggers import WandbLogger
 
 from fa_train.callbacks.monitor import monitor_of, results
@@ -38,6 +38,8 @@ class Record(Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        if trainer.global_step < trainer.max_steps:
+            trainer.print(f"stopped after step {trainer.global_step} of {trainer.max_steps}: {reason_of_end(trainer)}")
         measured = describe(results(trainer), monitor_of(trainer).older_val_step)
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
@@ -63,6 +65,16 @@ class Record(Callback):
                 Path(trainer.default_root_dir, "result.json").write_text(json.dumps(results(trainer), indent=1) + "\n")
             except OSError as error:
                 trainer.print(f"error: result.json was not written: {error}")
+
+
+def reason_of_end(trainer: L.Trainer) -> str:
+    """Returns why a run has ended before max_steps. Only a callback can end a run early without an exception."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if message := getattr(callback, "stopping_reason_message", None):  # an attribute of EarlyStopping
+            return str(message).removesuffix(" Signaling Trainer to stop.")
+        if isinstance(callback, Timer) and (left := callback.time_remaining()) is not None and left <= 0:
+            return "the time of trainer.max_time is over"
+    return "a callback has set trainer.should_stop"
 
 
 def wandb_run(trainer: L.Trainer) -> "wandb.Run | None":
