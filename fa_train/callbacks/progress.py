@@ -1,5 +1,6 @@
 """Shows the progress of training as a bar over optimizer steps. Without a terminal, prints lines."""
 
+import math
 from typing import Any
 
 import lightning as L
@@ -84,7 +85,7 @@ def describe(metrics: dict[str, float], val_step: int | None = None) -> str:
     val_step: the step of val/loss if it is not the step of the other metrics.
     """
     shown = {
-        "train/loss": "loss {:.4f}",
+        "train/loss": "loss none (no labels in this step)" if without_labels(metrics) else "loss {:.4f}",
         "val/loss": "val {:.4f}" if val_step is None else f"val {{:.4f}} (step {val_step})",
         "perf/tokens_per_s": "{:,.0f} tokens/s",
         "perf/mfu": "mfu {:.1%}",
@@ -95,6 +96,11 @@ def describe(metrics: dict[str, float], val_step: int | None = None) -> str:
         shown["train/skipped_steps"] = "skipped {:.0f}"
     texts = [text.format(metrics[name]) for name, text in shown.items() if name in metrics]
     return "  ".join([*texts, *waiting(metrics)])
+
+
+def without_labels(metrics: dict[str, float]) -> bool:
+    """Returns whether the loss is NaN because the step had no labels. NaN in the model would also be in grad_norm."""
+    return math.isnan(metrics.get("train/loss", 0.0)) and metrics.get("train/grad_norm") == 0
 
 
 def waiting(metrics: dict[str, float]) -> list[str]:

@@ -2,14 +2,18 @@
 has been launched.
 """
 
+import json
+import math
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
+from fa_train.callbacks import record
 from fa_train.callbacks.monitor import Monitor, Reading, monitor_of
 from fa_train.callbacks.progress import describe
 from fa_train.callbacks.timestamp import Timestamp
@@ -196,3 +200,13 @@ def test_the_host_does_not_wait_for_the_gpu(tmp_path):
     overrides = ["trainer.accelerator=gpu", "trainer.precision=bf16-mixed", "attention=flash", "data.num_workers=1"]
     fit(tmp_path, NoSync(), UNSAVED, *overrides)
     assert sorted(column(tmp_path, "train/loss")) == [4, 8, STEPS]
+
+
+def test_a_step_without_labels_has_no_loss(tmp_path, monkeypatch):
+    nothing = {"train/loss": math.nan, "train/grad_norm": 0.0, "tokens": 64.0}
+    assert describe(nothing).startswith("loss none (no labels in this step)")
+    assert describe(nothing | {"train/grad_norm": math.nan}).startswith("loss nan"), "the model has NaN"
+    assert describe({"val/loss": 1.0}) == "val 1.0000"
+    monkeypatch.setattr(record, "results", lambda trainer: nothing)
+    record.Record()._write(Mock(is_global_zero=True, default_root_dir=tmp_path))
+    assert json.loads((tmp_path / "result.json").read_text()) == {"train/grad_norm": 0.0, "tokens": 64.0}

@@ -15,6 +15,7 @@ HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other roles keep their names
+TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
 
 
@@ -46,7 +47,8 @@ class ChatCorpus:
       {"prompt", "completion"}, each a text or a list of messages; the model is trained only on the completion
       {"instruction", "input", "output"}, the format of Alpaca; "input" may be missing or empty
       {"question", "answer"}
-    A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list.
+    A row can also have "system", a text that becomes the first message, and "tools", which is a list of JSON schemas or
+    the JSON text of such a list.
     Raises: ValueError if there is nothing to read at `path`, or a row has none of these forms.
     """
 
@@ -129,11 +131,14 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     elif "question" in present and "answer" in present:
         messages = _messages(_question_and_answer(present["question"], present["answer"]), where)
     else:
-        found = ", ".join(present) or "nothing"
+        found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "nothing"
         raise ValueError(
             "a chat must have messages, conversations, prompt and completion, instruction and output, or question and "
             f"answer; {where} has {found}"
         )
+    system = present.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        messages, trained_from = [{"role": "system", "content": system}, *messages], trained_from + 1
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")
     return Chat(where, messages, _tools(present.get("tools"), where), trained_from)
@@ -167,7 +172,8 @@ def _from_sharegpt(value: Any, where: str) -> list[Message]:
             )
         role = message["from"]
         role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-        messages.append({"role": role, "content": message["value"]})
+        marks = {name: message[name] for name in TRAINED if name in message}
+        messages.append({"role": role, "content": message["value"], **marks})
     return messages
 
 
@@ -185,11 +191,12 @@ def _message(value: Any, where: str) -> Message:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
-    if message.get("weight", 1) != 1:  # in OpenAI's format, weight 0 excludes a message from training
-        raise ValueError(
-            f"a message's weight must be 1 or absent; {where} has {message['weight']!r}. To train only on "
-            "some answers, use rows of prompt and completion, which train only on the completion"
-        )
+    for name in TRAINED:
+        if message.pop(name, 1) != 1:  # True equals 1
+            raise ValueError(
+                f"a message's {name} must be 1, true or absent; {where} has {value[name]!r}. To train only on some "
+                "answers, use rows of prompt and completion, which train only on the completion"
+            )
     calls = message.pop("tool_calls", None)
     if calls:  # an empty list means no calls, but some templates reject it
         if role != "assistant":

@@ -82,7 +82,7 @@ def column_names(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> Iterator[FileRow]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:  # files of Windows may begin with a BOM
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}, line {number}"
@@ -97,7 +97,7 @@ def _lines(path: Path) -> Iterator[FileRow]:
 
 def _items(path: Path) -> Iterator[FileRow]:
     try:
-        items = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        items = json.loads(path.read_text(encoding="utf-8-sig", errors="replace"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"a .json file must be a list of objects; {path}, line {error.lineno} is not: {error}"

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,8 @@ def model_card(
         "train/loss": ("Training loss, nats per token", "{:.4f}"),
         "val/loss": ("Validation loss, nats per token", "{:.4f}"),
     }
-    rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
+    known = {key: value for key, value in metrics.items() if not isnan(value)}
+    rows |= {label: form.format(known[key]) for key, (label, form) in measured.items() if key in known}
     library = (
         "peft" if adapter else "transformers"
     )  # if peft is installed, the transformers code in the card also loads an adapter

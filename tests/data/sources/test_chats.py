@@ -34,6 +34,28 @@ def test_the_input_of_alpaca_follows_the_instruction():
     assert chat.trained_from == 0
 
 
+def test_a_system_prompt_may_have_its_own_column():
+    system = chat_message("system", "be brief.")
+    sharegpt = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "is 4."}]}
+    for row in (PAIR, sharegpt, {"messages": [QUESTION, ANSWER]}, {"messages": [system, QUESTION, ANSWER]}):
+        chat = parse_chat(row | {"system": "be brief."}, "")
+        assert chat.messages == [system, QUESTION, ANSWER]
+    assert parse_chat(PAIR | {"system": "be brief."}, "").trained_from == 2
+    assert parse_chat(PAIR | {"system": " "}, "").messages == [QUESTION, ANSWER]
+
+
+def test_marks_of_trained_messages_are_accepted():
+    marked = [QUESTION, ANSWER | {"weight": 1, "train": True}]
+    assert parse_chat({"messages": marked}, "").messages == [QUESTION, ANSWER]
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    row = json.dumps({"messages": [QUESTION, ANSWER]})
+    (tmp_path / "a.jsonl").write_text(row + "\n", encoding="utf-8-sig")
+    (tmp_path / "b.json").write_text(f"[{row}]", encoding="utf-8-sig")
+    assert [chat.messages for chat in chats(tmp_path)] == [[QUESTION, ANSWER]] * 2
+
+
 def test_tools_and_their_arguments_are_objects():
     chat = parse_chat(SEVERAL_ANSWERS, "")
     assert chat.messages[4]["content"] == ""
@@ -64,7 +86,7 @@ def with_message(**changes):
     ("row", "message"),
     [
         ({"text": "2"}, "must have messages, conversations, prompt and completion, .*; .*line 2 has text"),
-        ({"prompt": "2", "completion": None}, "prompt and completion, .*; .*line 2 has prompt"),
+        ({"prompt": "2", "completion": None}, r"prompt and completion, .*; .*line 2 has prompt, completion \(null\)"),
         ({"instruction": "2", "input": "3"}, "instruction and output, .*; .*line 2 has instruction, input"),
         ({"instruction": 2, "output": "3"}, "instruction must be a text; .*line 2 has a int"),
         ({"instruction": "", "output": "3"}, "must not be empty; .*line 2, message 0 with role user is empty"),
@@ -80,7 +102,12 @@ def with_message(**changes):
         ),
         ({"messages": [QUESTION, {"content": "4"}]}, "must have a role; .*line 2, message 1 has content"),
         (with_message(role="bot"), "a role must be one of .*; .*line 2, message 1 has 'bot'"),
-        (with_message(weight=0), "weight must be 1 or absent; .*line 2, message 1 has 0"),
+        (with_message(weight=0), "weight must be 1, true or absent; .*line 2, message 1 has 0"),
+        (with_message(train=False), "train must be 1, true or absent; .*line 2, message 1 has False"),
+        (
+            {"conversations": [{"from": "human", "value": "2"}, {"from": "gpt", "value": "4", "weight": 0}]},
+            "weight must be 1, true or absent; .*line 2, message 1 has 0",
+        ),
         (with_message(content=" "), "must not be empty; .*line 2, message 1 with role assistant is empty"),
         (with_message(content=None), "must have text as its content; .*line 2, message 1 has none"),
         (with_message(content=[{"type": "text"}]), "must have text as its content; .*line 2, message 1 has a list"),
