@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -112,21 +113,20 @@ def test_every_command_names_what_exists(page, monkeypatch):
 def test_the_example_of_a_config_folder_makes_a_run(tmp_path, monkeypatch):
     docs = REPOSITORY / "docs"
     experiment, data = re.findall(r"^```yaml\n(.*?)^```", (docs / "config.md").read_text(), re.MULTILINE | re.DOTALL)
-    [own_data] = [code for code in fragments(docs / "data.md") if "text_with_validation" in code]
     (tmp_path / "my_module.py").write_text(
-        f"{own_data}\nfrom lightning import Callback\n\n\nclass MyCallback(Callback):\n    pass\n"
+        "from lightning import Callback\n\n\nclass MyCallback(Callback):\n    pass\n"
     )
     model = "defaults: [_decoder, _self_]\nn_layers: 2\ndim: 64\nn_heads: 4\nffn_dim: 128\n"
-    for name, text in {"experiment/mine": experiment, "data/two_files": data, "model/small": model}.items():
+    for name, text in {"experiment/mine": experiment, "data/articles": data, "model/small": model}.items():
         path = tmp_path / "my_conf" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     for name, number in {"train": 500, "val": 300}.items():
-        (tmp_path / f"{name}.txt").write_text("x" * number)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"article": "x" * number}) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("FA_TRAIN_CACHE", str(tmp_path / "cache"))
     folder = f"hydra.searchpath=[file://{tmp_path}/my_conf]"  # the same as --config-dir
-    paths = [f"data.{key}={tmp_path}/{name}.txt" for key, name in {"path": "train", "val_path": "val"}.items()]
+    paths = [f"data.{key}={tmp_path}/{name}.jsonl" for key, name in {"path": "train", "val_path": "val"}.items()]
     short = [
         "preset=cpu", "logger=csv", "seq_len=64", "max_steps=1", "batch_size=1", "data.num_workers=0",
         "trainer.accelerator=cpu", "trainer.val_check_interval=1",
@@ -135,7 +135,7 @@ def test_the_example_of_a_config_folder_makes_a_run(tmp_path, monkeypatch):
         trainer, lit_gpt, loaded = training.build(cfg)
     assert [type(callback).__name__ for callback in trainer.callbacks].count("MyCallback") == 1
     assert len(lit_gpt.model.blocks) == 2
-    assert "held out for validation: 1 documents, 296 tokens" in loaded.packing_report().text()
+    assert "held out for validation: 1 documents, 302 tokens" in loaded.packing_report().text()
     sys.modules.pop("my_module")
 
 

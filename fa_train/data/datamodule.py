@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import lightning as L
@@ -20,7 +21,7 @@ from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.report import PackingReport, Report, run_line
 from fa_train.data.packing.rows import Layout
 from fa_train.data.sources.chats import ChatCorpus
-from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus
+from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.store import Documents, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
@@ -309,10 +310,19 @@ def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> Pac
 
 
 def text_data(
-    path: str, text_column: str, tokenizer: str | None, cache_dir: str | None, **packing: Unpack[PackingOptions]
+    path: str,
+    text_column: str,
+    tokenizer: str | None,
+    cache_dir: str | None,
+    val_path: str | None = None,
+    **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
-    """Returns a data module with text files. tokenizer: a folder, a Hugging Face name, or None for bytes as tokens."""
-    corpus = TextCorpus(path, text_column)
+    """Returns a data module with text files.
+
+    tokenizer: a folder, a Hugging Face name, or None for bytes as tokens. val_path: the files for validation, or None
+    to hold out about 2% of the documents.
+    """
+    corpus = WithValidation.read(partial(TextCorpus, text_column=text_column), path, val_path)
     return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
 
 
@@ -335,14 +345,16 @@ def sft_data(
     tokenizer: str | None,
     chat_template: str | None,
     cache_dir: str | None,
+    val_path: str | None = None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
     """Returns a data module with chats. The model is trained only on the assistant's messages.
 
-    chat_template: a Jinja file, or None for the tokenizer's own template.
+    chat_template: a Jinja file, or None for the tokenizer's own template. val_path: as in `text_data`.
     """
     loaded = load_tokenizer(tokenizer)  # load the tokenizer first, so that an error comes before the chats are read
-    return PackedDataModule(TokenizedCorpus(ChatCorpus(path), loaded, cache_dir, chat_template), **packing)
+    corpus = WithValidation.read(ChatCorpus, path, val_path)
+    return PackedDataModule(TokenizedCorpus(corpus, loaded, cache_dir, chat_template), **packing)
 
 
 def mix_data(

@@ -6,10 +6,10 @@ The hash of a document's key decides whether the document is held out for valida
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from fa_train.data.sources.files import column_names, count_rows, find_files, hash_files, read_rows
 from fa_train.private_names import private
@@ -17,6 +17,7 @@ from fa_train.private_names import private
 Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 HELD_OUT_IN_1000 = 20  # held-out documents per thousand
+TRAINING, VALIDATION = "data.path:", "data.val_path:"  # the keys of WithValidation begin with one of these
 
 
 @runtime_checkable  # fa_train.settings calls isinstance(value, Corpus)
@@ -43,7 +44,44 @@ class Corpus(Protocol[Document]):
 
 def is_held_out(key: str) -> bool:
     """Returns whether a document is held out for validation. The result depends only on the document's key."""
+    if key.startswith((TRAINING, VALIDATION)):
+        return key.startswith(VALIDATION)
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 1000 < HELD_OUT_IN_1000
+
+
+class WithValidation(Generic[Document]):
+    """Two corpora as one. The documents of `validation` are held out, and those of `training` are not."""
+
+    def __init__(self, training: Corpus[Document], validation: Corpus[Document]) -> None:
+        self.name = training.name
+        self.parts = {TRAINING: training, VALIDATION: validation}
+
+    @classmethod
+    def read(cls, read: Callable[[str], Corpus[Document]], path: str, val_path: str | None) -> Corpus[Document]:
+        """Reads the corpora at both paths. If val_path is None, returns read(path).
+
+        Raises: ValueError if `read` does. If the cause is val_path, the message says so.
+        """
+        training = read(path)
+        if val_path is None:
+            return training
+        try:
+            return cls(training, read(val_path))
+        except ValueError as error:
+            raise ValueError(f"data.val_path={val_path}: {error}") from error
+
+    def documents(self) -> Iterator[tuple[str, Document]]:
+        for prefix, corpus in self.parts.items():
+            for key, document in corpus.documents():
+                yield prefix + key, document
+
+    def count(self) -> int | None:
+        counts = [corpus.count() for corpus in self.parts.values()]
+        return sum(known) if len(known := [n for n in counts if n is not None]) == len(counts) else None
+
+    def fingerprint(self) -> str:
+        prints = " ".join(corpus.fingerprint() for corpus in self.parts.values())
+        return hashlib.blake2b(prints.encode(), digest_size=16).hexdigest()
 
 
 class StdlibCorpus:

@@ -1,13 +1,14 @@
 """Documents are read from every kind of file and are tokenised once."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from fa_train.data.sources.corpus import StdlibCorpus, TextCorpus, is_held_out
+from fa_train.data.sources.corpus import StdlibCorpus, TextCorpus, WithValidation, is_held_out
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer
@@ -146,3 +147,22 @@ def test_bytes_round_trip():
     [ids] = tokenizer.encode_batch(["naïve ∑"])
     assert tokenizer.decode([256, *ids.tolist(), 257]) == "naïve ∑"
     assert max(tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) < tokenizer.vocab_size
+
+
+def test_a_validation_corpus_is_held_out_and_nothing_else(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("validation")
+    for number in range(100):  # about two of these would be held out without a validation corpus
+        (folder / f"{number}.txt").write_text(str(number))
+    (other / "a.txt").write_text("held out")
+    read = partial(TextCorpus, text_column="text")
+    corpus = WithValidation.read(read, str(folder), str(other))
+    held_out = {text: is_held_out(key) for key, text in corpus.documents()}
+    assert held_out == {**dict.fromkeys(texts(folder), False), "held out": True}
+    assert corpus.count() is None and WithValidation.read(read, str(other), str(other)).count() == 2
+    before = corpus.fingerprint()
+    (other / "a.txt").write_text("held back")
+    changed, swapped = (WithValidation.read(read, *map(str, paths)) for paths in ((folder, other), (other, folder)))
+    assert len({before, changed.fingerprint(), swapped.fingerprint()}) == 3
+    assert isinstance(WithValidation.read(read, str(folder), None), TextCorpus)
+    with pytest.raises(ValueError, match=r"^data\.val_path=nowhere\.txt: data\.path must be a file"):
+        WithValidation.read(read, str(folder), "nowhere.txt")
