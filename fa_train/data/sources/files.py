@@ -82,7 +82,8 @@ def column_names(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> Iterator[FileRow]:
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:  # files of Windows may begin with a BOM
+    # files that were written on Windows may begin with a byte order mark, which utf-8-sig skips
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}, line {number}"

@@ -23,7 +23,10 @@ from tests.kernels.aot.reports import code_of
 
 @cache
 def code_and_names(source):
-    """Returns code without comments and docstrings, and the names in this code. A name has the form `a` or `a.b`."""
+    """Returns the code without comments and docstrings, and a list of names.
+
+    The list holds each name that the code uses, in the form `a` or `a.b`.
+    """
     code = code_of(source)
     nodes = [*ast.walk(ast.parse(code))]
     names = {(node.id,) for node in nodes if isinstance(node, ast.Name)}
@@ -64,7 +67,7 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds the value `used`, which the code at `place` names, to `found`. Values of other packages are left out."""
+    """Adds the value `used` to `found`, unless it belongs to another package. The code at `place` names this value."""
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
             collect(used, found)
