@@ -56,14 +56,14 @@ class Record(Callback):
             run.finish(exit_code=1)
 
     def _write(self, trainer: L.Trainer) -> None:
-        """Writes result.json without NaN, which JSON lacks, or prints an error if the file cannot be written.
+        """Writes result.json, or prints an error if the file cannot be written. JSON has no NaN and no infinity.
 
         The error is only printed, because an exception would change the status of a finished run. In a failed run, an
         exception would prevent the checkpoint callback from saving.
         """
         if trainer.is_global_zero:
             try:
-                values = {name: value for name, value in results(trainer).items() if not math.isnan(value)}
+                values = {name: value for name, value in results(trainer).items() if math.isfinite(value)}
                 Path(trainer.default_root_dir, "result.json").write_text(json.dumps(values, indent=1) + "\n")
             except OSError as error:
                 trainer.print(f"error: result.json was not written: {error}")

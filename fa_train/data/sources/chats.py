@@ -47,8 +47,8 @@ class ChatCorpus:
       {"prompt", "completion"}, each a text or a list of messages; the model is trained only on the completion
       {"instruction", "input", "output"}, the format of Alpaca; "input" may be missing or empty
       {"question", "answer"}
-    A row can also have "system", a text that becomes the first message, and "tools", which is a list of JSON schemas or
-    the JSON text of such a list.
+    A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. It can also have
+    "system", a text that becomes the first message unless the chat already begins with a system prompt.
     Raises: ValueError if there is nothing to read at `path`, or a row has none of these forms.
     """
 
@@ -137,7 +137,7 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
             f"answer; {where} has {found}"
         )
     system = present.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+    if isinstance(system, str) and system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages, trained_from = [{"role": "system", "content": system}, *messages], trained_from + 1
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")

@@ -9,7 +9,7 @@ from torch import Tensor
 from fa_kernels.flash_attention.checks import described
 from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_of_ranges
 from fa_train.models.attention import Attention, flash_attention, function_of
-from fa_train.parallel.context.attention_operators import Options, shared_attention
+from fa_train.parallel.context.attention_operators import Context, Options, shared_attention
 from fa_train.parallel.context.operators import Moves, gather_keys
 from fa_train.parallel.context.traffic import Counts, Traffic
 
@@ -89,7 +89,8 @@ class ContextAttention:
             alibi = [] if alibi_slopes is None else [*_alibi(alibi_slopes, q, crossing), *_alibi(alibi_slopes, q, own)]
             sinks = None if sinks is None else sinks.contiguous()  # kernels assume that sinks is contiguous
             options = Options(self.group, scale, softcap, own.length_class, self.head_groups)
-            return shared_attention(q, k, v, [*crossing.tensors(), *own.tensors()], alibi, sinks, moves, options)
+            context = Context([*crossing.tensors(), *own.tensors()], alibi, moves, options)
+            return shared_attention(q, k, v, sinks, context)
         if sinks is not None or alibi_slopes is not None or self.head_groups > 1:
             raise ValueError(f"sinks, alibi_slopes and head_groups need attention=flash; got {self.inner}")
         keys, values = gather_keys(torch.cat([k, v], dim=1), moves, self.group).chunk(2, dim=1)

@@ -67,8 +67,11 @@ class Options(NamedTuple):
     head_groups: int
 
 
-class _Context(NamedTuple):
-    """The arguments that a forward pass and its backward pass share. The tensors q, k, v and sinks are separate."""
+class Context(NamedTuple):
+    """The arguments that a forward pass and its backward pass share. The tensors q, k, v and sinks are separate.
+
+    The fields are arguments of `context_forward`.
+    """
 
     schedules: Sequence[Tensor]
     alibi: Sequence[Tensor]
@@ -76,25 +79,16 @@ class _Context(NamedTuple):
     options: Options
 
 
-def shared_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    schedules: Sequence[Tensor],
-    alibi: Sequence[Tensor],
-    sinks: Tensor | None,
-    moves: Moves,
-    options: Options,
-) -> Tensor:
+def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
     Torch's dispatcher and registered autograd take host time. This function therefore skips them unless a call is
     observed (see fa_kernels.flash_attention.ops).
     """
     if observed(q, k, v, sinks) or may_have_tangents():
+        schedules, alibi, moves, options = context
         o: Tensor = context_forward(q, k, v, schedules, alibi, sinks, moves, *options)[0]
         return o
-    context = _Context(schedules, alibi, moves, options)
     if needs_gradients(q, k, v, sinks):
         q, k, v = without_dead_wrapper(q), without_dead_wrapper(k), without_dead_wrapper(v)
         o = _apply_without_functorch(q, k, v, sinks, context)
@@ -106,7 +100,7 @@ class _SharedAttention(torch.autograd.Function):
     """Attention as an autograd Function, for calls that are not observed."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: _Context) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
         o, lse = _attention_forward(q, k, v, sinks, context)
         # The schedules and moves are not saved with save_for_backward, because all layers share them.
         ctx.save_for_backward(q, k, v, o, lse, sinks)
@@ -157,11 +151,11 @@ def context_forward(
     head_groups: the number of head groups; only the keys and values of one head group are gathered at a time.
     """
     options = Options(group, softmax_scale, softcap, length_class, head_groups)
-    return _attention_forward(q, k, v, sinks, _Context(schedules, alibi, Moves(*moves), options))
+    return _attention_forward(q, k, v, sinks, Context(schedules, alibi, Moves(*moves), options))
 
 
 def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: _Context
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context
 ) -> tuple[Tensor, Tensor]:
     """Computes context_forward."""
     moves, (group, *_, head_groups) = context.moves, context.options
@@ -236,7 +230,7 @@ def context_backward(
     or empty without sinks. The arguments are those of context_forward.
     """
     options = Options(group, softmax_scale, softcap, "medium", head_groups)  # only forward passes need a length class
-    context = _Context(schedules, alibi, Moves(*moves), options)
+    context = Context(schedules, alibi, Moves(*moves), options)
     return _attention_backward(do, q, k, v, o, lse, sinks, context, deterministic)
 
 
@@ -248,7 +242,7 @@ def _attention_backward(
     o: Tensor,
     lse: Tensor,
     sinks: Tensor | None,
-    context: _Context,
+    context: Context,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes context_backward."""
@@ -368,7 +362,7 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
     return [(slice(i * queries, (i + 1) * queries), slice(i * kv, (i + 1) * kv)) for i in range(groups)]
 
 
-def _runs(context: _Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, Run]:
+def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, Run]:
     """Returns the run of crossing queries, and the run of all other queries."""
     schedules, alibi, _, (_, softmax_scale, softcap, length_class, _) = context
     features = Features(softmax_scale, softcap, sinks, alibi)

@@ -41,6 +41,8 @@ def test_a_system_prompt_may_have_its_own_column():
         chat = parse_chat(row | {"system": "be brief."}, "")
         assert chat.messages == [system, QUESTION, ANSWER]
     assert parse_chat(PAIR | {"system": "be brief."}, "").trained_from == 2
+    begun = [chat_message("developer", "be long."), QUESTION, ANSWER]
+    assert parse_chat({"messages": begun, "system": "be brief."}, "").messages == begun
     assert parse_chat(PAIR | {"system": " "}, "").messages == [QUESTION, ANSWER]
 
 

@@ -1,18 +1,22 @@
 """Tests attention in a context group that has only one rank, so the rank gathers only its own keys."""
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
 from fa_kernels.flash_attention import backend
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context import attention_operators, operators
 from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
+from fa_train.parallel.context.attention_operators import context_forward
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group, start_gathering
 from fa_train.parallel.context.traffic import traffic
@@ -180,3 +184,26 @@ def test_impossible_sinks_and_slopes(attention, given, message, group):
     inputs = {name: torch.zeros(size) for name, size in given.items()}
     with pytest.raises(ValueError, match=message):
         ContextAttention(attention, group)(q, k, v, schedule, **inputs)
+
+
+def test_a_watched_call_runs_operators_and_an_eager_call_runs_none(group):
+    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    leaves = [torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2)]
+    attend = partial(ContextAttention(flash_attention, group), schedule=schedule)
+    run = []
+    for watching in (nullcontext(), FlopCounterMode(display=False)):
+        with watching, patch.object(attention_operators, "context_forward", wraps=context_forward) as forward:
+            o = attend(*leaves)
+            run.append((forward.call_count, o.detach(), *torch.autograd.grad(o.sum(), leaves)))
+    assert [calls for calls, *_ in run] == [0, 1]
+    for direct, watched in zip(run[0][1:], run[1][1:], strict=True):
+        assert torch.equal(direct, watched)
+
+
+def test_second_derivatives_are_refused(group):
+    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    leaves = [torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2)]
+    o = ContextAttention(flash_attention, group)(*leaves, schedule)
+    gradients = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        torch.autograd.grad(gradients[0].sum(), leaves)
