@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fa_kernels.flash_attention.tile_order import heads_per_section, kv_heads_per_section
+from fa_kernels.flash_attention.tile_order import fewest_kv_heads, heads_per_section, kv_heads_per_section
 
 
 def meta(total, heads, head_dim, dtype=torch.bfloat16):
@@ -59,3 +59,12 @@ def test_a_section_has_two_tiles_for_each_program(n_kv_heads, expected):
 def test_a_section_has_the_fewest_kv_heads(n_kv_heads, expected):
     q = meta(2**17, n_kv_heads, 128)
     assert kv_heads_per_section(q, n_kv_heads, n_tiles=1024, programs=128, fewest=2) == expected
+
+
+def test_one_kv_head_at_a_time_if_queries_are_a_part_of_a_long_document():
+    assert fewest_kv_heads(total_k=65536, total_q=16384, crosses_documents=True) == 1
+
+
+def test_two_kv_heads_at_a_time_with_packed_documents():
+    assert fewest_kv_heads(total_k=65536, total_q=65536, crosses_documents=True) == 2
+    assert fewest_kv_heads(total_k=65536, total_q=65536, crosses_documents=False) == 1

@@ -65,7 +65,7 @@ from fa_kernels.flash_attention.hopper.primitives.queue import new_queue, progra
 from fa_kernels.flash_attention.hopper.primitives.ring import Ring, new_barriers
 from fa_kernels.flash_attention.hopper.primitives.work import Ranges, Scale, TileOrder
 from fa_kernels.flash_attention.schedule import Schedule
-from fa_kernels.flash_attention.tile_order import kv_heads_per_section
+from fa_kernels.flash_attention.tile_order import fewest_kv_heads, kv_heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
@@ -188,10 +188,8 @@ def gradients_of_keys(
     key_tiles = None if ordered else schedule.key_tiles
     section = n_kv_heads
     if not ordered:
-        at_once = multiprocessors(q.device)
-        # with only one KV head at a time, all running tiles of a document would compete for the same rows of dQ
-        fewest = 2 if schedule.crosses_documents else 1
-        section = kv_heads_per_section(q, n_kv_heads, n_tiles, at_once, fewest)
+        fewest = fewest_kv_heads(total_k, q.shape[0], schedule.crosses_documents)
+        section = kv_heads_per_section(q, n_kv_heads, n_tiles, multiprocessors(q.device), fewest)
     launch(
         _bwd_kernel, (programs,),
         *descs[:4], elements(rows, config.block_m), *descs[4:], sums, *rest, sums_2,
