@@ -23,6 +23,8 @@ from fa_train.data.packing.rows import Layout
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation
 from fa_train.data.sources.synthetic import SyntheticSource
+from fa_train.data.tokens.encoding import TextEncoder
+from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.store import Documents, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from fa_train.early_checks import micro_batches
@@ -306,7 +308,7 @@ class PackingOptions(TypedDict):
 
 def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> PackedDataModule:
     """Returns a data module with the source code of Python's standard library. Each byte is a token."""
-    return PackedDataModule(TokenizedCorpus(StdlibCorpus(), ByteTokenizer(), cache_dir), **packing)
+    return PackedDataModule(TokenizedCorpus(StdlibCorpus(), TextEncoder(ByteTokenizer()), cache_dir), **packing)
 
 
 def text_data(
@@ -323,7 +325,7 @@ def text_data(
     to hold out about 2% of the documents.
     """
     corpus = WithValidation.read(partial(TextCorpus, text_column=text_column), path, val_path)
-    return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
+    return PackedDataModule(TokenizedCorpus(corpus, TextEncoder(load_tokenizer(tokenizer)), cache_dir), **packing)
 
 
 def hf_data(
@@ -337,7 +339,7 @@ def hf_data(
 ) -> PackedDataModule:
     """Returns a data module with a Hugging Face dataset. tokenizer: as in `text_data`."""
     corpus = HFCorpus(name, config, split, text_column)
-    return PackedDataModule(TokenizedCorpus(corpus, load_tokenizer(tokenizer), cache_dir), **packing)
+    return PackedDataModule(TokenizedCorpus(corpus, TextEncoder(load_tokenizer(tokenizer)), cache_dir), **packing)
 
 
 def sft_data(
@@ -346,15 +348,17 @@ def sft_data(
     chat_template: str | None,
     cache_dir: str | None,
     val_path: str | None = None,
+    skip_invalid: bool = False,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
     """Returns a data module with chats. The model is trained only on the assistant's messages.
 
-    chat_template: a Jinja file, or None for the tokenizer's own template. val_path: as in `text_data`.
+    chat_template: a Jinja file, or None for the tokenizer's own template. val_path: as in `text_data`. skip_invalid: as
+    in `ChatCorpus`.
     """
     loaded = load_tokenizer(tokenizer)  # load the tokenizer first, so that an error comes before the chats are read
-    corpus = WithValidation.read(ChatCorpus, path, val_path)
-    return PackedDataModule(TokenizedCorpus(corpus, loaded, cache_dir, chat_template), **packing)
+    corpus = WithValidation.read(partial(ChatCorpus, skip_invalid=skip_invalid), path, val_path)
+    return PackedDataModule(TokenizedCorpus(corpus, ChatEncoder(loaded, chat_template), cache_dir), **packing)
 
 
 def mix_data(
@@ -367,9 +371,10 @@ def mix_data(
     """Returns a data module that mixes several corpora by weight. All corpora use the same tokenizer."""
     loaded = load_tokenizer(tokenizer)
     weights = {name: source.weight for name, source in sources.items()}
-    corpora = {
-        name: TokenizedCorpus(source.corpus, loaded, cache_dir, chat_template) for name, source in sources.items()
-    }
+    corpora = {}
+    for name, source in sources.items():
+        encoder = ChatEncoder(loaded, chat_template) if isinstance(source.corpus, ChatCorpus) else TextEncoder(loaded)
+        corpora[name] = TokenizedCorpus(source.corpus, encoder, cache_dir)
     return PackedDataModule(Mixture(corpora, weights), **packing)
 
 

@@ -40,9 +40,9 @@ def hf_part(name: str, config: str | None, split: str, text_column: str, weight:
     return WeightedCorpus(HFCorpus(name, config, split, text_column), weight)
 
 
-def sft_part(path: str, weight: PositiveFloat) -> WeightedCorpus:
+def sft_part(path: str, weight: PositiveFloat, skip_invalid: bool = False) -> WeightedCorpus:
     """Returns a corpus of chats with its weight in a mixture."""
-    return WeightedCorpus(ChatCorpus(path), weight)
+    return WeightedCorpus(ChatCorpus(path, skip_invalid), weight)
 
 
 def rows_a_cycle(weights: Mapping[str, float]) -> np.ndarray:

@@ -253,3 +253,12 @@ def test_a_run_says_its_epochs_and_what_is_held_out(n_bytes, held_out, validated
     assert f"\nthis run: {steps} steps of {rows} rows, {epochs}\n" in printed
     assert f"\n  held out for validation: {held_out}\n" in printed
     assert ("no validation: the data have too few tokens to hold out any of them\n" not in printed) == validated
+
+
+def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
+    train, val = (write_jsonl(tmp_path / f"{name}.jsonl", many_chats(n)) for name, n in (("train", 40), ("val", 3)))
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    data = sft_data(str(train), tokenizer, None, str(tmp_path / "cache"), str(val), packing="best_fit", **OPTIONS)
+    trained, held_out = (data.source.documents(held_out=held_out) for held_out in (False, True))
+    assert (len(trained), len(held_out)) == (40, 3)
+    assert held_out.loss_mask is not None

@@ -49,22 +49,33 @@ class ChatCorpus:
       {"question", "answer"}
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. It can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.
-    Raises: ValueError if there is nothing to read at `path`, or a row has none of these forms.
+    skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty.
+    Raises: ValueError if there is nothing to read at `path`. Without skip_invalid, also if a row is not a valid chat.
     """
 
-    def __init__(self, path: str) -> None:
-        self.name = path
+    def __init__(self, path: str, skip_invalid: bool = False) -> None:
+        self.name, self.skip_invalid = path, skip_invalid
         self._rows: FileRows | HubRows = HubRows(path) if path.startswith(HUB) else FileRows(path)
 
     def documents(self) -> Iterator[tuple[str, Chat]]:
+        n_skipped, reason = 0, ""
         for key, where, row in self._rows.read():
-            yield key, parse_chat(row, where)
+            try:
+                chat = parse_chat(row, where)
+            except ValueError as error:
+                if not self.skip_invalid:
+                    raise ValueError(f"{error}. data.skip_invalid=true skips rows that are not valid chats") from error
+                n_skipped, reason = n_skipped + 1, reason or str(error)
+            else:
+                yield key, chat
+        if n_skipped:
+            print(f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}")
 
     def count(self) -> int | None:
-        return self._rows.count()
+        return None if self.skip_invalid else self._rows.count()
 
     def fingerprint(self) -> str:
-        return self._rows.fingerprint()
+        return self._rows.fingerprint() + "-skipping" * self.skip_invalid
 
 
 class FileRows:

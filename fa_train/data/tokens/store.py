@@ -12,12 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from fa_train.data.packing.rows import LossMask
-from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus
-from fa_train.data.tokens.encoding import Encoder, TextEncoder
+from fa_train.data.tokens.encoding import Encoder
 from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
-from fa_train.data.tokens.sft import ChatEncoder
-from fa_train.data.tokens.tokenizer import Tokenizer
 
 HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is held out
 SHORTEST_TAIL = 2  # the held-out part of a document has at least this number of tokens, because 1 token has no label
@@ -160,20 +157,16 @@ class StoredMask:
 
 
 class TokenizedCorpus:
-    """A corpus, its tokenizer, and the cache of its tokens.
+    """A corpus, its encoder, and the cache of its tokens.
 
-    cache_dir: by default $FA_TRAIN_CACHE, or ~/.cache/fa_train if this variable is not set.
+    encoder: turns documents of the corpus into tokens. cache_dir: by default $FA_TRAIN_CACHE, or ~/.cache/fa_train if
+    this variable is not set.
     """
 
-    def __init__(
-        self, corpus: Corpus[Any], tokenizer: Tokenizer, cache_dir: str | None, chat_template: str | None = None
-    ) -> None:
-        self.corpus = corpus
-        self.encoder: Encoder[Any] = TextEncoder(tokenizer)
-        if isinstance(corpus, ChatCorpus):
-            self.encoder = ChatEncoder(tokenizer, chat_template)
+    def __init__(self, corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: str | None) -> None:
+        self.corpus, self.encoder = corpus, encoder
         self.cache_dir = Path(cache_dir or os.environ.get("FA_TRAIN_CACHE") or "~/.cache/fa_train").expanduser()
-        self.vocab_size, self.pad_id = tokenizer.vocab_size, tokenizer.pad_id
+        self.vocab_size, self.pad_id = encoder.tokenizer.vocab_size, encoder.tokenizer.pad_id
 
     def prepare(self, workers: int = 1) -> Path:
         """Tokenises the corpus in `workers` processes, unless the tokens are in the cache."""

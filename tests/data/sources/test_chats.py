@@ -1,6 +1,7 @@
 """Chats are read in every supported format. Each error names the file and the line."""
 
 import json
+import re
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -130,6 +131,24 @@ def test_a_bad_chat_is_named(tmp_path, row, message):
     with pytest.raises(ValueError, match=message) as error:
         chats(path)
     assert str(path) in str(error.value)
+
+
+def test_rows_that_are_not_chats_can_be_skipped(tmp_path, capsys):
+    empty = {"prompt": "2 + 2?", "completion": " "}
+    path = write_jsonl(tmp_path / "chats.jsonl", [PAIR, empty, {"text": "2"}, PAIR])
+    corpus = ChatCorpus(str(path), skip_invalid=True)
+    assert [key for key, _ in corpus.documents()] == ["chats.jsonl:1", "chats.jsonl:4"]
+    assert re.fullmatch(
+        rf"skipped 2 rows of {path}, which are not valid chats\. The first: a message must not be empty; .*line 2.*\n",
+        capsys.readouterr().out,
+    )
+    strict = ChatCorpus(str(path))
+    with pytest.raises(ValueError, match=r"must not be empty; .*\. data\.skip_invalid=true skips rows that"):
+        list(strict.documents())
+    assert corpus.fingerprint() != strict.fingerprint(), "the cache of a corpus without skipping must not be used"
+    pyarrow.parquet.write_table(pa.Table.from_pylist([PAIR, empty]), tmp_path / "chats.parquet")
+    counted = [ChatCorpus(str(tmp_path / "chats.parquet"), skip_invalid=skips).count() for skips in (False, True)]
+    assert counted == [2, None]
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_tokenised_once_and_anew_when_a_document_changes(folder, tmp_path_factor
 
 
 def test_documents_come_back_wrapped_and_split(folder, tmp_path):
-    source = TokenizedCorpus(TextCorpus(str(folder), "text"), ByteTokenizer(), str(tmp_path / "cache"))
+    source = TokenizedCorpus(TextCorpus(str(folder), "text"), TextEncoder(ByteTokenizer()), str(tmp_path / "cache"))
     everything = [*source.documents(held_out=False), *source.documents(held_out=True)]
     decoded = {ByteTokenizer().decode(x.tolist()) for x in everything}
     assert {"one", "# two", "drei", "vier ü"} <= decoded

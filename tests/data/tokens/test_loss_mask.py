@@ -14,6 +14,7 @@ from fa_train.data.packing.best_fit import BestFit
 from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.rows import IGNORE_INDEX
 from fa_train.data.sources.corpus import TextCorpus
+from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.store import StoredMask, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
@@ -112,7 +113,8 @@ def test_training_documents_without_a_label_are_refused(mask, labels):
 
 def test_text_has_no_mask_on_disk(tmp_path):
     (tmp_path / "a.txt").write_text("one")
-    source = TokenizedCorpus(TextCorpus(str(tmp_path / "a.txt"), "text"), ByteTokenizer(), str(tmp_path / "cache"))
+    corpus = TextCorpus(str(tmp_path / "a.txt"), "text")
+    source = TokenizedCorpus(corpus, TextEncoder(ByteTokenizer()), str(tmp_path / "cache"))
     assert source.documents(held_out=False).loss_mask is None
     [shard] = source.path.glob("*.arrow")
     assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out"]
