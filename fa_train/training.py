@@ -74,6 +74,11 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
     with torch.device("meta") if sharded else device:  # LitGPT allocates a sharded model later
         model = build_model(cfg, vocab_size)
+    if cfg.choices.adapter != "none" and cfg.model.get("pretrained") is None:
+        trainer.print(
+            f"warning: adapter={cfg.choices.adapter} freezes the model's weights, which are random. To train an "
+            "adapter of a checkpoint, set model=pretrained and model.pretrained"
+        )
     return trainer, instantiate(cfg.lit_gpt, model=model), data
 
 

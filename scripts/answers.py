@@ -22,6 +22,7 @@ def answers(
     *,
     prompt: Sequence[str] | None = None,
     chat: Sequence[str] | None = None,
+    system: str | None = None,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -32,18 +33,20 @@ def answers(
 ) -> list[str]:
     """Returns the text that the model writes after each `prompt`, or its answer to each user message in `chat`.
 
-    Exactly one of `prompt` and `chat` must be given.
+    Exactly one of `prompt` and `chat` must be given. system: a system prompt, which needs `chat`.
 
     dtype=None uses the dtype of the stored weights on a GPU and float32 on the CPU. device=None uses a GPU if there is
     one. Raises: ValueError if the model or its tokenizer is missing, if `chat` is given without a chat template, or if
     an argument has an impossible value.
     """
+    if system is not None and chat is None:
+        raise ValueError(f"--system needs --chat; got --system {system!r} and --prompt")
     path = Path(model)
     if path.suffix == ".ckpt":  # a checkpoint file, or the folder of a sharded checkpoint
         with tempfile.TemporaryDirectory() as folder:
             export(path, Path(folder, "exported"), [], dtype)
             return answers(
-                str(Path(folder, "exported")), prompt=prompt, chat=chat, max_new_tokens=max_new_tokens,
+                str(Path(folder, "exported")), prompt=prompt, chat=chat, system=system, max_new_tokens=max_new_tokens,
                 temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, dtype=dtype, device=device,
             )  # fmt: skip
     _require_model(model)
@@ -56,7 +59,8 @@ def answers(
     tokenizer = HFTokenizer(model)
     if chat is not None:
         encoder = ChatEncoder(tokenizer)
-        prompts = [chat_prompt(encoder, [{"role": "user", "content": text}], None) for text in chat]
+        before = [] if system is None else [{"role": "system", "content": system}]
+        prompts = [chat_prompt(encoder, [*before, {"role": "user", "content": text}], None) for text in chat]
     else:  # the tokens include the special tokens that the tokenizer puts before a text
         prompts = [tokenizer.hf(text).input_ids for text in prompt or ()]
     texts = []
@@ -78,6 +82,11 @@ def answers(
 def _require_model(model: str) -> None:
     """Raises: ValueError if `model` is neither a folder with a config.json nor a name on the hub."""
     key, folder = "the argument model", Path(model)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{key} must be a whole model; got {model}, an adapter. Give the checkpoint of the adapter's run, or the "
+            "folder `exported`, which holds the base with the adapter merged into it"
+        )
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(
             f"{key} must be a folder with a config.json, a name on the hub, or a .ckpt of train.py; got {model}, "

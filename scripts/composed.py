@@ -1,5 +1,7 @@
 """Composes the config of train.py for scripts that need only parts of that config."""
 
+from collections.abc import Collection
+
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -8,9 +10,10 @@ from fa_train.config_options import CONF
 from fa_train.run_config import check, wandb_tags
 
 
-def composed(overrides: list[str]) -> DictConfig:
+def composed(overrides: list[str], unread: Collection[str] = ()) -> DictConfig:
     """Composes and checks the config. The result is what train.py composes on a machine with a GPU.
 
+    unread: keys that need no value, because the script does not read them. A missing value becomes an empty text.
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
@@ -22,5 +25,9 @@ def composed(overrides: list[str]) -> DictConfig:
     HydraConfig.instance().set_config(cfg)  # makes interpolations such as ${hydra:runtime.choices.model} work
     with open_dict(cfg):
         del cfg.hydra
+    for key in unread:
+        node, name = key.rsplit(".", 1)
+        if OmegaConf.is_missing(OmegaConf.select(cfg, node), name):
+            OmegaConf.update(cfg, key, "")
     check(cfg)
     return cfg

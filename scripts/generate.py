@@ -30,6 +30,7 @@ def main() -> None:
         action="append",
         help="a user's message to answer; needs a tokenizer with a chat template; may be given several times",
     )
+    parser.add_argument("--system", help="a system prompt for --chat")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="default: 0, which always takes the most likely token"

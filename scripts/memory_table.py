@@ -6,6 +6,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 
+from fa_train.data.tokens.tokenizer import load_tokenizer
 from fa_train.early_checks import micro_batches, ranks_per_copy, require_checkpoint_name, require_groups
 from fa_train.memory.offload import available_host_bytes
 from fa_train.memory.planner.levers import (
@@ -44,7 +45,7 @@ def memory_table(arguments: list[str]) -> str:
     gpu, rest = _taken("gpu_gib", arguments)
     host, overrides = _taken("host_gib", rest)
     gpu_bytes = int(gpu * GIB) if gpu is not None else memory_of_gpu()
-    cfg = composed(overrides)
+    cfg = composed(overrides, unread=["data.path", "data.name"])
     host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
     model = model_of_run(cfg)
     plan, auto = plan_of_run(cfg, model), bool(cfg.memory.get("auto"))
@@ -73,10 +74,21 @@ def model_of_run(cfg: DictConfig) -> GPT:
     """
     require_checkpoint_name(cfg.model.get("pretrained"))
     with torch.device("meta"):
-        vocab_size = cfg.model.vocab_size or instantiate(cfg.data).vocab_size
+        vocab_size = cfg.model.vocab_size or vocab_size_of(cfg.data)
         model: GPT = instantiate(cfg.adapter)(instantiate(cfg.model, vocab_size=vocab_size))
     require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     return model
+
+
+def vocab_size_of(data: DictConfig) -> int:
+    """Returns the size of the vocabulary. Only the tokenizer is loaded, if the data config has one.
+
+    Raises: ValueError if there is no such tokenizer.
+    """
+    if "tokenizer" in data:
+        return load_tokenizer(data.tokenizer).vocab_size
+    size: int = instantiate(data).vocab_size
+    return size
 
 
 def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:

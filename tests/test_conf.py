@@ -45,7 +45,7 @@ def options():
 
 
 @pytest.mark.parametrize("chosen", list(options()))  # tests/models tests the group model
-def test_every_option_builds_a_run(chosen, tmp_path, device):
+def test_every_option_builds_a_run(chosen, tmp_path, device, capsys):
     needed = [override for option in chosen for override in NEEDED.get(option.partition("=")[2], [])]
     if "data=sft" in chosen:
         chats = write_jsonl(tmp_path / "chats.jsonl", many_chats(4))
@@ -56,6 +56,8 @@ def test_every_option_builds_a_run(chosen, tmp_path, device):
     assert trainer.max_steps == 20 and trainer.accumulate_grad_batches == 4
     assert lit_gpt.model.config.vocab_size == data.vocab_size
     assert data.seq_len == 64
+    adapters = {"adapter=lora", "adapter=qlora"} & set(chosen)
+    assert ("freezes the model's weights, which are random" in capsys.readouterr().out) == bool(adapters)
 
 
 def test_libyaml_reads_the_configs_as_python_does():

@@ -4,9 +4,11 @@ training loop. Also tests experiment=extend_context.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -169,6 +171,16 @@ def test_the_learning_rate_is_the_adapters(adapter, lr, tmp_path):
         assert cfg.data.packing == "best_fit" and cfg.model.dtype == "float32"
     with composed(tmp_path, *settings(tmp_path), "preset=gpu") as cfg:
         assert cfg.trainer.precision == "bf16-mixed"
+
+
+def test_a_mixture_has_samples_only_if_a_file_is_named(tmp_path):
+    overrides = ["experiment=finetune", "data=mix", f"model.pretrained={write_base(tmp_path / 'base')}"]
+    with composed(tmp_path, *overrides) as cfg:
+        instantiate(cfg.sample)(SimpleNamespace(is_global_zero=True), None)
+    with composed(tmp_path, *overrides, f"sample.chats={tmp_path}/missing.jsonl") as cfg:
+        sample = instantiate(cfg.sample)
+    with pytest.raises(ValueError, match=r"missing\.jsonl"):
+        sample(SimpleNamespace(is_global_zero=True), None)
 
 
 def test_documents_are_apart_in_the_loop_too():

@@ -130,13 +130,15 @@ class CachedAttention:
 class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
-    chats: the path of the chats, as in data.path. The prompt consists of a chat's messages before the first answer that
-    the model is trained on. The prompt comes from the first held-out chat, or from the first chat if no chat is held
-    out. Chats without messages before this answer are skipped. If all chats are skipped, there is no sample. The answer
-    has at most max_new_tokens tokens. Each token is the most likely one.
+    chats: the path of the chats, as in data.path, or None for no sample. The prompt consists of a chat's messages
+    before the first answer that the model is trained on. The prompt comes from the first held-out chat, or from the
+    first chat if no chat is held out. Chats without messages before this answer are skipped. If all chats are skipped,
+    there is no sample. The answer has at most max_new_tokens tokens. Each token is the most likely one.
     """
 
-    def __init__(self, chats: str, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt) -> None:
+    def __init__(
+        self, chats: str | None, tokenizer: str, chat_template: str | None, max_new_tokens: PositiveInt
+    ) -> None:
         self.chats, self.tokenizer, self.chat_template = chats, tokenizer, chat_template
         self.max_new_tokens = max_new_tokens
 
@@ -146,7 +148,7 @@ class Sample:
         trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device.
         """
         computes = trainer.is_global_zero or isinstance(lit_gpt.model, FSDPModule)
-        sampled = sampled_chat(self.chats) if computes else None
+        sampled = sampled_chat(self.chats) if computes and self.chats is not None else None
         if sampled is None:
             return
         messages, tools = sampled

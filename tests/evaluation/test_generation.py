@@ -220,11 +220,16 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("question", [{"prompt": ["the weather"]}, {"chat": ["2 + 2?"]}], ids=["prompt", "chat"])
+@pytest.mark.parametrize(
+    "question",
+    [{"prompt": ["the weather"]}, {"chat": ["2 + 2?"]}, {"chat": ["2 + 2?"], "system": "be brief."}],
+    ids=["prompt", "chat", "system"],
+)
 def test_the_text_is_transformers(folder, question):
     tokenizer, theirs = chat_tokenizer(), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if "chat" in question:
-        messages = [{"role": "user", "content": question["chat"][0]}]
+        messages = [{"role": "system", "content": question["system"]}] if "system" in question else []
+        messages += [{"role": "user", "content": question["chat"][0]}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt").input_ids
     else:
         ids = tokenizer(question["prompt"][0], return_tensors="pt").input_ids
@@ -250,6 +255,8 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
         run("--chat", "hi", "--top-p", "2")
     with pytest.raises(SystemExit, match=r"error: top_k must be at least 1; got 0"):
         run("--chat", "hi", "--top-k", "0")
+    with pytest.raises(SystemExit, match=r"error: --system needs --chat; got --system 'be brief' and --prompt"):
+        run("--prompt", "hi", "--system", "be brief")
 
 
 @pytest.mark.parametrize(
@@ -257,11 +264,14 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
     [
         pytest.param("../nope", "a name on the hub; got ../nope, which does not exist$", id="missing"),
         pytest.param("run", "a folder without config.json. Its newest checkpoint is run/checkpoints/x.ckpt$", id="run"),
+        pytest.param("adapter", "a whole model; got adapter, an adapter. Give the checkpoint", id="adapter"),
     ],
 )
 def test_a_wrong_model_is_named_as_an_argument(model, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run" / "checkpoints" / "x.ckpt").mkdir(parents=True)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"^the argument model must be .*{message}"):
         answers(model, prompt=["hi"], max_new_tokens=1, device="cpu")
 

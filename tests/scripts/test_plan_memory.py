@@ -46,6 +46,17 @@ def test_the_table_adds_up_to_the_prediction():
     assert "of 139.0, peak at" in table and "of 125.0" in table
 
 
+def test_a_plan_needs_no_data(tmp_path):
+    """Only the size of the vocabulary counts, and the tokenizer determines it."""
+    base = write_base(tmp_path / "base")
+    overrides = ["experiment=finetune", f"model.pretrained={base}", "seq_len=64", "gpu_gib=80", "host_gib=10"]
+    (tmp_path / "chats.jsonl").write_text("")
+    assert memory_table(overrides) == memory_table([*overrides, f"data.path={tmp_path / 'chats.jsonl'}"])
+    assert "fits: yes" in memory_table(["data=text", "seq_len=64", "gpu_gib=80", "host_gib=10"])
+    with pytest.raises(ValueError, match=r"data\.tokenizer must be given"):
+        memory_table(["data=sft"])
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_gets_advice():
     table = memory_table(["model=llama_1b", "seq_len=131072", "gpu_gib=64", "host_gib=125"])
