@@ -236,7 +236,7 @@ class _Attention(torch.autograd.Function):
         return *_gradients(do, dlse, q, k, v, o, lse, schedule, features, deterministic), None, None
 
 
-_apply_without_functorch = apply_without_transforms(_Attention)  # used for calls that no other code observes
+_apply_without_functorch = apply_without_transforms(_Attention)  # for calls that are not observed (see `observed`)
 
 
 def _forward(

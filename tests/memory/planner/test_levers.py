@@ -193,8 +193,8 @@ def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
     ("ranks", "sizes", "smaller"), [(1, (22, 20, 17), "adamw_8bit"), (8, (9, 6, 5), "adamw_bf16")], ids=["one", "eight"]
 )
 def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
-    """With less and less memory, adamw_master comes before the optimizers that are less exact. It cannot train
-    adapters.
+    """If memory is short, the plan recommends adamw_master. It recommends less exact optimizers only if adamw_master
+    does not fit. adamw_master cannot train adapters.
     """
     plan = changed(LLAMA_1B, ranks=ranks, seq_len=2**14)
     none, master, less_exact = (next_lever(plan, GIB * gib, HOST) for gib in sizes)

@@ -132,8 +132,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# A case has the moment of the expected peak, and the changed fields of the plan. No tied case has both few tokens and a
-# large vocabulary: real autograd adds the two gradients of a tied embedding in place, and the simulation does not.
+# A case has the moment of the expected peak, and the changed fields of the plan. No case has a tied embedding, few
+# tokens and a large vocabulary: autograd adds the embedding's two gradients in place, and the simulation does not.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),

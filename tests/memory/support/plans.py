@@ -1,4 +1,4 @@
-"""Memory plans of two published models, changes of their fields, and the models that they describe."""
+"""Memory plans of two published models, and functions that change a plan or build the model of a plan."""
 
 import os
 from collections.abc import Callable, Mapping

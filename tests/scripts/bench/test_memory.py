@@ -61,7 +61,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch, updates):
     )
     # the second round runs in reverse order
     assert [row["combination"] for row in found["rows"]] == names + names[::-1]
-    # each measurement has two warm-up steps and two timed steps; each profile has three steps and two for the profiler
+    # each measurement has two warm-up steps and two timed steps; each profile has five steps
     assert len(updates) == 4 * 4 + 2 * 5
     for row in found["rows"]:
         assert row["outcome"] == "ok" and len(row["step_ms"]) == len(row["optimizer_ms"]) == 2
