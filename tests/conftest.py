@@ -5,9 +5,18 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import torch
+
+# Files and folders of tests that train with several ranks
+SEVERAL_RANKS = (
+    "tests/parallel/",
+    "tests/models/test_initial_weights.py",
+    "tests/test_resume.py",
+    "tests/test_skipped_steps.py",
+)
 
 gc.disable()  # imports of test files create many objects, but little garbage
 
@@ -52,6 +61,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)  # this hook exists only if pytest-xdist is installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Lets one worker run the tests that train with several ranks, while other workers run the other tests.
+
+    Ranks wait for each other often. If the ranks of two tests shared the cores, these waits would be far longer.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class OneWorkerForRanks(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "several ranks" if file.startswith(SEVERAL_RANKS) else file
+
+    return OneWorkerForRanks(config, log)
 
 
 @pytest.fixture(scope="session")

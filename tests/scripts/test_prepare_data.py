@@ -63,7 +63,8 @@ def test_the_command_prepares_data_or_prints_its_help(tmp_path):
     path.write_text('{"messages": 1}\n')
     done = run("workers=1")
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1] == f"error: messages must be a list; {path}, line 1 has a int"
+    expected = f"error: messages must be a list; {path}, line 1 has a int. data.skip_invalid=true skips rows that are"
+    assert done.stderr.strip().splitlines()[-1] == f"{expected} not valid chats"
 
 
 @pytest.mark.parametrize("workers", ["0", "two", "-1"])
