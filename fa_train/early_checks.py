@@ -23,6 +23,8 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     context = strategy.get("context", 1) if sharded else 1
     precision, optimizer = trainer.get("precision", "32-true"), choices["optimizer"]
     require_checkpoint_name(config["model"].get("pretrained"))
+    if config.get("epochs") is not None and choices["data"] == "mix":
+        raise ValueError("epochs needs one dataset; got data=mix. Set max_steps instead")
     require_groups(world_size, context)
     if sharded:
         ranks_per_copy(world_size, strategy["replicas"])

@@ -59,6 +59,7 @@ class Root(TypedDict):
 
     seq_len: PositiveInt
     max_steps: PositiveInt
+    epochs: PositiveFloat | None
     batch_size: PositiveInt
     seed: Seed
     ckpt_path: str | None

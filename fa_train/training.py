@@ -16,6 +16,7 @@ from fa_train import early_checks, preflight, settings
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
 from fa_train.callbacks.monitor import results
 from fa_train.checkpoints import resume
+from fa_train.data.datamodule import PackedDataModule
 from fa_train.fit import fit
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.planner.run import plan_memory, plan_of
@@ -71,6 +72,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     vocab_size = cfg.model.vocab_size or data.vocab_size
     preflight.require_vocabulary(vocab_size, data.vocab_size)
     fill_in_levers(cfg, trainer, vocab_size)
+    if cfg.get("epochs") is not None:
+        fill_in_steps(cfg, trainer, data)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
     with torch.device("meta") if sharded else device:  # LitGPT allocates a sharded model later
         model = build_model(cfg, vocab_size)
@@ -92,6 +95,18 @@ def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
     """Builds the model again, with the same initial weights."""
     L.seed_everything(cfg.seed, verbose=False)
     return build_model(cfg, vocab_size)
+
+
+def fill_in_steps(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule) -> None:
+    """Writes the number of steps of `epochs` epochs to the config, the trainer and the data module.
+
+    Every rank calls this function before the ranks can communicate. The first rank tokenises the data, and the others
+    wait until the tokens are in the cache.
+    Raises: ValueError if the data are a mixture, or of a class that does not know its rows.
+    """
+    if not isinstance(data, PackedDataModule):
+        raise ValueError(f"epochs needs a PackedDataModule; got a {type(data).__name__}. Set max_steps instead")
+    cfg.max_steps = data.max_steps = trainer.fit_loop.epoch_loop.max_steps = data.steps_of(cfg.epochs)
 
 
 def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:

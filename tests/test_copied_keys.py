@@ -28,10 +28,10 @@ from tests.support.training import composed
             r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
         ),
         pytest.param(
-            ["trainer.max_epochs=1"], "trainer.max_epochs must be -1; got 1. Set max_steps instead", id="epochs",
+            ["trainer.max_epochs=1"], "trainer.max_epochs must be -1; got 1. Set epochs or max_steps", id="epochs",
         ),
         pytest.param(
-            ["+trainer.min_steps=9"], "trainer.min_steps must be null; got 9. Only max_steps determines", id="steps",
+            ["+trainer.min_steps=9"], "trainer.min_steps must be null; got 9. Only max_steps or epochs", id="steps",
         ),
         pytest.param(
             ["+trainer.callbacks=[]"], r"trainer.callbacks must be null; got \[\]. Add nodes to callbacks instead",

@@ -114,6 +114,17 @@ class PackedDataModule(L.LightningDataModule):
         for held_out in (False, True):
             self.layouts(held_out=held_out)
 
+    def steps_of(self, epochs: float) -> int:
+        """Returns how many steps use each row `epochs` times, rounded up. Tokenises the data if necessary.
+
+        Raises: ValueError if the data are a mixture, because the epochs of its sources differ.
+        """
+        if isinstance(self.source, Mixture):
+            raise ValueError("epochs needs one dataset; got a mixture. Set max_steps instead")
+        self.prepare_data()
+        rows = PackedRows(self, held_out=False, shuffle=True).per_epoch
+        return math.ceil(epochs * rows / self.batch_size)
+
     def layouts(self, *, held_out: bool) -> dict[str, Layout]:
         """Returns {name of a source: layout of its rows}, for the training or the held-out documents."""
         return {name: self._layout(source, held_out) for name, source in self.sources.items()}

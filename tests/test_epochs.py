@@ -1,0 +1,39 @@
+"""With `epochs`, a run has as many steps as are needed to use each row so many times."""
+
+import math
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+
+from fa_train import training
+from fa_train.early_checks import require_runnable
+from tests.support.training import column, composed, tiny
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("epochs", [0.5, 2])
+def test_steps_and_schedule_last_for_the_epochs(epochs, packing, tmp_path, capsys):
+    settings = (f"epochs={epochs}", "max_steps=9999", f"data.packing={packing}", "trainer.val_check_interval=1")
+    with composed(tmp_path / "run", *tiny(tmp_path, *settings)) as cfg:
+        training.train(cfg)
+        rows = training.build(cfg)[2].packing_report().rows
+    steps = math.ceil(epochs * rows / 4)
+    assert rows > 8 and steps < 9999
+    lr = column(tmp_path / "run", "lr")
+    assert sorted(lr) == list(range(1, steps + 1))
+    assert lr[steps] == min(lr.values()), "the cosine ends at the last step"
+    assert f"this run: {steps} steps of 4 rows" in capsys.readouterr().out
+    assert cfg.max_steps == steps
+
+
+def test_a_mixture_has_no_epochs(tmp_path):
+    config = {"choices": {"strategy": "auto", "optimizer": "adamw", "data": "mix"}, "epochs": 3}
+    config |= {"strategy": {}, "adapter": {}, "trainer": {}, "model": {}}
+    with pytest.raises(ValueError, match=r"epochs needs one dataset; got data=mix\. Set max_steps instead"):
+        require_runnable(config, 1)
+
+
+def test_other_data_modules_have_no_epochs():
+    with pytest.raises(ValueError, match="epochs needs a PackedDataModule; got a LightningDataModule"):
+        training.fill_in_steps(SimpleNamespace(epochs=1), SimpleNamespace(), L.LightningDataModule())
