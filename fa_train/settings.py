@@ -6,6 +6,7 @@ narrower type hints for targets from other packages.
 """
 
 import difflib
+import importlib
 import inspect
 import json
 import pkgutil
@@ -271,6 +272,22 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
     return Keys(plain, definition.__required_keys__)
 
 
+def _hidden_error(target: Any) -> ImportError | None:
+    """Returns the error of an import inside the target's module, or None if there is none.
+
+    For example, the module may need a package that is not installed. pkgutil.resolve_name does not show this error.
+    """
+    try:
+        importlib.import_module(str(target).rpartition(".")[0])
+    except ModuleNotFoundError as error:
+        return None if error.name is None or str(target).startswith(error.name) else error
+    except ImportError as error:
+        return error
+    except (TypeError, ValueError):  # the target is no name
+        return None
+    return None
+
+
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     """Returns the keys that a node accepts, from the parameters of its `_target_`.
 
@@ -281,8 +298,9 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     try:
         function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
+        reason = _hidden_error(target) or error
         raise ValueError(
-            f"{node}._target_ must be a name that can be imported; got {shown(target)}: {error}"
+            f"{node}._target_ must be a name that can be imported; got {shown(target)}: {reason}"
         ) from error
     if not callable(function):
         raise ValueError(f"{node}._target_ must name a function or a class; got {target}")

@@ -411,3 +411,25 @@ def test_other_names_lead_to_keys(tmp_path):
         missing = [key for key in OTHER_NAMES.values() if OmegaConf.select(cfg, key, default=...) is ...]
     assert missing == ["hydra.run.dir"], "this key is Hydra's own"
     assert not OTHER_NAMES.keys() & cfg.keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        pytest.param("needs", "No module named 'not_installed'", id="missing"),
+        pytest.param("wrong", "cannot import name 'nothing' from 'json'", id="name"),
+        pytest.param("fine", "module '{module}' has no attribute 'Thing'", id="attribute"),
+        pytest.param("nowhere", "module '{package}' has no attribute 'nowhere'", id="module"),
+    ],
+)
+def test_why_a_target_cannot_be_imported_is_said(module, reason, tmp_path, monkeypatch):
+    texts = {"__init__": "", "needs": "import not_installed", "wrong": "from json import nothing", "fine": ""}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    package = tmp_path.name  # a different name in each test, because Python keeps imported modules
+    target = f"{package}.{module}.Thing"
+    line = f"can be imported; got {target}: {reason.format(package=package, module=f'{package}.{module}')}"
+    overrides = ["preset=cpu", f"+callbacks.mine._target_={target}"]
+    with composed("folder", *overrides) as cfg, pytest.raises(ValueError, match=line):
+        run_config.check(cfg)
