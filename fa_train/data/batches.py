@@ -19,6 +19,7 @@ from fa_train.parallel.context.shard import ContextShard
 if TYPE_CHECKING:
     from fa_train.data.datamodule import PackedDataModule  # a circular import
 
+VALIDATION_SEED = 0  # of the order in which validation uses rows, so that it does not depend on the seed of a run
 SAMPLED_ROWS = 256  # the number of rows that are used to estimate the mean document length
 
 
@@ -45,11 +46,12 @@ class PackedRows:
                     f"packing must keep at least one label{where}; got none of {report.labels.labels_in:,}. If labels "
                     f"were cut off, raise seq_len={data.seq_len} or data.max_doc_len"
                 )
+        seed = VALIDATION_SEED if held_out else data.seed  # all runs are validated on the same rows
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
             # the seed depends on the source's name, so the order of a source's rows does not depend on the other
             # sources
-            seeds = [(data.seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
+            seeds = [(seed, zlib.crc32(name.encode())) if shuffle else None for name in self.layouts]
             sources = [ShuffledRows(layout, seed) for layout, seed in zip(self.layouts.values(), seeds, strict=True)]
             shares = data.source.rows_a_cycle
             # validation reads each row once, so some sources can run out of rows before others
@@ -57,7 +59,7 @@ class PackedRows:
             self.rows = MixedRows(sources, interleave(counts, shares))
         else:
             [layout] = self.layouts.values()
-            self.rows = ShuffledRows(layout, (data.seed,) if shuffle else None)
+            self.rows = ShuffledRows(layout, (seed,) if shuffle else None)
         self.per_epoch = self.rows.per_epoch
         self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None means that all rows have labels
         self.max_documents = self.rows.max_documents if data.document_mask else 1

@@ -91,6 +91,7 @@ class PackedDataModule(L.LightningDataModule):
         self.val_rows, self.num_workers = val_rows, num_workers
         self.packing, self.max_doc_len, self.long_documents = packing, max_doc_len, long_documents
         self._rows_per_epoch: int | None = None  # of the training documents; None until the data are packed
+        self._sources: dict[str, float] = {}  # as in `state_dict`; empty until the data are packed
         self._resumed: dict[str, Any] = {}  # state_dict() of the run that wrote the checkpoint
 
     @property
@@ -173,6 +174,10 @@ class PackedDataModule(L.LightningDataModule):
         if not isinstance(self.source, Mixture):  # MixReport has the epochs of each source
             trainer.print(run_line(self.max_steps, self.batch_size, rows.per_epoch))
         self._rows_per_epoch = rows.per_epoch
+        if isinstance(self.source, Mixture):
+            percent = dict(zip(rows.layouts, (100 * self.source.rows_a_cycle / CYCLE).tolist(), strict=True))
+            self._sources = {f"{name}.rows": layout.n_rows for name, layout in rows.layouts.items()}
+            self._sources |= {f"{name}.percent": share for name, share in percent.items()}
         for line in self._changes():
             trainer.print(f"warning: {line}. The rows differ, so documents may be repeated or left out")
         dataset = self._micro_batches(rows, step_rows=self.batch_size)
@@ -181,10 +186,14 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that determine the rows, and the number of rows. Checkpoints store both."""
+        """Returns the settings that determine the rows, and numbers of rows. Checkpoints store both.
+
+        sources: the number of rows of each source in an epoch, and its share of the rows in percent, for a mixture.
+        """
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
         settings = {name: getattr(self, name) for name in names}
-        return {"settings": settings, "counts": {"rows_per_epoch": self._rows_per_epoch}}
+        counts = {"rows_per_epoch": self._rows_per_epoch}
+        return {"settings": settings, "counts": counts, "sources": self._sources}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
@@ -192,11 +201,11 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Returns a line for each setting of `state_dict` that differs from the checkpoint's.
 
-        If all settings are equal, but the number of rows differs, the data differ. The line is then about this number.
+        If all settings are equal, but a number of rows differs, the data differ. The line is then about this number.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
-        return settings or counts
+        return settings or counts or differences("data.sources", own["sources"], stored.get("sources"))
 
     def _count_from(self, done: int) -> None:
         """Sets Lightning's counters of finished micro-batches to `done`. Lightning uses these counters to decide when a
@@ -213,7 +222,9 @@ class PackedDataModule(L.LightningDataModule):
         progress.load_state_dict(state)
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
-        rows = PackedRows(self, held_out=True, shuffle=False)
+        rows = PackedRows(self, held_out=True, shuffle=True)  # best_fit puts long documents first; use all lengths
+        if rows.counted and rows.counted < rows.per_epoch:
+            self._running_trainer().print(f"validation: {rows.counted:,} of {rows.per_epoch:,} rows (data.val_rows)")
         if not rows.counted:
             if self.val_rows:
                 self._running_trainer().print("no validation: the data have too few tokens to hold out any of them")

@@ -132,8 +132,9 @@ class Sample:
 
     chats: the path of the chats, as in data.path, or None for no sample. The prompt consists of a chat's messages
     before the first answer that the model is trained on. The prompt comes from the first held-out chat, or from the
-    first chat if no chat is held out. Chats without messages before this answer are skipped. If all chats are skipped,
-    there is no sample. The answer has at most max_new_tokens tokens. Each token is the most likely one.
+    last chat if no chat is held out. Chats without messages before this answer are skipped. If all chats are
+    skipped, there is no sample. There is also none if the prompt and the answer exceed the model's learned
+    positions. The answer has at most max_new_tokens tokens. Each token is the most likely one.
     """
 
     def __init__(
@@ -154,6 +155,11 @@ class Sample:
         messages, tools = sampled
         loaded = load_tokenizer(self.tokenizer)
         prompt = chat_prompt(ChatEncoder(loaded, self.chat_template), messages, tools)
+        try:
+            lit_gpt.model.require_seq_len(len(prompt) + self.max_new_tokens)
+        except ValueError as error:
+            trainer.print(f"no sample: its prompt has {len(prompt)} tokens, and {error}")
+            return
         with trainer.precision_plugin.forward_context():
             stop = stop_tokens(lit_gpt.model, loaded.eos_id)
             ids = generate(lit_gpt.model, prompt, max_new_tokens=self.max_new_tokens, stop=stop)
@@ -171,17 +177,17 @@ def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None]
     """Returns the prompt of a chat as a list of messages, and the chat's tools.
 
     The prompt consists of the chat's messages before the first answer that the model is trained on. The chat is the
-    first held-out chat, or the first chat if no chat is held out. Chats without such messages are skipped. Returns None
+    first held-out chat, or the last chat if no chat is held out. Chats without such messages are skipped. Returns None
     if all chats are skipped.
     """
-    first = None
+    last = None
     for key, chat in ChatCorpus(path, skip_invalid=True).documents():
         trained_on = (i for i, m in enumerate(chat.messages) if i >= chat.trained_from and m["role"] == "assistant")
         asked = chat.messages[: next(trained_on)]
         if asked and is_held_out(key):
             return asked, chat.tools
-        first = first or ((asked, chat.tools) if asked else None)
-    return first
+        last = (asked, chat.tools) if asked else last
+    return last
 
 
 def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] | None) -> list[int]:

@@ -91,19 +91,21 @@ def test_ranks_that_share_a_micro_batch_need_a_function_that_divides_it():
 def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val_rows, monkeypatch):
     """Micro-batches are filled up with rows that have no labels. All ranks have equal numbers of micro-batches."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 150)
-    ranks = []
+    ranks, printed = [], []
     for rank in range(world_size):
         data = make(micro_batch_size=size, batch_size=size, val_rows=val_rows)
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
-        data.trainer = SimpleNamespace(world_size=world_size, global_rank=rank, strategy=strategy)
+        data.trainer = SimpleNamespace(world_size=world_size, global_rank=rank, strategy=strategy, print=printed.append)
         ranks.append(list(data.val_dataloader()))
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for batches in ranks for batch in batches]
     assert all(len(batch["tokens"]) == 16 * size for batch in batches)
     labels = rows_of([batch["labels"] for batch in batches])
     counted = [row for row in labels if set(row) != {IGNORE_INDEX}]
-    rows = PackedRows(make(val_rows=val_rows), held_out=True, shuffle=False)
+    rows = PackedRows(make(val_rows=val_rows), held_out=True, shuffle=True)
     assert 3 < rows.per_epoch < 99
+    said = f"validation: {val_rows} of {rows.per_epoch} rows (data.val_rows)"
+    assert printed == ([said] * world_size if val_rows < rows.per_epoch else [])
     assert counted == rows_of([rows.batch(0, min(val_rows, rows.per_epoch))["labels"]])
 
 
@@ -262,3 +264,35 @@ def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
     trained, held_out = (data.source.documents(held_out=held_out) for held_out in (False, True))
     assert (len(trained), len(held_out)) == (40, 3)
     assert held_out.loss_mask is not None
+
+
+def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_path):
+    """best_fit numbers rows by length. In this corpus, only a few of the rows are one long document."""
+    rows = [{"prompt": "2?", "completion": "4" * n} for n in [30] * 20 + [2] * 200]
+    train, val = (write_jsonl(tmp_path / f"{name}.jsonl", rows) for name in ("train", "val"))
+    tokenizer, options = save_tokenizer(tmp_path / "tokenizer"), OPTIONS | {"seq_len": 64, "val_rows": 10}
+    labels = []
+    for seed in (1, 2):
+        more = options | {"seed": seed, "packing": "best_fit"}
+        data = sft_data(str(train), tokenizer, None, str(tmp_path / "cache"), str(val), **more)
+        packed = PackedRows(data, held_out=True, shuffle=True)
+        assert packed.per_epoch > 20
+        labels.append([packed.batch(index, 1) for index in range(10)])
+    documents = [len(row["cu_seqlens"].unique()) - 1 for row in labels[0]]
+    assert min(documents) < 4 and max(documents) > 4, documents
+    for one, other in zip(*labels, strict=True):
+        assert torch.equal(one["tokens"], other["tokens"])
+
+
+@pytest.mark.parametrize("empty", ["path", "val_path"])
+def test_named_validation_files_are_never_trained_on(empty, tmp_path):
+    """A corpus without held-out documents, or without others, is not divided if the user has divided it."""
+    paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}
+    write_jsonl(paths[empty], [{"text": "no chat"}] * 3)
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    given = str(paths["path"]), tokenizer, None, str(tmp_path / "cache"), str(paths["val_path"])
+    data = sft_data(*given, skip_invalid=True, packing="best_fit", **OPTIONS)
+    with pytest.raises(ValueError, match=rf"^data\.{empty}={paths[empty]} must have a document with text; it has none"):
+        data.prepare_data()
+    with pytest.raises(ValueError, match=rf"^data\.{empty}={paths[empty]}: a chat must have messages"):
+        sft_data(*given, packing="best_fit", **OPTIONS).prepare_data()

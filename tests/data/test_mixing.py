@@ -133,6 +133,30 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path):
     assert len(whole) == 24 and [x.tolist() for x in rest] == [x.tolist() for x in whole[12:]]
 
 
+@pytest.mark.parametrize(
+    ("changes", "warnings"),
+    [
+        pytest.param({}, [], id="none"),
+        pytest.param(
+            {"weights": (1, 1)},
+            ["a.percent=75.0; this run has 50.0", "b.percent=25.0; this run has 50.0"],
+            id="weights",
+        ),
+        pytest.param({"lengths": ((16, 9), (16, 16, 7))}, ["a.rows=5; this run has 2"], id="data"),
+    ],
+)
+def test_a_resumed_run_warns_if_the_mixture_has_changed(changes, warnings, tmp_path, capsys):
+    with pytest.raises(Killed):
+        fit(tmp_path, Recorder(die_at=3), make())
+    capsys.readouterr()
+    fit(tmp_path, Recorder(), make(**changes), tmp_path / "last.ckpt")
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    begin, end = "warning: the checkpoint was written with data.sources.", ". The rows differ, so documents may be"
+    assert len(printed) == len(warnings), printed
+    for line, expected in zip(printed, warnings, strict=True):
+        assert line.startswith(f"{begin}{expected}{end}")
+
+
 def test_validation_sees_every_row_of_every_source_once():
     rows = PackedRows(make(weights=(1, 9)), held_out=True, shuffle=False)
     seen = tokens_of(rows, 0, rows.per_epoch)

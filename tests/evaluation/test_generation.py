@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fa_kernels import flash_attn_with_kvcache
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import is_held_out
 from fa_train.evaluation import generation
-from fa_train.evaluation.generation import generate, sampled_chat, stop_tokens
+from fa_train.evaluation.generation import Sample, generate, sampled_chat, stop_tokens
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
@@ -130,7 +131,8 @@ def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path):
     messages, tools = sampled_chat(str(path))
     held_out = next(i for i, (key, _) in enumerate(ChatCorpus(str(path)).documents()) if i and is_held_out(key))
     assert messages == chats[held_out]["messages"][:1] and held_out > 1 and tools is None
-    few = write_jsonl(tmp_path / "few.jsonl", [*without_question, {"prompt": "a", "completion": "b"}])
+    pairs = [{"prompt": prompt, "completion": "b"} for prompt in ("z", "a")]
+    few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question])  # the hash holds out none of these
     assert sampled_chat(str(few)) == ([ask("a")], None)
     assert sampled_chat(str(write_jsonl(tmp_path / "none.jsonl", without_question))) is None
 
@@ -287,6 +289,17 @@ def test_a_device_that_is_not_there_is_named(device, message, folder, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=f"--device {message}"):
         answers(str(folder), prompt=["hi"], max_new_tokens=1, device=device)
+
+
+def test_there_is_no_sample_if_its_prompt_exceeds_learned_positions(folder, tmp_path):
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": "2 + 2?", "completion": "4"}])
+    printed: list[str] = []
+    trainer = SimpleNamespace(is_global_zero=True, print=printed.append, default_root_dir=tmp_path)
+    model = small(positions="learned", max_seq_len=16)
+    Sample(str(path), str(folder), None, 32)(trainer, SimpleNamespace(model=model))
+    [line] = printed
+    assert line.startswith("no sample: its prompt has ") and "max_seq_len=16 tokens" in line
+    assert not (tmp_path / "samples.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from fa_train.data.sources.corpus import load_hf_dataset
-from fa_train.data.sources.files import count_rows, find_files, hash_files, read_rows
+from fa_train.data.sources.files import count_rows, find_files, hash_files, read_rows, without_nulls
 from fa_train.private_names import private
 
 HUB = "hf:"
@@ -88,7 +88,7 @@ class FileRows:
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
             for number, where, row in read_rows(path):
-                yield f"{key}:{number}", where, row
+                yield f"{key}:{number}", where, _without_nulls_below(row) if path.suffix == ".parquet" else row
 
     def count(self) -> int | None:
         counts = [count_rows(path) for path in self.paths]
@@ -113,13 +113,18 @@ class HubRows:
 
     def read(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
         for number, row in enumerate(self.dataset):
-            yield str(number), f"{self.path}, row {number}", row
+            yield str(number), f"{self.path}, row {number}", _without_nulls_below(row)
 
     def count(self) -> int:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
         return f"{private('datasets', self.dataset, '_fingerprint')}-chats"
+
+
+def _without_nulls_below(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes nulls that Arrow has added to the objects in a row. Columns keep their nulls, for error messages."""
+    return {name: without_nulls(value) for name, value in row.items()}
 
 
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
@@ -147,8 +152,10 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
             "a chat must have messages, conversations, prompt and completion, instruction and output, or question and "
             f"answer; {where} has {found}"
         )
-    system = present.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] not in ("system", "developer"):
+    system = present.get("system", "")
+    if not isinstance(system, str):
+        raise ValueError(f"system must be a text; {where} has a {type(system).__name__}")
+    if system.strip() and messages[0]["role"] not in ("system", "developer"):
         messages, trained_from = [{"role": "system", "content": system}, *messages], trained_from + 1
     if not any(message["role"] == "assistant" for message in messages[trained_from:]):
         raise ValueError(f"a chat must have an assistant's message to train on; {where} has none")

@@ -72,8 +72,16 @@ class WithValidation(Generic[Document]):
 
     def documents(self) -> Iterator[tuple[str, Document]]:
         for prefix, corpus in self.parts.items():
-            for key, document in corpus.documents():
-                yield prefix + key, document
+            try:
+                for key, document in corpus.documents():
+                    yield prefix + key, document
+            except ValueError as error:
+                raise ValueError(f"{self.shown(prefix == VALIDATION)}: {error}") from error
+
+    def shown(self, held_out: bool) -> str:
+        """Returns the setting that names the training documents or the held-out documents, for error messages."""
+        prefix = VALIDATION if held_out else TRAINING
+        return f"{prefix.rstrip(':')}={self.parts[prefix].name}"
 
     def count(self) -> int | None:
         counts = [corpus.count() for corpus in self.parts.values()]

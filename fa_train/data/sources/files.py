@@ -121,6 +121,18 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[FileRow]:
                 yield FileRow(number, f"{path}, row {number}", value)
 
 
+def without_nulls(value: Any) -> Any:
+    """Removes the keys whose value is null from all objects in a value of an Arrow table.
+
+    All rows of an Arrow column have the same keys, so an object has null for each key that only other rows have.
+    """
+    if isinstance(value, dict):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [without_nulls(entry) for entry in value]
+    return value
+
+
 @contextmanager
 def _named_corruption(path: Path) -> Iterator[None]:
     """Converts an error of Arrow to a ValueError that names the file."""

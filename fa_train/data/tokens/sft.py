@@ -21,7 +21,7 @@ from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "3"  # the version of the conversion from chats to tokens, which is part of the cache key
+FORMAT = "4"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 Spans = list[tuple[int, int]]
 
@@ -94,7 +94,8 @@ class ChatEncoder:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
         elif trained_on != answers:  # a block does not say which message it belongs to
             begin = self._answer_span(template, chat, trained_on[0], text)[0]
-            spans = [(start, stop) for start, stop in spans if start >= begin]
+            # the block of a trained answer may start before the answer, for example at its role
+            spans = [(start, stop) for start, stop in spans if stop > begin]
         return Rendered(text, spans)
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from fa_train.data.packing.rows import LossMask
-from fa_train.data.sources.corpus import Corpus
+from fa_train.data.sources.corpus import Corpus, WithValidation
 from fa_train.data.tokens.encoding import Encoder
 from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
 
@@ -39,14 +39,15 @@ class Documents:
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
     document is held out. In a small corpus, this rule may select all documents or none. In this case, a corpus of
     several chats holds out its last chat, and any other corpus holds out the last part of its longest document. Nothing
-    is held out if this part would have fewer than SHORTEST_TAIL tokens.
+    is held out if this part would have fewer than SHORTEST_TAIL tokens. If `divided` is true, the user has named the
+    held-out documents, so this rule does not apply.
     is_tail: whether the held-out document is the last part of a training document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """
 
-    def __init__(self, path: Path, *, held_out: bool, vocab_size: int) -> None:
-        self._source = path, held_out, vocab_size
+    def __init__(self, path: Path, *, held_out: bool, vocab_size: int, divided: bool = False) -> None:
+        self._source = path, held_out, vocab_size, divided
         self._vocab_size = vocab_size
         files = _whole_shards(path)
         tables = [_read_shard(file) for file in files]
@@ -62,7 +63,7 @@ class Documents:
         chosen = flags == held_out
         masked = LOSS_MASK.name in table.column_names
         of_texts = flags[length > 0]  # an empty document can be neither trained on nor evaluated
-        one_sided = of_texts.all() or not of_texts.any()
+        one_sided = not divided and (of_texts.all() or not of_texts.any())
         self.is_tail = False
         if one_sided and masked and len(flags) > 1:
             chosen = (np.arange(len(flags)) == len(flags) - 1) == held_out
@@ -129,8 +130,8 @@ def _damage(file: Path, what: str) -> ValueError:
     return ValueError(f"{file} is damaged: {what}. Delete {file.parent}, and the next run writes it again")
 
 
-def _open_documents(path: Path, held_out: bool, vocab_size: int) -> Documents:
-    return Documents(path, held_out=held_out, vocab_size=vocab_size)
+def _open_documents(path: Path, held_out: bool, vocab_size: int, divided: bool) -> Documents:
+    return Documents(path, held_out=held_out, vocab_size=vocab_size, divided=divided)
 
 
 class StoredMask:
@@ -178,5 +179,12 @@ class TokenizedCorpus:
         return self.prepare()
 
     def documents(self, *, held_out: bool) -> Documents:
-        """Returns the training documents, or the documents that are held out for validation."""
-        return Documents(self.path, held_out=held_out, vocab_size=self.vocab_size)
+        """Returns the training documents, or the documents that are held out for validation.
+
+        Raises: ValueError if the user has named files for validation, and these documents have no token.
+        """
+        divided = isinstance(self.corpus, WithValidation)
+        documents = Documents(self.path, held_out=held_out, vocab_size=self.vocab_size, divided=divided)
+        if isinstance(self.corpus, WithValidation) and not documents.lengths.any():
+            raise ValueError(f"{self.corpus.shown(held_out)} must have a document with text; it has none")
+        return documents

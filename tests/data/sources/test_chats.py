@@ -45,6 +45,16 @@ def test_a_system_prompt_may_have_its_own_column():
     begun = [chat_message("developer", "be long."), QUESTION, ANSWER]
     assert parse_chat({"messages": begun, "system": "be brief."}, "").messages == begun
     assert parse_chat(PAIR | {"system": " "}, "").messages == [QUESTION, ANSWER]
+    with pytest.raises(ValueError, match=r"system must be a text; row 1 has a list"):
+        parse_chat(PAIR | {"system": ["be brief."]}, "row 1")
+
+
+def test_calls_in_parquet_have_no_arguments_of_other_rows(tmp_path):
+    calls = [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "add", "arguments": {"a": 1, "b": 2}}]
+    rows = [{"messages": [QUESTION, chat_message("assistant", "", tool_calls=[call])]} for call in calls]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "chats.parquet")
+    found = [chat.messages[1]["tool_calls"][0]["arguments"] for chat in chats(tmp_path / "chats.parquet")]
+    assert found == [call["arguments"] for call in calls]
 
 
 def test_marks_of_trained_messages_are_accepted():

@@ -124,6 +124,21 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     assert [whose[place] for place in places] == loss_mask.astype(int).tolist()
 
 
+@pytest.mark.parametrize(
+    ("before", "begin"), [("", "<|im_start|>assistant\n"), ("<|im_start|>", "assistant\n")], ids=["role", "name"]
+)
+def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before, begin, tmp_path):
+    """The block begins with a part of the generation prompt. The earlier answer is not trained on."""
+    answer = before + "{% generation %}" + begin + "{{ message.content }}<|im_end|>{% endgeneration %}"
+    template = "{% for message in messages %}{% if message.role == 'assistant' %}" + answer + "{% else %}"
+    template += "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    prompt = [chat_message("user", "2"), chat_message("assistant", "so"), chat_message("user", "the")]
+    chat_encoder = encoder(tmp_path, template)
+    ids, loss_mask = encode(chat_encoder, {"prompt": prompt, "completion": "sunny"})
+    assert chat_encoder.tokenizer.hf.decode(ids[loss_mask]) == begin + "sunny<|im_end|>"
+
+
 def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
     # The tokens of "a: " + " b" are "a:" and " b". The token " b" cannot follow the prompt "a: ", which already ends
     # with that space.
