@@ -318,7 +318,7 @@ def test_another_scale_of_an_adapter_is_said(trained, tmp_path, capsys):
     capsys.readouterr()
     run(tmp_path / "again", trained, "adapter=lora", "max_steps=2", start, *changed)
     printed = capsys.readouterr().out.splitlines()
-    assert [line for line in printed if line.startswith("warning: ")] == [
+    assert [line for line in printed if line.startswith("warning: the checkpoint")] == [
         "warning: the checkpoint was written with adapter.lora_alpha=32; this run has 8",
         "warning: the checkpoint was written with adapter.use_rslora=false; this run has true",
     ]
