@@ -18,6 +18,7 @@ from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
 from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
 from fa_train.run_config import check, in_sweep, launch_ranks, require_start, sweep_group, wandb_tags
+from fa_train.sweep_table import print_tables
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
@@ -78,4 +79,7 @@ if __name__ == "__main__":
         end_with_launcher()
     ctrl_c_ends_at_once()
     with reported(MISTAKES):
-        main()
+        try:
+            main()
+        finally:
+            print_tables()

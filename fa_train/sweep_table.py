@@ -24,29 +24,37 @@ PRINTED = {
 Row = dict[str, Any]
 
 
+_unprinted: dict[Path, list[Row]] = {}  # the rows that print_tables has not printed yet, by the path of sweep.csv
+
+
 class SweepTable(Callback):
-    """A Hydra callback that writes sweep.csv to a multirun's folder, and prints a table at the end.
+    """A Hydra callback that writes sweep.csv to a multirun's folder, and collects the rows for `print_tables`.
 
     The file has one row per job: the job's number, its overrides, its outcome, and the metrics of its result.json. The
     file is written again after each job, so that it is complete even if a later job fails. A sweep with `sweep_job`,
     such as experiment=ablate_attention, writes its own report instead.
     """
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **others: Any) -> None:
         if config.hydra.mode != RunMode.MULTIRUN or "sweep_job" in config or given_rank() not in (None, "0"):
             return
-        self.rows.append(row_of(config, job_return))
         path = Path(config.hydra.sweep.dir, FILE)
-        write(self.rows, path)
+        rows = _unprinted.setdefault(path, [])
+        rows.append(row_of(config, job_return))
+        write(rows, path)
         if job_return.status == JobStatus.FAILED:
-            print(f"job {config.hydra.job.num} failed: {self.rows[-1]['outcome']}. See {path}", file=sys.stderr)
+            print(f"job {config.hydra.job.num} failed: {rows[-1]['outcome']}. See {path}", file=sys.stderr)
 
-    def on_multirun_end(self, config: DictConfig, **others: Any) -> None:
-        if self.rows:
-            print(table(self.rows), f"sweep: {Path(config.hydra.sweep.dir, FILE)}", sep="\n", flush=True)
+
+def print_tables() -> None:
+    """Prints the table of each multirun whose table is not printed yet, and the path of its sweep.csv.
+
+    Call this function after a multirun, also if it has raised an error. Hydra calls on_multirun_end only if no job has
+    failed.
+    """
+    while _unprinted:
+        path, rows = _unprinted.popitem()
+        print(table(rows), f"sweep: {path}", sep="\n", flush=True)
 
 
 def row_of(config: DictConfig, job_return: JobReturn) -> Row:

@@ -2,13 +2,15 @@
 
 import csv
 import json
+import re
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from fa_train.sweep_table import SweepTable
+from fa_train.sweep_table import SweepTable, print_tables
+from tests.support.training import command_line, tiny
 
 
 def job_config(folder, number, mode=RunMode.MULTIRUN):
@@ -27,7 +29,6 @@ def finish(callback, folder, number, overrides, result=None, error=None):
         (folder / str(number) / "result.json").write_text(json.dumps(result))
     status = JobStatus.FAILED if error else JobStatus.COMPLETED
     callback.on_job_end(config, JobReturn(overrides=overrides, status=status, _return_value=error))
-    return config
 
 
 def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
@@ -35,9 +36,9 @@ def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
     result = {"train/loss": 1.5, "perf/tokens_per_s": 12345.6, "tokens": 640}
     finish(callback, tmp_path, 0, ["seq_len=64", "+data.path=x=y", "attention=flash"], result)
     finish(callback, tmp_path, 1, ["seq_len=128", "+data.path=x=y", "attention=flash"], {"oom": 1.0})
-    config = finish(callback, tmp_path, 2, ["seq_len=-1", "attention=flash"], error=ValueError("seq_len is negative"))
+    finish(callback, tmp_path, 2, ["seq_len=-1", "attention=flash"], error=ValueError("seq_len is negative"))
     assert capsys.readouterr().err == f"job 2 failed: ValueError: seq_len is negative. See {tmp_path}/sweep.csv\n"
-    callback.on_multirun_end(config)
+    print_tables()
     assert capsys.readouterr().out.splitlines() == [
         "job  seq_len  data.path  loss    tokens/s  outcome",
         "0    64       x=y        1.5000  12,346    ok",
@@ -51,6 +52,27 @@ def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
     assert [row["outcome"] for row in (first, second)] == ["ok", "oom"] and second["train/loss"] == ""
 
 
+def test_a_table_is_printed_once(tmp_path, capsys):
+    finish(SweepTable(), tmp_path, 0, ["seq_len=64"], {"train/loss": 1.5})
+    print_tables()
+    assert capsys.readouterr().out
+    print_tables()
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_multirun_with_a_failed_job_ends_with_its_table_and_the_error(tmp_path):
+    sweep = ["batch_size=4,5", "data.micro_batch_size=2", "max_steps=1"]
+    done = command_line(tmp_path, "-m", *tiny(tmp_path, *sweep))
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    *_, header, first, second, file = done.stdout.splitlines()
+    assert header.split()[:2] == ["job", "batch_size"], "only the batch size differs"
+    assert first.split()[:2] == ["0", "4"] and first.endswith(" ok")
+    assert second.split()[:2] == ["1", "5"] and "ValueError: batch_size must be a multiple of" in second
+    assert re.fullmatch(r"sweep: \S+/sweep\.csv", file)
+    assert done.stderr.splitlines()[-1].startswith("error: batch_size must be a multiple of")
+
+
 @pytest.mark.parametrize("case", ["single run", "other rank", "other rank of srun", "sweep with its own report"])
 def test_other_runs_have_no_table(tmp_path, monkeypatch, capsys, case):
     config = job_config(tmp_path, 0, RunMode.RUN if case == "single run" else RunMode.MULTIRUN)
@@ -60,5 +82,5 @@ def test_other_runs_have_no_table(tmp_path, monkeypatch, capsys, case):
         config.sweep_job = {"_target_": "builtins.dict"}
     callback = SweepTable()
     callback.on_job_end(config, JobReturn(overrides=[], status=JobStatus.COMPLETED))
-    callback.on_multirun_end(config)
+    print_tables()
     assert not (tmp_path / "sweep.csv").exists() and capsys.readouterr().out == ""
