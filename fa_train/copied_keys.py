@@ -19,6 +19,7 @@ COPIES = {
     "callbacks.monitor.seq_len": "seq_len",
     "callbacks.monitor.batch_size": "batch_size",
     "callbacks.out_of_memory.seq_len": "seq_len",
+    "callbacks.checkpoint.run_name": "run_name",
     "callbacks.out_of_memory.micro_batch_size": "data.micro_batch_size",
 }
 # {argument of Lightning's Trainer: (the supported values, advice for users of other values)}

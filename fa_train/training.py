@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
-from fa_train import early_checks, preflight, settings
+from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
 from fa_train.callbacks.monitor import results
 from fa_train.checkpoints import resume
@@ -185,7 +185,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
-    newest = partial(resume.checkpoint_path, cfg.ckpt_path, Path("runs", settings.run_folder(cfg.run_name)))
+    newest = partial(resume.checkpoint_path, cfg.ckpt_path, resume.runs_folder(cfg.run_name))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
     if done >= cfg.max_steps:

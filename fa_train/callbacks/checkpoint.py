@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.callbacks.timestamp import Timestamp
+from fa_train.checkpoints import resume
 from fa_train.checkpoints.files import (
     PARTIAL,
     SUFFIX,
@@ -46,6 +47,7 @@ class Save:
 class Checkpoint(CheckpointCallback):
     """Saves a checkpoint every every_n_train_steps steps and at the end of a run.
 
+    run_name: the run's name. It determines the folder that ckpt_path=last searches.
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones.
@@ -66,13 +68,14 @@ class Checkpoint(CheckpointCallback):
     def __init__(
         self,
         dirpath: str,
+        run_name: Any,
         every_n_train_steps: PositiveInt,
         save_top_k: PositiveInt | Literal[-1],
         keep_best: bool,
         save_on_exception: bool,
         asynchronous: bool,
     ) -> None:
-        self.folder = Path(dirpath)
+        self.folder, self.runs = Path(dirpath), resume.runs_folder(run_name)
         self.every_n_train_steps, self.save_top_k, self.keep_best = every_n_train_steps, save_top_k, keep_best
         self.save_on_exception, self.asynchronous = save_on_exception, asynchronous
         self.saved: list[Path] = []  # the checkpoints that this process has saved, oldest first
@@ -155,7 +158,8 @@ class Checkpoint(CheckpointCallback):
         except CheckpointError as error:
             trainer.print(f"error: {error}")
         if self.saved:
-            trainer.print(f"checkpoint: {self.saved[-1]}; ckpt_path=last resumes from it")
+            newest = self.saved[-1]
+            trainer.print(f"checkpoint: {newest}; {resume.override_for(newest, self.runs)} resumes from it")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Saves the current step unless it is already saved. The save may go on in the background.

@@ -3,10 +3,22 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from fa_train import settings
 from fa_train.checkpoints.base import require_same_weights
 from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest, shapes
 from fa_train.models.gpt import GPT
 from fa_train.parallel.sharded_checkpoint import read_parts, require_whole
+
+
+def runs_folder(run_name: object) -> Path:
+    """Returns the folder that ckpt_path=last searches. Raises: ValueError if run_name is not the name of a folder."""
+    return Path("runs", settings.run_folder(run_name))
+
+
+def override_for(checkpoint: Path, runs: Path) -> str:
+    """Returns the override that resumes from a checkpoint: ckpt_path=last if the checkpoint is below `runs`."""
+    is_below = checkpoint.resolve().is_relative_to(runs.resolve())
+    return "ckpt_path=last" if is_below else f"ckpt_path={checkpoint}"
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:

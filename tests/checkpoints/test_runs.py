@@ -180,7 +180,7 @@ def test_a_failed_rename_is_one_line(tmp_path, monkeypatch):
 
 def test_a_run_goes_on_if_an_old_checkpoint_cannot_be_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "remove", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
-    callback = checkpoint.Checkpoint(str(tmp_path), 1, 1, keep_best=False, save_on_exception=True, asynchronous=False)
+    callback = checkpoint.Checkpoint(str(tmp_path), "mine", 1, 1, False, save_on_exception=True, asynchronous=False)
     callback.saved = [tmp_path / "step_0000001.ckpt", tmp_path / "step_0000002.ckpt"]
     trainer = Mock(is_global_zero=True)
     callback._prune(trainer)
@@ -230,6 +230,26 @@ def test_an_error_saves_whole_updates_only(whole_update, saved, tmp_path, monkey
     with pytest.raises(RuntimeError, match="the first error"):
         run(tmp_path / "run", tmp_path, "max_steps=4", *fails)
     assert [path.name for path in tmp_path.glob("run/checkpoints/*")] == saved
+
+
+@pytest.mark.parametrize(
+    ("folder", "is_last"),
+    [
+        pytest.param("runs/mine/now", True, id="below-its-runs"),
+        pytest.param("runs/multirun/now/0", False, id="sweep"),
+        pytest.param("runs/mine_too/now", False, id="similar-name", marks=pytest.mark.slow),
+    ],
+)
+def test_a_failed_run_names_the_override_that_resumes(folder, is_last, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fails = "+callbacks.fails._target_=tests.checkpoints.test_runs.Fails"
+    with pytest.raises(RuntimeError, match="the first error"):
+        run(tmp_path / folder, tmp_path, "run_name=mine", "max_steps=4", fails, "+callbacks.fails.whole_update=true")
+    path = tmp_path / folder / "checkpoints" / "step_0000003.ckpt"
+    override = "ckpt_path=last" if is_last else f"ckpt_path={path}"
+    assert f"checkpoint: {path}; {override} resumes from it\n" in capsys.readouterr().out
+    run(tmp_path / "again", tmp_path, "run_name=mine", "max_steps=4", override)
+    assert re.search(r"resuming from .*step_0000003.ckpt after step 3\n", capsys.readouterr().out)
 
 
 class Spoil(Callback):
@@ -382,7 +402,7 @@ def test_another_learning_rate_is_said(trained, tmp_path, capsys):
 
 
 def test_the_last_step_is_saved_although_an_earlier_save_failed(tmp_path, monkeypatch):
-    callback = checkpoint.Checkpoint(str(tmp_path), 1, 1, keep_best=False, save_on_exception=True, asynchronous=True)
+    callback = checkpoint.Checkpoint(str(tmp_path), "mine", 1, 1, False, save_on_exception=True, asynchronous=True)
     monkeypatch.setattr(callback, "_end_background", Mock(side_effect=CheckpointError("the disk was full")))
     monkeypatch.setattr(callback, "_save", Mock())
     with pytest.raises(CheckpointError, match="the disk was full"):

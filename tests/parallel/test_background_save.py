@@ -137,7 +137,7 @@ def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
     trainer, said = Mock(world_size=2, global_step=1, fast_dev_run=False, strategy=strategy, loggers=[]), []
     trainer.callbacks, trainer.print, trainer.save_checkpoint = [Monitor(1, 1, None)], said.append, save_checkpoint
     module = torch.nn.Linear(1, 1)
-    checkpoint = Checkpoint(str(tmp_path), 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
+    checkpoint = Checkpoint(str(tmp_path), "mine", 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
     checkpoint._background, checkpoint.saved = background, [tmp_path / "step_0000001.ckpt"]
     checkpoint.on_train_start(trainer, module)
     trainer.global_step = 2
@@ -145,7 +145,8 @@ def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
     checkpoint.on_exception(trainer, module, SIGTERMException())
     assert read_file(tmp_path / "step_0000002.ckpt")["global_step"] == 2
     assert said[0].endswith("step_0000002.ckpt could not be written: No space left on device")
-    assert said[1:] == [f"checkpoint: {tmp_path}/step_0000002.ckpt; ckpt_path=last resumes from it"]
+    path = tmp_path / "step_0000002.ckpt"
+    assert said[1:] == [f"checkpoint: {path}; ckpt_path={path} resumes from it"]
 
 
 class KilledWhileSaving(Callback):

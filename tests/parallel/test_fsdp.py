@@ -349,7 +349,7 @@ def test_an_error_of_one_rank_waits_for_no_other(world_size, exception, saves, t
         world_size=world_size, strategy=SimpleNamespace(launcher=None), print=print, callbacks=[Monitor(1, 1, None)],
         global_step=1,
     )  # fmt: skip
-    checkpoint = Checkpoint(str(tmp_path), 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
+    checkpoint = Checkpoint(str(tmp_path), "mine", 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
     checkpoint.on_exception(trainer, None, exception)
     assert bool(saved) == saves
 
