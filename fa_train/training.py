@@ -23,6 +23,7 @@ from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
+from fa_train.models.hf.export import require_exportable
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks
@@ -185,6 +186,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
+        require_exportable(lit_gpt.model, cfg.seq_len)
     newest = partial(resume.checkpoint_path, cfg.ckpt_path, resume.runs_folder(cfg.run_name))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))

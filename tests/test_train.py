@@ -84,6 +84,28 @@ def test_a_sweep_goes_on_after_running_out_of_memory(tmp_path):
     assert re.search(r"job +seq_len .*outcome\n0 +131072 .*oom\n1 +64 .*ok\nsweep: \S+sweep\.csv", done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("settings", "exports"),
+    [
+        pytest.param(["model.positions=none"], False, id="no-positions"),
+        pytest.param(["model.norm=layernorm"], False, id="layernorm"),
+        pytest.param([], True, id="llama"),
+        pytest.param(["adapter=lora"], True, id="adapter", marks=pytest.mark.slow),
+    ],
+)
+def test_an_export_that_would_fail_is_refused_before_training(settings, exports, tmp_path, monkeypatch):
+    def fit(trainer, *args):
+        raise InterruptedError("training starts")
+
+    monkeypatch.setattr(training, "fit", fit)
+    error = InterruptedError if exports else ValueError
+    with pytest.raises(error, match="^training starts" if exports else "^an export needs the architecture of llama"):
+        run(tmp_path, "export=true", *settings)
+    if not exports:
+        with pytest.raises(InterruptedError):
+            run(tmp_path, *settings)
+
+
 @pytest.mark.slow
 def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
     """If a run gets SIGTERM, it saves a checkpoint.

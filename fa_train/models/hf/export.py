@@ -16,8 +16,9 @@ import torch
 
 from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
+from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
-from fa_train.models.hf.import_ import SavesTokenizer, save_pretrained
+from fa_train.models.hf.import_ import SavesTokenizer, new_config, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
@@ -74,6 +75,17 @@ def export_run(
     return written
 
 
+def require_exportable(model: GPT, seq_len: int) -> None:
+    """Checks that transformers supports the model's architecture. Does not change the model.
+
+    seq_len: the length of training rows in tokens.
+    Raises: ValueError if `write` would refuse the architecture. A model that was loaded from a checkpoint keeps the
+    config.json of its checkpoint, and is never refused.
+    """
+    if model.origin is None:
+        new_config(_with_context_length(model.config, seq_len), None)
+
+
 def write(
     model: GPT,
     step: int,
@@ -97,8 +109,7 @@ def write(
     """
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
-    if model.config.max_seq_len is None:  # by default, the context length is the length of training rows
-        model.config = replace(model.config, max_seq_len=config["seq_len"])
+    model.config = _with_context_length(model.config, config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if adapter:
@@ -138,6 +149,11 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     if model.config.tied:
         model.head.weight = model.token_embedding.weight
     return model, content["global_step"]
+
+
+def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:
+    """Returns the config with max_seq_len, which by default is the length of training rows."""
+    return config if config.max_seq_len is not None else replace(config, max_seq_len=seq_len)
 
 
 def model_card(

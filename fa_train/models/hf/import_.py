@@ -255,21 +255,26 @@ def _asked_scaling(
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
     """Returns the config.json of the loaded checkpoint, or a new config.json if the model was not loaded."""
-    if model.origin is not None:
-        return dict(model.origin.config)
+    return new_config(model.config, tokenizer) if model.origin is None else dict(model.origin.config)
+
+
+def new_config(model: ModelConfig, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
+    """Returns the config.json for a model that was not loaded from a checkpoint.
+
+    Raises: ValueError if no supported family matches the model.
+    """
     from transformers import __version__
 
-    for candidate in _candidates(model.config, _token_ids(tokenizer)):
+    for candidate in _candidates(model, _token_ids(tokenizer)):
         described = ModelConfig(**_arguments(candidate, Path("config.json")))
-        if _signature(described) == _signature(model.config):
+        if _signature(described) == _signature(model):
             architecture = FAMILIES[candidate["model_type"]].architecture
             return {"architectures": [architecture], **candidate, "transformers_version": __version__}
-    own = model.config
     raise ValueError(
         "an export needs the architecture of llama (norm=rmsnorm positions=rope activation=swiglu), qwen3 (llama with "
         "qk_norm=true), arcee (llama with activation=gelu) or gpt2 (norm=layernorm positions=learned activation=gelu "
-        f"bias=true); got norm={own.norm} positions={own.positions} activation={own.activation} "
-        f"bias={str(own.bias).lower()} qk_norm={str(own.qk_norm).lower()}"
+        f"bias=true); got norm={model.norm} positions={model.positions} activation={model.activation} "
+        f"bias={str(model.bias).lower()} qk_norm={str(model.qk_norm).lower()}"
     )
 
 
