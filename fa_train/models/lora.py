@@ -264,11 +264,12 @@ def adapters_of(model: GPT) -> Adapters | None:
 
     If blocks differ, each size per block is the maximum over all blocks.
     """
-    sizes, quantized = [], False
+    sizes, quantized, has_dropout = [], False, False
     found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [ranks, elements]}
     for path, linear in adapted(model):
         _, block, part, _ = path.split(".")
         quantized |= bool(linear.nf4)
+        has_dropout |= linear.settings.lora_dropout > 0
         sizes += [p.numel() for p in (*linear.lora_A.values(), *linear.lora_B.values())]
         rank = sum(a.shape[0] for a in linear.lora_A.values())
         so_far = found.setdefault((block, part), [0, 0])
@@ -280,7 +281,7 @@ def adapters_of(model: GPT) -> Adapters | None:
         [max((values[i] for (_, part), values in found.items() if part == wanted), default=0) for i in (0, 1)]
         for wanted in ("attention", "ffn")
     )
-    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantized)
+    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantized, has_dropout)
 
 
 def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:

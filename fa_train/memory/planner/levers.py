@@ -42,10 +42,17 @@ def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
 
 
 def combinations(plan: Plan) -> list[Levers]:
-    """Returns the combinations of levers that the run supports (fa_train.models.float8.require_float8_model)."""
-    if not plan.run.float8:
-        return COMBINATIONS
-    return [levers for levers in COMBINATIONS if levers.mlp_chunk is None and not levers.offloads_all]
+    """Returns the combinations of levers that the run supports.
+
+    fa_train.models.float8.require_float8_model and LoRA (fa_train.models.lora), which recomputes no dropout, refuse the
+    other combinations.
+    """
+    adapters, supported = plan.run.adapters, COMBINATIONS
+    if plan.run.float8:
+        supported = [levers for levers in supported if levers.mlp_chunk is None and not levers.offloads_all]
+    if adapters is not None and adapters.has_dropout:
+        supported = [levers for levers in supported if levers.checkpointing == "none" and levers.mlp_chunk is None]
+    return supported
 
 
 def with_levers(plan: Plan, levers: Levers) -> Plan:

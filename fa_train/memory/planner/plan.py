@@ -30,6 +30,7 @@ class Adapters:
     attention_joined, ffn_joined: the number of elements of a block's matrices A and B, in attention and in the FFN. The
     adapters of one linear layer are joined before their elements are counted.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
+    has_dropout: whether lora_dropout is above 0, which excludes levers that recompute. The formulas ignore dropout.
     """
 
     sizes: tuple[int, ...]
@@ -38,6 +39,7 @@ class Adapters:
     attention_joined: int
     ffn_joined: int
     quantized: bool
+    has_dropout: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

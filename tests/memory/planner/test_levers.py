@@ -1,5 +1,6 @@
 """Tests the search for the fastest memory levers that fit, the predicted times, and the advice to the user."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,14 @@ from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.levers import (
     COMBINATIONS,
+    combinations,
     extra_seconds,
     fastest_that_fits,
     fits,
     longest_of_all_levers,
     longest_seq_len,
     next_lever,
+    smallest,
     with_levers,
 )
 from fa_train.memory.planner.predict import GIB, predict
@@ -204,6 +207,27 @@ def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
     assert next_lever(half, GIB * sizes[2], HOST).endswith(f" optimizer={smaller}")
     adapters = changed(with_adapters(LLAMA_1B)[0], ranks=ranks, seq_len=2**16)
     assert "adamw_master" not in next_lever(adapters, GIB * sizes[1] / 2, HOST)
+
+
+def test_levers_with_dropout_are_those_that_lora_accepts():
+    """LoRA refuses dropout in a model whose levers recompute. A plan with float8 keeps both restrictions."""
+    plan = changed(with_adapters(LLAMA_1B, dropout=0.1)[0], seq_len=2**17, compiled=True)
+    accepted = []
+    for levers in COMBINATIONS:
+        with suppress(ValueError):
+            with_adapters(changed(with_levers(GPT2, levers), n_layers=1), dropout=0.1)
+            accepted.append(levers)
+    assert combinations(plan) == accepted == [Levers("none", offload, None) for offload in (False, True, "all")]
+    assert combinations(changed(plan, float8=True)) == accepted[:2]
+    assert combinations(with_adapters(LLAMA_1B)[0]) == COMBINATIONS
+    assert fastest_that_fits(plan, 80 * GIB, HOST) in (None, *accepted)
+    assert smallest(plan) in accepted
+    assert longest_of_all_levers(plan, 80 * GIB, HOST) == max(
+        longest_seq_len(with_levers(plan, levers), 80 * GIB, HOST) for levers in accepted
+    )
+    advice = {next_lever(changed(plan, seq_len=2**i), 80 * GIB, HOST) for i in range(15, 20)}
+    assert len(advice) > 2
+    assert not any("mlp_chunk=16384" in text or "checkpointing=" in text for text in advice)
 
 
 def test_levers_are_told_as_overrides():

@@ -94,11 +94,13 @@ def build(plan: Plan, attention: Attention = flash_attention) -> GPT:
     )
 
 
-def with_adapters(plan: Plan, quantization: Literal["nf4"] | None = None) -> tuple[Plan, Callable[[], GPT]]:
+def with_adapters(
+    plan: Plan, quantization: Literal["nf4"] | None = None, dropout: float = 0.0
+) -> tuple[Plan, Callable[[], GPT]]:
     """Returns the plan of a run with adapter=lora, and a function that builds its model."""
 
     def adapted() -> GPT:
-        return LoRA(16, 32.0, 0.0, "all-linear", False, quantization, None)(build(plan))
+        return LoRA(16, 32.0, dropout, "all-linear", False, quantization, None)(build(plan))
 
     with torch.device("meta"):
         return changed(plan, adapters=adapters_of(adapted())), adapted
