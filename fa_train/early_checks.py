@@ -19,7 +19,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     Raises: ValueError if a check fails.
     """
     choices, strategy, adapter, trainer = (config[name] for name in ("choices", "strategy", "adapter", "trainer"))
-    sharded = choices["strategy"] == "fsdp"
+    sharded = is_fsdp(strategy)
     context = strategy.get("context", 1) if sharded else 1
     precision, optimizer = trainer.get("precision", "32-true"), choices["optimizer"]
     require_checkpoint_name(config["model"].get("pretrained"))
@@ -36,6 +36,14 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
         quantized, samples = adapter.get("quantization") is not None, config["callbacks"].get("sample") is not None
         require_shardable(optimizer, context, quantized=quantized, samples=samples)
         require_head_groups(strategy.get("head_groups", 1), context, choices["attention"])
+
+
+def is_fsdp(strategy: Mapping[str, Any]) -> bool:
+    """Returns whether a node `strategy` is strategy=fsdp, or an option of another name that a user has built on it.
+
+    Only these nodes have the key reshard_after_forward, which FullyShardedStrategy requires.
+    """
+    return "reshard_after_forward" in strategy
 
 
 def require_checkpoint_name(pretrained: str | None, key: str = "model.pretrained") -> None:

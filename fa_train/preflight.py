@@ -77,24 +77,25 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
         )
 
 
-def gradient_buckets(strategy: str, devices: int, *, views: bool) -> Buckets:
+def gradient_buckets(strategy: Mapping[str, Any], devices: int) -> Buckets:
     """Returns how DDP stores gradients in a run, or "none" if the run does not use DDP.
 
-    strategy: the chosen option of conf/strategy. `auto` uses DDP if there are several devices.
-    devices: the number of devices on all machines. views: the setting strategy.gradient_as_bucket_view.
+    strategy: the node `strategy` of the config. strategy=auto, whose node has the key `accelerator`, uses DDP if there
+    are several devices.
+    devices: the number of devices on all machines.
     """
-    if strategy == "fsdp" or (strategy == "auto" and devices == 1):
+    if early_checks.is_fsdp(strategy) or ("accelerator" in strategy and devices == 1):
         return "none"
-    return "views" if views else "copies"
+    return "views" if strategy.get("gradient_as_bucket_view", False) else "copies"
 
 
-def chooses_reshard(strategy: str, reshard_after_forward: bool | str, attention: str) -> bool:
+def chooses_reshard(strategy: Mapping[str, Any], attention: str) -> bool:
     """Returns whether the planner chooses the value of strategy.reshard_after_forward.
 
-    strategy, attention: names of the chosen options of conf. With any attention other than flash, "auto" means true,
-    because the planner predicts only the memory of flash attention.
+    strategy: the node `strategy` of the config. attention: the name of the chosen option of conf/attention. With any
+    attention other than flash, "auto" means true, because the planner predicts only the memory of flash attention.
     """
-    return strategy == "fsdp" and reshard_after_forward == "auto" and attention == "flash"
+    return early_checks.is_fsdp(strategy) and strategy["reshard_after_forward"] == "auto" and attention == "flash"
 
 
 def require_settings(plan: Plan, attention: str, *, sharded: bool, samples: bool) -> None:

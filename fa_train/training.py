@@ -138,9 +138,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         ranks=1 if sharding is None else early_checks.ranks_per_copy(trainer.world_size, sharding.replicas),
         reshard_after_forward=sharding is None or sharding.reshard_after_forward is not False,
         reduce_once=sharding is not None and sharding.reduce_once,
-        buckets=preflight.gradient_buckets(
-            cfg.choices.strategy, trainer.world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
-        ),
+        buckets=preflight.gradient_buckets(cfg.strategy, trainer.world_size),
         float8=cfg.lit_gpt.float8 is not None,
     )
     samples = cfg.callbacks.get("sample") is not None
@@ -153,8 +151,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         trainer.strategy.root_device,
         trainer.num_devices,
         auto=bool(cfg.memory.get("auto")),
-        auto_reshard=sharding is not None
-        and preflight.chooses_reshard("fsdp", sharding.reshard_after_forward, cfg.choices.attention),
+        auto_reshard=preflight.chooses_reshard(cfg.strategy, cfg.choices.attention),
         attention=cfg.choices.attention,
         reach=preflight.longest_row(model, cfg.data.max_doc_len, cfg.data.reset_positions),
         in_sweep=in_sweep(),

@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig
 
 from fa_train.data.tokens.tokenizer import load_tokenizer
-from fa_train.early_checks import micro_batches, ranks_per_copy, require_checkpoint_name, require_groups
+from fa_train.early_checks import is_fsdp, micro_batches, ranks_per_copy, require_checkpoint_name, require_groups
 from fa_train.memory.offload import available_host_bytes
 from fa_train.memory.planner.levers import (
     fastest_that_fits,
@@ -55,7 +55,7 @@ def memory_table(arguments: list[str]) -> str:
     lines = [table(as_run(plan, cfg, gpu_bytes), gpu_bytes, host_bytes, auto=auto, searched=plan, reach=reach)]
     if refusal := refused_rows(cfg):
         lines += [f"train.py refuses this run: {refusal}"]
-    if _devices(cfg) > 1 and cfg.choices.strategy != "fsdp" and not fits(predict(plan), gpu_bytes, host_bytes):
+    if _devices(cfg) > 1 and not is_fsdp(cfg.strategy) and not fits(predict(plan), gpu_bytes, host_bytes):
         lines += ["strategy=fsdp shards the model over the devices; strategy.context=N divides each sequence"]
     if cfg.choices.attention != "flash":
         lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
@@ -101,8 +101,8 @@ def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
     """
     model = model or model_of_run(cfg)
     world_size = _devices(cfg) * cfg.trainer.num_nodes
-    sharded = cfg.choices.strategy == "fsdp"
-    context = cfg.strategy.context if sharded else 1
+    sharded = is_fsdp(cfg.strategy)
+    context = cfg.strategy.get("context", 1)
     require_groups(world_size, context)
     plan = plan_of(
         model,
@@ -117,9 +117,7 @@ def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
         ranks=ranks_per_copy(world_size, cfg.strategy.replicas) if sharded else 1,
         reshard_after_forward=not sharded or cfg.strategy.reshard_after_forward is not False,
         reduce_once=sharded and cfg.strategy.reduce_once,
-        buckets=gradient_buckets(
-            cfg.choices.strategy, world_size, views=cfg.strategy.get("gradient_as_bucket_view", False)
-        ),
+        buckets=gradient_buckets(cfg.strategy, world_size),
         float8=cfg.lit_gpt.float8 is not None,
     )
     samples = cfg.callbacks.get("sample") is not None
@@ -131,7 +129,7 @@ def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
 
 def refused_rows(cfg: DictConfig) -> str | None:
     """Returns why batch_size is not possible with the number of devices, or None if it is possible."""
-    context = cfg.strategy.get("context", 1) if cfg.choices.strategy == "fsdp" else 1
+    context = cfg.strategy.get("context", 1)
     try:
         micro_batches(cfg.batch_size, cfg.data.micro_batch_size, _devices(cfg) * cfg.trainer.num_nodes, context)
     except ValueError as error:
@@ -141,8 +139,7 @@ def refused_rows(cfg: DictConfig) -> str | None:
 
 def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
     """Returns the plan with the value that the run chooses for strategy.reshard_after_forward=auto."""
-    setting = cfg.strategy.get("reshard_after_forward", True)
-    is_chosen = chooses_reshard(cfg.choices.strategy, setting, cfg.choices.attention)
+    is_chosen = chooses_reshard(cfg.strategy, cfg.choices.attention)
     return with_blocks_gathered(plan, gpu_bytes) if is_chosen else plan
 
 

@@ -3,9 +3,10 @@
 import pytest
 
 from fa_train import run_config
-from fa_train.early_checks import require_checkpoint_name
+from fa_train.early_checks import is_fsdp, require_checkpoint_name
 from fa_train.parallel.ranks import ranks_to_start
-from tests.support.training import composed, tiny
+from fa_train.preflight import chooses_reshard, gradient_buckets
+from tests.support.training import composed, own_option, tiny
 
 
 def start(tmp_path, *overrides):
@@ -52,6 +53,37 @@ def test_settings_that_exclude_each_other_start_no_ranks(overrides, message, tmp
 )
 def test_settings_that_fit_together_pass(overrides, tmp_path):
     start(tmp_path, *overrides)
+
+
+def test_an_own_option_built_on_fsdp_is_checked_like_fsdp(tmp_path):
+    own = own_option(tmp_path, "strategy/mine", "defaults: [fsdp, _self_]\ncontext: 2\n")
+    mine = (own, "strategy=mine", "batch_size=1")
+    start(tmp_path, *mine, "trainer.devices=2")
+    for overrides, message in (
+        (["trainer.devices=4"], r"a multiple of 2 \(.* 4 processes / strategy.context=2\); got 1"),
+        (["trainer.devices=2", "adapter=qlora"], "strategy=fsdp cannot shard 4-bit weights"),
+        (["trainer.devices=3"], "context must divide the number of devices, 3; got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start(tmp_path, *mine, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("option", "devices", "sharded", "buckets"),
+    [
+        pytest.param("fsdp", 2, True, "none", id="fsdp"),
+        pytest.param("ddp", 1, False, "views", id="ddp"),
+        pytest.param("auto", 1, False, "none", id="auto-1"),
+        pytest.param("auto", 2, False, "views", id="auto-2"),
+    ],
+)
+@pytest.mark.parametrize("name", ["", "mine"], ids=["ours", "own"])
+def test_the_node_says_what_a_strategy_is(name, option, devices, sharded, buckets, tmp_path):
+    own = own_option(tmp_path, "strategy/mine", f"defaults: [{option}, _self_]\n")
+    with composed(tmp_path, *tiny(tmp_path, own, f"strategy={name or option}")) as cfg:
+        assert is_fsdp(cfg.strategy) is sharded
+        assert chooses_reshard(cfg.strategy, "flash") is sharded
+        assert gradient_buckets(cfg.strategy, devices) == buckets
 
 
 def test_the_number_of_ranks_is_that_of_torchrun(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from tests.memory.support.plans import GPT2, HOST, LLAMA_1B, changed
 from tests.support import processes
 from tests.support.finetuning import write_base
 from tests.support.marks import slow, slow_except
-from tests.support.training import REPOSITORY, composed, quiet_environment, tiny
+from tests.support.training import REPOSITORY, composed, own_option, quiet_environment, tiny
 
 CUDA = torch.device("cuda")
 
@@ -348,6 +348,14 @@ def test_blocks_stay_gathered_if_memory_allows():
     assert shown not in memory_table(["model=gpt2", "gpu_gib=80", "host_gib=100"])
     longest = [[line for line in text.splitlines() if line.startswith("longest")] for text in (roomy, freed)]
     assert longest[0] == longest[1] and "fits: yes" in tight
+
+
+def test_an_own_option_built_on_fsdp_is_planned_like_fsdp(tmp_path):
+    own = own_option(tmp_path, "strategy/mine", "defaults: [fsdp, _self_]\ncontext: 2\n")
+    sizes = ["model=nano", "batch_size=1", "trainer.devices=2", "gpu_gib=80", "host_gib=10"]
+    theirs = memory_table([*sizes, "strategy=fsdp", "strategy.context=2"])
+    assert memory_table([*sizes, own, "strategy=mine"]) == theirs
+    assert "strategy.reshard_after_forward: false" in theirs and "refuses" not in theirs
 
 
 @pytest.mark.usefixtures("an_h200")

@@ -31,6 +31,14 @@ TINY = (
 )  # fmt: skip
 
 
+def own_option(folder: Path, option: str, text: str) -> str:
+    """Writes an option such as strategy/mine, and returns the override that finds it, as --config-dir does."""
+    path = folder / "my_conf" / f"{option}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return f"hydra.searchpath=[file://{folder}/my_conf]"
+
+
 def write_corpus(folder: Path) -> Path:
     """Writes forty short documents of English-like lines. Every call writes the same text."""
     folder.mkdir(exist_ok=True)
