@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fa_train.cuda_driver import has_gpu
+
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -30,6 +32,8 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
         ranks_per_copy(world_size, strategy["replicas"])
     micro_batches(config["batch_size"], config["data"]["micro_batch_size"], world_size, context)
     require_trained_weights(optimizer, precision, has_adapters=choices["adapter"] != "none")
+    if optimizer == "adamw_offload":
+        require_cuda(optimizer, trainer.get("accelerator", "auto"))
     if config["lit_gpt"].get("float8") is not None:
         require_float8_settings(precision, sharded=sharded, compiled=config["lit_gpt"].get("compile_model", False))
     if sharded:
@@ -143,6 +147,17 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
             f"strategy.head_groups={groups} needs attention=flash and strategy.context of at least 2; got "
             f"attention={attention} and strategy.context={context}"
         )
+
+
+def require_cuda(optimizer: str, accelerator: str) -> None:
+    """Checks that the run is on a GPU. With accelerator=gpu or cuda, Lightning itself checks this.
+
+    optimizer: the name of an optimizer that needs a CUDA GPU. accelerator: trainer.accelerator.
+    Raises: ValueError if the run is on the CPU.
+    """
+    if accelerator == "cpu" or (accelerator == "auto" and not has_gpu()):
+        found = "" if accelerator == "cpu" else " on a machine without a CUDA GPU"
+        raise ValueError(f"optimizer={optimizer} needs a CUDA GPU; got trainer.accelerator={accelerator}{found}")
 
 
 def require_float8_settings(precision: str, *, sharded: bool, compiled: bool) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fa_train import run_config
+from fa_train import early_checks, run_config
 from fa_train.early_checks import is_fsdp, require_checkpoint_name
 from fa_train.parallel.ranks import ranks_to_start
 from fa_train.preflight import chooses_reshard, gradient_buckets
@@ -53,6 +53,20 @@ def test_settings_that_exclude_each_other_start_no_ranks(overrides, message, tmp
 )
 def test_settings_that_fit_together_pass(overrides, tmp_path):
     start(tmp_path, *overrides)
+
+
+def test_offloaded_moments_need_a_gpu(tmp_path, monkeypatch):
+    offloaded = ("optimizer=adamw_offload", "trainer.devices=2")
+    for has_gpu in (False, True):
+        monkeypatch.setattr(early_checks, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
+        with pytest.raises(ValueError, match=r"adamw_offload needs a CUDA GPU; got trainer\.accelerator=cpu$"):
+            start(tmp_path, *offloaded)
+        start(tmp_path, *offloaded, "trainer.accelerator=gpu")
+    start(tmp_path, *offloaded, "trainer.accelerator=auto")
+    monkeypatch.setattr(early_checks, "has_gpu", lambda: False)
+    with pytest.raises(ValueError, match=r"got trainer\.accelerator=auto on a machine without a CUDA GPU$"):
+        start(tmp_path, *offloaded, "trainer.accelerator=auto")
+    start(tmp_path, "trainer.accelerator=auto", "optimizer=adamw")
 
 
 def test_an_own_option_built_on_fsdp_is_checked_like_fsdp(tmp_path):
