@@ -23,7 +23,6 @@ from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
-from fa_train.models.hf.export import require_exportable
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks
@@ -183,6 +182,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)
+        from fa_train.models.hf.export import require_exportable  # the import takes time, and few runs need it
+
         require_exportable(lit_gpt.model, cfg.seq_len)
     newest = partial(resume.checkpoint_path, cfg.ckpt_path, resume.runs_folder(cfg.run_name))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
