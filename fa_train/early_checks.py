@@ -43,7 +43,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
 
 
 def is_fsdp(strategy: Mapping[str, Any]) -> bool:
-    """Returns whether a node `strategy` is strategy=fsdp, or an option of another name that a user has built on it.
+    """Returns whether the node `strategy` is that of strategy=fsdp, or of a user's own option that is based on fsdp.
 
     Only these nodes have the key reshard_after_forward, which FullyShardedStrategy requires.
     """

@@ -273,9 +273,10 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 
 
 def _hidden_error(target: Any) -> ImportError | None:
-    """Returns the error of an import inside the target's module, or None if there is none.
+    """If the target's module fails to import something, returns this error. Otherwise returns None.
 
-    For example, the module may need a package that is not installed. pkgutil.resolve_name does not show this error.
+    For example, the module may need a package that is not installed. For a module inside a package,
+    pkgutil.resolve_name does not show this error.
     """
     try:
         importlib.import_module(str(target).rpartition(".")[0])
@@ -283,7 +284,7 @@ def _hidden_error(target: Any) -> ImportError | None:
         return None if error.name is None or str(target).startswith(error.name) else error
     except ImportError as error:
         return error
-    except (TypeError, ValueError):  # the target is no name
+    except (TypeError, ValueError):  # the target is not a text, or not a name with dots
         return None
     return None
 

@@ -98,11 +98,11 @@ def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
 
 
 def fill_in_steps(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule) -> None:
-    """Writes the number of steps of `epochs` epochs to the config, the trainer and the data module.
+    """Computes how many steps cfg.epochs needs. Writes the number to the config, the trainer and the data module.
 
-    Every rank calls this function before the ranks can communicate. The first rank tokenises the data, and the others
-    wait until the tokens are in the cache.
-    Raises: ValueError if the data are a mixture, or of a class that does not know its rows.
+    Every rank calls this function before the ranks can communicate. One rank tokenises the data, and the others wait
+    until the tokens are in the cache.
+    Raises: ValueError if the data are a mixture, or the data module is not a PackedDataModule.
     """
     if not isinstance(data, PackedDataModule):
         raise ValueError(f"epochs needs a PackedDataModule; got a {type(data).__name__}. Set max_steps instead")

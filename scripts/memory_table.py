@@ -81,9 +81,9 @@ def model_of_run(cfg: DictConfig) -> GPT:
 
 
 def vocab_size_of(data: DictConfig) -> int:
-    """Returns the size of the vocabulary. Only the tokenizer is loaded, if the data config has one.
+    """Returns the size of the vocabulary. Loads the tokenizer if the config has one, and else the data module.
 
-    Raises: ValueError if there is no such tokenizer.
+    Raises: ValueError if the tokenizer cannot be loaded.
     """
     if "tokenizer" in data:
         return load_tokenizer(data.tokenizer).vocab_size

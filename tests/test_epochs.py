@@ -1,4 +1,4 @@
-"""With `epochs`, a run has as many steps as are needed to use each row so many times."""
+"""With `epochs=n`, a run has the number of steps that use each row n times."""
 
 import math
 from types import SimpleNamespace

@@ -173,6 +173,16 @@ def test_the_learning_rate_is_the_adapters(adapter, lr, tmp_path):
         assert cfg.trainer.precision == "bf16-mixed"
 
 
+def test_a_sample_is_a_chat_of_the_named_validation_files(tmp_path):
+    for overrides, expected in (
+        ([], "chats.jsonl"),
+        ([f"data.val_path={tmp_path}/val.jsonl"], "val.jsonl"),
+        ([f"data.val_path={tmp_path}/val.jsonl", f"sample.chats={tmp_path}/mine.jsonl"], "mine.jsonl"),
+    ):
+        with composed(tmp_path, *settings(tmp_path), *overrides) as cfg:
+            assert instantiate(cfg.sample).chats == str(tmp_path / expected)
+
+
 def test_a_mixture_has_samples_only_if_a_file_is_named(tmp_path):
     overrides = ["experiment=finetune", "data=mix", f"model.pretrained={write_base(tmp_path / 'base')}"]
     with composed(tmp_path, *overrides) as cfg:

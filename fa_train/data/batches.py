@@ -19,7 +19,7 @@ from fa_train.parallel.context.shard import ContextShard
 if TYPE_CHECKING:
     from fa_train.data.datamodule import PackedDataModule  # a circular import
 
-VALIDATION_SEED = 0  # of the order in which validation uses rows, so that it does not depend on the seed of a run
+VALIDATION_SEED = 0  # shuffles the rows of validation, whatever the seed of the run is
 SAMPLED_ROWS = 256  # the number of rows that are used to estimate the mean document length
 
 
@@ -46,7 +46,7 @@ class PackedRows:
                     f"packing must keep at least one label{where}; got none of {report.labels.labels_in:,}. If labels "
                     f"were cut off, raise seq_len={data.seq_len} or data.max_doc_len"
                 )
-        seed = VALIDATION_SEED if held_out else data.seed  # all runs are validated on the same rows
+        seed = VALIDATION_SEED if held_out else data.seed  # the same rows in all runs
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
             # the seed depends on the source's name, so the order of a source's rows does not depend on the other

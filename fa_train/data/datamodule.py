@@ -116,9 +116,9 @@ class PackedDataModule(L.LightningDataModule):
             self.layouts(held_out=held_out)
 
     def steps_of(self, epochs: float) -> int:
-        """Returns how many steps use each row `epochs` times, rounded up. Tokenises the data if necessary.
+        """Returns the number of steps of `epochs` epochs, rounded up. Tokenises the data if necessary.
 
-        Raises: ValueError if the data are a mixture, because the epochs of its sources differ.
+        Raises: ValueError if the data are a mixture. The sources of a mixture have epochs of different lengths.
         """
         if isinstance(self.source, Mixture):
             raise ValueError("epochs needs one dataset; got a mixture. Set max_steps instead")
@@ -186,9 +186,10 @@ class PackedDataModule(L.LightningDataModule):
         return self._loader(dataset, RangeSampler(done, self.max_steps * accumulation))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the settings that determine the rows, and numbers of rows. Checkpoints store both.
+        """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
-        sources: the number of rows of each source in an epoch, and its share of the rows in percent, for a mixture.
+        For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
+        rows in percent. Otherwise, this entry is empty.
         """
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
         settings = {name: getattr(self, name) for name in names}
@@ -201,7 +202,7 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Returns a line for each setting of `state_dict` that differs from the checkpoint's.
 
-        If all settings are equal, but a number of rows differs, the data differ. The line is then about this number.
+        If all settings are equal, the lines are about numbers of rows, or about the shares of a mixture's sources.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))

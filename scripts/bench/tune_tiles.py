@@ -310,7 +310,7 @@ def entries(results: list[Result], name: str) -> str:
 def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tuned_tiles.Sizes]:
     """Returns the fastest tiles in the form that tuned_tiles.write_tiles needs.
 
-    The result leaves out each head_dim and each pass that is not in the table of tiles.
+    The result leaves out combinations of head_dim, pass and dtype that are not in the table of tiles.
     """
     return {
         (head_dim, direction, itemsize): astuple(result.candidate.tiles)

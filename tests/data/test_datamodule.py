@@ -267,7 +267,7 @@ def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
 
 
 def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_path):
-    """best_fit numbers rows by length. In this corpus, only a few of the rows are one long document."""
+    """best_fit gives the lowest numbers to rows with long documents. Here, a minority of the rows have one."""
     rows = [{"prompt": "2?", "completion": "4" * n} for n in [30] * 20 + [2] * 200]
     train, val = (write_jsonl(tmp_path / f"{name}.jsonl", rows) for name in ("train", "val"))
     tokenizer, options = save_tokenizer(tmp_path / "tokenizer"), OPTIONS | {"seq_len": 64, "val_rows": 10}
@@ -286,7 +286,7 @@ def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_p
 
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
-    """A corpus without held-out documents, or without others, is not divided if the user has divided it."""
+    """If one of the two paths has no document with text, no document of the other path is used in its place."""
     paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}
     write_jsonl(paths[empty], [{"text": "no chat"}] * 3)
     tokenizer = save_tokenizer(tmp_path / "tokenizer")

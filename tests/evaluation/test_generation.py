@@ -132,7 +132,7 @@ def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path):
     held_out = next(i for i, (key, _) in enumerate(ChatCorpus(str(path)).documents()) if i and is_held_out(key))
     assert messages == chats[held_out]["messages"][:1] and held_out > 1 and tools is None
     pairs = [{"prompt": prompt, "completion": "b"} for prompt in ("z", "a")]
-    few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question])  # the hash holds out none of these
+    few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question])  # is_held_out is false for all of these
     assert sampled_chat(str(few)) == ([ask("a")], None)
     assert sampled_chat(str(write_jsonl(tmp_path / "none.jsonl", without_question))) is None
 

@@ -123,7 +123,7 @@ class HubRows:
 
 
 def _without_nulls_below(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes nulls that Arrow has added to the objects in a row. Columns keep their nulls, for error messages."""
+    """Removes the keys with null from the objects in a row. A column that is null stays, for error messages."""
     return {name: without_nulls(value) for name, value in row.items()}
 
 

@@ -124,7 +124,8 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[FileRow]:
 def without_nulls(value: Any) -> Any:
     """Removes the keys whose value is null from all objects in a value of an Arrow table.
 
-    All rows of an Arrow column have the same keys, so an object has null for each key that only other rows have.
+    Arrow gives all objects in a column the same keys. If an object lacks a key of another row's object, Arrow adds this
+    key with the value null. Nulls in the original data are removed too.
     """
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}

@@ -40,7 +40,7 @@ class Documents:
     document is held out. In a small corpus, this rule may select all documents or none. In this case, a corpus of
     several chats holds out its last chat, and any other corpus holds out the last part of its longest document. Nothing
     is held out if this part would have fewer than SHORTEST_TAIL tokens. If `divided` is true, the user has named the
-    held-out documents, so this rule does not apply.
+    held-out documents, and this exception for small corpora does not apply.
     is_tail: whether the held-out document is the last part of a training document.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
@@ -181,7 +181,7 @@ class TokenizedCorpus:
     def documents(self, *, held_out: bool) -> Documents:
         """Returns the training documents, or the documents that are held out for validation.
 
-        Raises: ValueError if the user has named files for validation, and these documents have no token.
+        Raises: ValueError if the user has named files for validation, and the documents to return have no token.
         """
         divided = isinstance(self.corpus, WithValidation)
         documents = Documents(self.path, held_out=held_out, vocab_size=self.vocab_size, divided=divided)

@@ -44,8 +44,8 @@ def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
 def combinations(plan: Plan) -> list[Levers]:
     """Returns the combinations of levers that the run supports.
 
-    fa_train.models.float8.require_float8_model and LoRA (fa_train.models.lora), which recomputes no dropout, refuse the
-    other combinations.
+    With float8, fa_train.models.float8.require_float8_model refuses the other combinations. With lora_dropout above 0,
+    LoRA (fa_train.models.lora) refuses them, because recomputing would draw other random numbers.
     """
     adapters, supported = plan.run.adapters, COMBINATIONS
     if plan.run.float8:

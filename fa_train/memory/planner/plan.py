@@ -30,7 +30,7 @@ class Adapters:
     attention_joined, ffn_joined: the number of elements of a block's matrices A and B, in attention and in the FFN. The
     adapters of one linear layer are joined before their elements are counted.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
-    has_dropout: whether lora_dropout is above 0, which excludes levers that recompute. The formulas ignore dropout.
+    has_dropout: whether lora_dropout is above 0. Dropout excludes levers that recompute. The formulas ignore it.
     """
 
     sizes: tuple[int, ...]

@@ -57,7 +57,7 @@ class Sharded:
         return self.root + self.block * (1 if self.resharded else self.n_layers) + self.block
 
     def weights_at_the_loss(self) -> int:
-        """Returns the bytes of gathered weights when the loss is computed, including the buffer filled last."""
+        """Returns the bytes of gathered weights when the loss is computed, with the buffer of the last gathering."""
         buffer = self.block if self.tied else self.head
         return self.root + self.head + buffer + (0 if self.resharded else self.n_layers * self.block)
 

@@ -18,8 +18,8 @@ class SharedSchedule(NamedTuple):
     """Which keys the queries of a rank see, and the moves that fill the buffer of keys.
 
     crossing: the schedule of the queries that read the buffer; the remaining entries are padding and see no key.
-    own: the schedule of the first run, if attention runs twice. It has all queries, and the keys of this rank. Queries
-    that see keys of other ranks see no key in this schedule.
+    own: the schedule of the first run, if attention runs twice. It has all queries, and the keys of this rank. A
+    query that also needs keys of other ranks sees no key here, because `crossing` has it.
     """
 
     crossing: Schedule

@@ -80,8 +80,8 @@ def fewest_kv_heads(total_k: int, total_q: int, crosses_documents: bool) -> int:
 
     With one KV head at a time, all running tiles of a document compete for the same rows of dQ. Two KV heads are
     faster for packed documents (scripts/results/key_order_h100_202611.md). But one KV head is faster if the queries are
-    one rank's part of a long document (scripts/results/context_shares_h100_202611.md). Many tiles of keys then have the
-    same queries, and with two KV heads, the rows that run at the same time probably do not fit in L2.
+    one rank's part of a long document (scripts/results/context_shares_h100_202611.md). Many tiles of keys then read
+    the same queries. With two KV heads, the rows of Q, dO and dQ that running tiles use probably do not fit in L2.
     """
     is_part_of_document = 2 * total_k >= 3 * total_q
     return 2 if crosses_documents and not is_part_of_document else 1

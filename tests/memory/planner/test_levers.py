@@ -210,7 +210,7 @@ def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
 
 
 def test_levers_with_dropout_are_those_that_lora_accepts():
-    """LoRA refuses dropout in a model whose levers recompute. A plan with float8 keeps both restrictions."""
+    """LoRA refuses dropout in a model whose levers recompute. With float8, the restrictions of both apply."""
     plan = changed(with_adapters(LLAMA_1B, dropout=0.1)[0], seq_len=2**17, compiled=True)
     accepted = []
     for levers in COMBINATIONS:

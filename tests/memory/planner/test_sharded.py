@@ -132,8 +132,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# A case has the moment of the expected peak, and the changed fields of the plan. No case has a tied embedding, few
-# tokens and a large vocabulary: autograd adds the embedding's two gradients in place, and the simulation does not.
+# A case has the moment of the expected peak, and the changed fields of the plan. No case combines a tied embedding
+# with few tokens and a large vocabulary: only real autograd would add the embedding's two gradients in place.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),

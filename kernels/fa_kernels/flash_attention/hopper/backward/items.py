@@ -87,7 +87,7 @@ class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free: dK and dV were stored from there
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free; they held dK and dV, which TMA has read
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
