@@ -281,7 +281,8 @@ def _hidden_error(target: Any) -> ImportError | None:
     try:
         importlib.import_module(str(target).rpartition(".")[0])
     except ModuleNotFoundError as error:
-        return None if error.name is None or str(target).startswith(error.name) else error
+        is_own = error.name is None or f"{target}.".startswith(f"{error.name}.")  # the target itself is missing
+        return None if is_own else error
     except ImportError as error:
         return error
     except (TypeError, ValueError):  # the target is not a text, or not a name with dots

@@ -417,19 +417,23 @@ def test_other_names_lead_to_keys(tmp_path):
     ("module", "reason"),
     [
         pytest.param("needs", "No module named 'not_installed'", id="missing"),
+        pytest.param("shorter", "No module named '{shorter}'", id="missing-with-a-name-that-begins-alike"),
         pytest.param("wrong", "cannot import name 'nothing' from 'json'", id="name"),
         pytest.param("fine", "module '{module}' has no attribute 'Thing'", id="attribute"),
         pytest.param("nowhere", "module '{package}' has no attribute 'nowhere'", id="module"),
     ],
 )
 def test_why_a_target_cannot_be_imported_is_said(module, reason, tmp_path, monkeypatch):
-    texts = {"__init__": "", "needs": "import not_installed", "wrong": "from json import nothing", "fine": ""}
+    shorter = tmp_path.name[:-1]  # a module that does not exist, although the target's name begins like this
+    texts = {"__init__": "", "needs": "import not_installed", "shorter": f"import {shorter}"}
+    texts |= {"wrong": "from json import nothing", "fine": ""}
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path.parent)
     package = tmp_path.name  # a different name in each test, because Python keeps imported modules
     target = f"{package}.{module}.Thing"
-    line = f"can be imported; got {target}: {reason.format(package=package, module=f'{package}.{module}')}"
+    said = reason.format(package=package, module=f"{package}.{module}", shorter=shorter)
+    line = f"can be imported; got {target}: {said}"
     overrides = ["preset=cpu", f"+callbacks.mine._target_={target}"]
     with composed("folder", *overrides) as cfg, pytest.raises(ValueError, match=line):
         run_config.check(cfg)

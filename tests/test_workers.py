@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SEVERAL_RANKS
+
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 TESTS = """
 import pytest
@@ -21,6 +23,10 @@ def run():
 def test_case(case, run):
     pass
 """
+
+
+def test_the_tests_with_several_ranks_exist():
+    assert not [path for path in SEVERAL_RANKS if not (PYPROJECT.parent / path).exists()]
 
 
 @pytest.mark.slow
