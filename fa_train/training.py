@@ -200,10 +200,16 @@ def train(cfg: DictConfig) -> dict[str, float]:
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
     if message := without_validation(done, cfg.max_steps, cfg.trainer.val_check_interval):
-        trainer.print(message)
+        if str(cfg.optimized_metric).startswith("val/"):
+            raise ValueError(f"optimized_metric={cfg.optimized_metric} needs a validation; {message}")
+        useless = ". keep_best has no effect" if getattr(trainer.checkpoint_callback, "keep_best", False) else ""
+        trainer.print(message + useless)
     config = to_container(cfg)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
-        export_last(trainer, partial(rebuild_model, cfg), config)
+        if trainer.global_step == done and ckpt_path is not None:  # trainer.max_time was already over, for example
+            export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)
+        else:
+            export_last(trainer, partial(rebuild_model, cfg), config)
     return results(trainer)

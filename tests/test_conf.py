@@ -172,6 +172,14 @@ def test_presets_are_what_the_readme_says(tmp_path):
             pytest.param(
                 ["ckpt_path=nowhere.ckpt"], "ckpt_path must be a checkpoint or `last`; nowhere.ckpt", id="ckpt"
             ),
+            pytest.param(
+                ["ckpt_path="], "ckpt_path must be a checkpoint, `last` or null; got an empty text", id="empty"
+            ),
+            pytest.param(
+                ["optimized_metric=val/loss", "max_steps=2"],
+                "optimized_metric=val/loss needs a validation; no validation: max_steps=2 is below",
+                id="no-validation",
+            ),
             pytest.param(["ckpt_path=last", "run_name=never"], "ckpt_path=last found no checkpoint below", id="last"),
             pytest.param(["model.nonsense=1"], "nonsense", id="unknown-key"),
             pytest.param(["choices.model=gpt2"], "choose one with model=gpt2", id="choice"),

@@ -15,13 +15,12 @@ from torch.distributed.run import get_args_parser
 
 from fa_train import training
 from scripts.composed import composed
+from tests.support.documentation import GUIDES, PAGES, commands
 from tests.support.marks import slow_if
+from tests.support.processes import REPOSITORY
 from tests.support.training import composed as run_config
 
-REPOSITORY = Path(__file__).parents[1]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "scripts" / "results").glob("*.md"))
-GUIDES = [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 OWN_KEYS = re.compile(r"workers=")  # options that scripts take in addition to overrides of train.py
 
 
@@ -30,22 +29,6 @@ def fragments(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     found = re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return ["\n" * text[: match.start(1)].count("\n") + match[1] for match in found]
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Returns the words of each command in a code block or in backticks.
-
-    A `…` at the start of a command is replaced by the words of the previous command.
-    """
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    text = re.sub(r"^```python\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    found = re.findall(r"^(?:    )?((?:python3?|make|torchrun|…) .+)$|`((?:python|make) [^`]+)`", text, re.MULTILINE)
-    lines: list[list[str]] = []
-    for block, inline in found:
-        words = shlex.split(block or inline, comments=True)
-        before = lines[-1] if words[0] == "…" else []
-        lines.append(before + [word for word in words if word != "…"])
-    return lines
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if fragments(page)], ids=lambda page: page.stem)

@@ -12,9 +12,9 @@ import torch
 from fa_train import training
 from fa_train.run_config import check
 from tests.data.support.chats import chat_message, save_tokenizer
+from tests.support.documentation import GUIDES, commands
 from tests.support.finetuning import write_base
 from tests.support.training import composed, write_corpus
-from tests.test_docs import GUIDES, commands
 
 SMALL = {
     "preset": "cpu", "logger": "csv", "seq_len": "64", "batch_size": "4", "max_steps": "1", "data.num_workers": "0",
@@ -28,7 +28,7 @@ SMALL_MODEL = {
 
 def documented() -> list[str]:
     """Returns the overrides of the documented runs that these tests can run. A sweep is replaced by its first run."""
-    found = {}
+    found: dict[str, None] = {}
     for words in (words for page in GUIDES for words in commands(page) if words[:2] == ["python", "train.py"]):
         overrides = [word.split(",")[0] if "-m" in words else word for word in words[2:] if word != "-m"]
         line = " ".join(overrides)

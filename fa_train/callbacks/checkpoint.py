@@ -50,7 +50,7 @@ class Checkpoint(CheckpointCallback):
     run_name: the run's name. It determines the folder that ckpt_path=last searches.
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
-    the lowest val/loss is kept in addition to the newest ones.
+    the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With this
     setting, a run of one process also saves a checkpoint after an error, unless the error occurred while the weights
     were updated.
@@ -121,13 +121,22 @@ class Checkpoint(CheckpointCallback):
         if not self.keep_best or trainer.sanity_checking:
             return
         loss = trainer.callback_metrics["val/loss"].item()  # equal on all ranks
-        if loss < self.best_model_score and self._save(trainer, pl_module):
-            self.best_model_score = loss
-            if self._save_in_flight is not None:
-                self._save_in_flight.is_best = True
-            else:
-                self.best_model_path = str(self.saved[-1])
-                self._prune(trainer)
+        if not loss < self.best_model_score:
+            return
+        lowest, self.best_model_score = self.best_model_score, loss  # set first, because the checkpoint contains it
+        if not self._save(trainer, pl_module):
+            self.best_model_score = lowest
+        elif self._save_in_flight is not None:
+            self._save_in_flight.is_best = True
+        else:
+            self.best_model_path = str(self.saved[-1])
+            self._prune(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_model_score": self.best_model_score} if self.keep_best else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best_model_score = state_dict.get("best_model_score", self.best_model_score)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         try:
@@ -285,10 +294,13 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
     """Exports a finished run on rank 0.
 
     The weights are read from the last checkpoint, because no rank of a sharded run has all weights in memory.
-    Raises: ValueError if the last step was not saved. Also raises the errors of fa_train.models.hf.export.export_run.
+    Raises: ValueError if the last step was not saved, or there was no step. Also raises the errors of
+    fa_train.models.hf.export.export_run.
     """
     checkpoint = trainer.checkpoint_callback
     assert isinstance(checkpoint, Checkpoint)
+    if trainer.global_step == 0:
+        raise ValueError("export=true needs at least one training step; the run ended before its first step")
     if not checkpoint.has_saved(trainer.global_step):
         advice = "The run has no earlier checkpoint"
         if checkpoint.saved:

@@ -26,10 +26,12 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
 
     ckpt_path: a path, "last" for the newest undamaged checkpoint below the folder `runs`, or None.
     say: called with one line of text for each damaged checkpoint that "last" skips.
-    Raises: ValueError if ckpt_path does not exist, is damaged or is not a checkpoint.
+    Raises: ValueError if ckpt_path is empty, does not exist, is damaged or is not a checkpoint.
     """
     if ckpt_path is None:
         return None
+    if not ckpt_path.strip():
+        raise ValueError("ckpt_path must be a checkpoint, `last` or null; got an empty text")
     if ckpt_path != "last":
         if not Path(ckpt_path).exists():
             raise ValueError(f"ckpt_path must be a checkpoint or `last`; {ckpt_path} does not exist")

@@ -68,28 +68,6 @@ def test_the_newest_are_kept(overrides, kept, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("losses", "kept"),
-    [
-        pytest.param("[3,2,4,5,6]", "2"),
-        pytest.param("[3,2,1,5,6]", "3"),
-        pytest.param("[nan,7,8,9,10]", "2"),
-    ],
-    ids=str,
-)
-def test_the_best_is_kept_too_if_asked(losses, kept, tmp_path):
-    best = [
-        "callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1", "max_steps=5",
-        "callbacks.checkpoint.every_n_train_steps=2",
-        "+callbacks.losses._target_=tests.checkpoints.support.callbacks.Losses",
-        f"+callbacks.losses.losses={losses}",
-    ]  # fmt: skip
-    newest = ["4", "5"]
-    names = run(tmp_path / "run", tmp_path, *best)
-    assert [name.strip("step_.ck0") for name in names] == [kept, *newest]
-
-
-@pytest.mark.slow
 def test_a_logger_that_uploads_models_finds_each_checkpoint(tmp_path, monkeypatch):
     seen = []
 
@@ -99,15 +77,6 @@ def test_a_logger_that_uploads_models_finds_each_checkpoint(tmp_path, monkeypatc
     monkeypatch.setattr(CSVLogger, "after_save_checkpoint", upload)
     run(tmp_path / "run", tmp_path, *TWO_STEPS)
     assert seen == ["step_0000001.ckpt", "step_0000002.ckpt"]
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
-    settings = ("trainer.val_check_interval=3", "max_steps=8", "callbacks.checkpoint.keep_best=true")
-    run(tmp_path / "whole", tmp_path, *settings, "callbacks.checkpoint.save_top_k=-1")
-    run(tmp_path / "rest", tmp_path, *settings, f"ckpt_path={tmp_path}/whole/checkpoints/step_0000003.ckpt")
-    losses, rest = (column(tmp_path / name, "train/loss") for name in ("whole", "rest"))
-    assert rest == {step: loss for step, loss in losses.items() if step > 3}
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""Tests which checkpoint a run keeps as the best one, and which checkpoint it exports."""
+
+import pytest
+
+from tests.support.runs import run
+from tests.support.training import column
+
+pytestmark = pytest.mark.slow
+BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
+
+
+def losses(values: str) -> list[str]:
+    """Returns overrides that replace the losses of the run's validations."""
+    return [
+        "+callbacks.losses._target_=tests.checkpoints.support.callbacks.Losses",
+        f"+callbacks.losses.losses={values}",
+    ]
+
+
+def steps_kept(folder) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [
+        pytest.param("[3,2,4,5,6]", 2),
+        pytest.param("[3,2,1,5,6]", 3),
+        pytest.param("[nan,7,8,9,10]", 2),
+    ],
+    ids=str,
+)
+def test_the_best_is_kept_too_if_asked(values, best, tmp_path):
+    often = ("max_steps=5", "callbacks.checkpoint.every_n_train_steps=2")
+    _, folder = run(tmp_path, *BEST, *often, *losses(values))
+    assert steps_kept(folder) == [best, 4, 5]
+
+
+def test_a_resumed_run_keeps_only_a_better_checkpoint(tmp_path):
+    newest = "callbacks.checkpoint.save_top_k=1"
+    _, first = run(tmp_path, *BEST, newest, "max_steps=2", *losses("[3,1]"), name="first")
+    resume = f"ckpt_path={first}/checkpoints/step_0000002.ckpt"
+    _, rest = run(tmp_path, *BEST, newest, "max_steps=5", *losses("[2,2,2]"), resume, name="rest")
+    assert steps_kept(rest) == [5]
+
+
+def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
+    settings = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=3", "max_steps=8")
+    _, whole = run(tmp_path, *settings, "callbacks.checkpoint.save_top_k=-1", name="whole")
+    _, rest = run(tmp_path, *settings, f"ckpt_path={whole}/checkpoints/step_0000003.ckpt", name="rest")
+    expected = {step: loss for step, loss in column(whole, "train/loss").items() if step > 3}
+    assert column(rest, "train/loss") == expected
+
+
+def test_a_resumed_run_without_time_left_exports_its_checkpoint(tmp_path):
+    _, first = run(tmp_path, "max_steps=2", "model=llama_1b", name="first")
+    resume = f"ckpt_path={first}/checkpoints/step_0000002.ckpt"
+    no_time = ("+trainer.max_time=00:00:00:00", "export=true", "max_steps=4")
+    _, rest = run(tmp_path, "model=llama_1b", resume, *no_time, name="rest")
+    assert (rest / "exported" / "config.json").exists()
+
+
+def test_a_run_without_time_for_a_step_exports_nothing(tmp_path):
+    with pytest.raises(ValueError, match="export=true needs at least one training step"):
+        run(tmp_path, "+trainer.max_time=00:00:00:00", "export=true", "model=llama_1b")
+
+
+def test_a_run_without_validation_says_that_no_best_is_kept(tmp_path, capsys):
+    run(tmp_path, "callbacks.checkpoint.keep_best=true", "max_steps=1", "trainer.val_check_interval=2")
+    message = "no validation: max_steps=1 is below trainer.val_check_interval=2. keep_best has no effect\n"
+    assert message in capsys.readouterr().out
