@@ -239,7 +239,8 @@ def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) ->
 def check(candidate: Candidate, device: str = "cuda") -> str:
     """Compiles a candidate into Triton's cache and checks its outputs. Returns an error message, or an empty string.
 
-    The allowed error is twice the error of torch in the same dtype, plus rounding; both errors are relative to fp64.
+    The allowed error is four times the error of torch in the same dtype, plus rounding; both errors are relative to
+    fp64. A wrong tile has far larger errors.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()
@@ -248,7 +249,7 @@ def check(candidate: Candidate, device: str = "cuda") -> str:
     exact, torchs = (dense_results(candidate.direction, tensors, x) for x in (torch.float64, dtype))
     for place, wanted in exact.items():
         rounding = torch.finfo(dtype).eps * wanted.abs().max()
-        allowed = 2 * (torchs[place] - wanted).abs().max() + rounding
+        allowed = 4 * (torchs[place] - wanted).abs().max() + rounding
         off = (found[place] - wanted).abs().max()
         if not off <= allowed:  # NaN fails too
             return f"wrong by {off:.2g}, {allowed:.2g} allowed"
