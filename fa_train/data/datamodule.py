@@ -149,21 +149,22 @@ class PackedDataModule(L.LightningDataModule):
 
     def report(self, layouts: Mapping[str, Layout]) -> Report:
         """Returns a report on the packing in `layouts`."""
-        reports = {name: self._with_held_out(name, layout.report) for name, layout in layouts.items()}
+        reports = {name: self._with_corpus(name, layout.report) for name, layout in layouts.items()}
         if not isinstance(self.source, Mixture):
             [report] = reports.values()
             return report
         shares = self.source.rows_a_cycle / CYCLE
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
-    def _with_held_out(self, name: str, report: PackingReport) -> PackingReport:
-        """Adds to a report how many documents and tokens are held out."""
+    def _with_corpus(self, name: str, report: PackingReport) -> PackingReport:
+        """Adds to a report how many documents and tokens are held out, and how many rows were skipped."""
         documents = self.sources[name].documents(held_out=True)
         return dataclasses.replace(
             report,
             documents_held_out=len(documents),
             tokens_held_out=int(documents.lengths.sum()),
             held_out_tail=isinstance(documents, Documents) and documents.is_tail,
+            rows_skipped=documents.rows_skipped if isinstance(documents, Documents) else None,
         )
 
     def train_dataloader(self) -> TimedLoader:

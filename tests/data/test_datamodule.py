@@ -284,6 +284,20 @@ def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_p
         assert torch.equal(one["tokens"], other["tokens"])
 
 
+def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, capsys):
+    train, val = (write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("train", "val"))
+    train.write_text(train.read_text() + '{"prompt": \n' + '{"text": "no chat"}\n')
+    val.write_text(val.read_text() + "no JSON\n")
+    given = str(train), save_tokenizer(tmp_path / "tokenizer"), None, str(tmp_path / "cache"), str(val)
+    for printed in ("skipped 2 rows of", ""):
+        data = sft_data(*given, skip_invalid=True, packing="best_fit", **OPTIONS)
+        data.prepare_data()
+        assert capsys.readouterr().out.startswith(printed)
+        report = data.packing_report()
+        assert "\n  skipped 3 rows that are not valid chats\n" in report.text()
+        assert report.metrics()["packing/rows_skipped"] == 3
+
+
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
     """If one of the two paths has no document with text, no document of the other path is used in its place."""

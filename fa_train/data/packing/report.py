@@ -30,6 +30,7 @@ class PackingReport:
     unknown. The other counts do not include held-out documents. documents_split is None if it depends on the epoch.
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
+    rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents. None if unknown.
     """
 
     packing: str
@@ -49,6 +50,7 @@ class PackingReport:
     documents_held_out: int | None = None
     tokens_held_out: int | None = None
     held_out_tail: bool = False
+    rows_skipped: int | None = None
 
     @property
     def efficiency(self) -> float:
@@ -61,7 +63,7 @@ class PackingReport:
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
             "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
-            "tokens_held_out", "rows", "seq_len",
+            "tokens_held_out", "rows_skipped", "rows", "seq_len",
         )  # fmt: skip
         counts = {f"packing/{name}": getattr(self, name) for name in fields if getattr(self, name) is not None}
         lengths = {f"packing/documents_up_to_{longest}": count for longest, count in self.histogram}
@@ -85,6 +87,7 @@ class PackingReport:
                 f"{self.tokens_dropped:,} dropped",
                 *self._label_lines(),
                 *self._held_out_lines(),
+                *([f"  skipped {self.rows_skipped:,} rows that are not valid chats"] if self.rows_skipped else []),
                 "  document lengths:",
                 *(
                     f"  {'≤ ' + format(longest, ','):>13} {count:>11,} {'█' * -(-30 * count // widest)}"

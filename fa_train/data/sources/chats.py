@@ -3,16 +3,17 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from fa_train.data.sources.corpus import load_hf_dataset
-from fa_train.data.sources.files import count_rows, find_files, hash_files, read_rows, without_nulls
+from fa_train.data.sources.files import SourceRow, count_rows, find_files, hash_files, read_rows, without_nulls
 from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
+VALIDITY = "2"  # the version of the rules for valid chats, which is part of the cache key if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
@@ -49,25 +50,27 @@ class ChatCorpus:
       {"question", "answer"}
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. It can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.
-    skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty.
+    skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty or a line of a
+    .jsonl file is not valid JSON. n_skipped: the number of rows that the last complete iteration skipped.
     Raises: ValueError if there is nothing to read at `path`. Without skip_invalid, also if a row is not a valid chat.
     """
 
     def __init__(self, path: str, skip_invalid: bool = False) -> None:
-        self.name, self.skip_invalid = path, skip_invalid
+        self.name, self.skip_invalid, self.n_skipped = path, skip_invalid, 0
         self._rows: FileRows | HubRows = HubRows(path) if path.startswith(HUB) else FileRows(path)
 
     def documents(self) -> Iterator[tuple[str, Chat]]:
         n_skipped, reason = 0, ""
-        for key, where, row in self._rows.read():
+        for key, row in self._rows.read():
             try:
-                chat = parse_chat(row, where)
+                chat = parse_chat(row.value, row.where)
             except ValueError as error:
                 if not self.skip_invalid:
                     raise ValueError(f"{error}. data.skip_invalid=true skips rows that are not valid chats") from error
                 n_skipped, reason = n_skipped + 1, reason or str(error)
             else:
                 yield key, chat
+        self.n_skipped = n_skipped
         if n_skipped:
             print(f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}")
 
@@ -75,20 +78,20 @@ class ChatCorpus:
         return None if self.skip_invalid else self._rows.count()
 
     def fingerprint(self) -> str:
-        return self._rows.fingerprint() + "-skipping" * self.skip_invalid
+        return self._rows.fingerprint() + f"-skipping-{VALIDITY}" * self.skip_invalid
 
 
 class FileRows:
-    """The rows of chat files, as tuples (key, where, row)."""
+    """The rows of chat files, as pairs (key, row)."""
 
     def __init__(self, path: str) -> None:
         self.root, self.paths = find_files(path, SUFFIXES)
 
-    def read(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    def read(self) -> Iterator[tuple[str, SourceRow]]:
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
-            for number, where, row in read_rows(path):
-                yield f"{key}:{number}", where, _without_nulls_below(row) if path.suffix == ".parquet" else row
+            for row in read_rows(path):
+                yield f"{key}:{row.number}", _without_nulls_below(row) if path.suffix == ".parquet" else row
 
     def count(self) -> int | None:
         counts = [count_rows(path) for path in self.paths]
@@ -99,7 +102,7 @@ class FileRows:
 
 
 class HubRows:
-    """The rows of a Hugging Face dataset, as tuples (key, where, row). The dataset is loaded on first use."""
+    """The rows of a Hugging Face dataset, as pairs (key, row). The dataset is loaded on first use."""
 
     def __init__(self, path: str) -> None:
         found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*\])?)", path)
@@ -111,9 +114,9 @@ class HubRows:
     def dataset(self) -> Any:
         return load_hf_dataset(self.name, self.config, self.split, f"data.path={self.path}")
 
-    def read(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        for number, row in enumerate(self.dataset):
-            yield str(number), f"{self.path}, row {number}", _without_nulls_below(row)
+    def read(self) -> Iterator[tuple[str, SourceRow]]:
+        for number, value in enumerate(self.dataset):
+            yield str(number), _without_nulls_below(SourceRow(number, f"{self.path}, row {number}", value))
 
     def count(self) -> int:
         return len(self.dataset)
@@ -122,9 +125,9 @@ class HubRows:
         return f"{private('datasets', self.dataset, '_fingerprint')}-chats"
 
 
-def _without_nulls_below(row: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls_below(row: SourceRow) -> SourceRow:
     """Removes the keys with null from the objects in a row. A column that is null stays, for error messages."""
-    return {name: without_nulls(value) for name, value in row.items()}
+    return replace(row, content={name: without_nulls(value) for name, value in row.value.items()})
 
 
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:

@@ -42,6 +42,11 @@ class Corpus(Protocol[Document]):
         """Returns a hash of the corpus, which changes if any document changes."""
 
 
+def rows_skipped(corpus: Corpus[Any]) -> int:
+    """Returns how many rows the last complete iteration over a corpus skipped. Only ChatCorpus skips rows."""
+    return getattr(corpus, "n_skipped", 0)
+
+
 def is_held_out(key: str) -> bool:
     """Returns whether a document is held out for validation. The result depends only on the document's key."""
     if key.startswith((TRAINING, VALIDATION)):
@@ -82,6 +87,10 @@ class WithValidation(Generic[Document]):
         """Returns the setting that names the training documents or the held-out documents, for error messages."""
         prefix = VALIDATION if held_out else TRAINING
         return f"{prefix.rstrip(':')}={self.parts[prefix].name}"
+
+    @property
+    def n_skipped(self) -> int:
+        return sum(map(rows_skipped, self.parts.values()))
 
     def count(self) -> int | None:
         counts = [corpus.count() for corpus in self.parts.values()]
@@ -148,10 +157,11 @@ class TextCorpus:
     def _read(self, path: Path) -> Iterator[tuple[int, str]]:
         if path.suffix == ".parquet":
             require_column(self.text_column, column_names(path), str(path))
-        for number, where, row in read_rows(path, [self.text_column]):
-            require_column(self.text_column, row, where)
-            text = require_text(row[self.text_column], f"data.text_column={self.text_column}", where)
-            yield number, text.encode("utf-8", "replace").decode()  # replaces lone surrogates, which tokenizers reject
+        for row in read_rows(path, [self.text_column]):
+            require_column(self.text_column, row.value, row.where)
+            text = require_text(row.value[self.text_column], f"data.text_column={self.text_column}", row.where)
+            # replace lone surrogates, because tokenizers reject them
+            yield row.number, text.encode("utf-8", "replace").decode()
 
 
 class HFCorpus:

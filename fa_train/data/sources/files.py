@@ -2,21 +2,34 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 
 
-class FileRow(NamedTuple):
-    """One row of a file. number: counted from 1. where: the file and the row, for error messages."""
+@dataclass(frozen=True)
+class SourceRow:
+    """One row of a file or a dataset.
+
+    number: counted from 1 in a file, and from 0 in a dataset. where: the file and the row, for error messages.
+    content: the row, or the error if the row cannot be read.
+    """
 
     number: int
     where: str
-    value: dict[str, Any]
+    content: Mapping[str, Any] | ValueError
+
+    @property
+    def value(self) -> Mapping[str, Any]:
+        """The row as an object. Raises: ValueError if the row cannot be read."""
+        if isinstance(self.content, ValueError):
+            raise self.content
+        return self.content
 
 
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
@@ -56,12 +69,13 @@ def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
     return digest.hexdigest()
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[FileRow]:
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[SourceRow]:
     """Yields the rows of a file.
 
     A .jsonl file has one object per line, and its empty lines are skipped. A .json file has a list of objects.
     columns: the columns to read from a .parquet file, or None to read all columns.
-    Raises: ValueError if the file is not valid JSON or Parquet, or a row is not an object.
+    Raises: ValueError if the file is not a JSON list or not valid Parquet. If a line of a .jsonl file is not valid
+    JSON, or a row is not an object, only the property `value` of this row raises ValueError.
     """
     readers = {".jsonl": _lines, ".json": _items}
     yield from readers[path.suffix](path) if path.suffix in readers else _parquet(path, columns)
@@ -81,22 +95,25 @@ def column_names(path: Path) -> list[str]:
         return list(file.schema_arrow.names)
 
 
-def _lines(path: Path) -> Iterator[FileRow]:
+def _lines(path: Path) -> Iterator[SourceRow]:
     # files that were written on Windows may begin with a byte order mark, which utf-8-sig skips
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}, line {number}"
                 try:
-                    value = json.loads(line)
+                    content = _object(json.loads(line), "every line must be a JSON object", where)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"every line must be a JSON object; {where} is not: {error}") from error
-                if not isinstance(value, dict):
-                    raise ValueError(f"every line must be a JSON object; {where} is a {type(value).__name__}")
-                yield FileRow(number, where, value)
+                    content = ValueError(f"every line must be a JSON object; {where} is not: {error}")
+                yield SourceRow(number, where, content)
 
 
-def _items(path: Path) -> Iterator[FileRow]:
+def _object(value: Any, wanted: str, where: str) -> dict[str, Any] | ValueError:
+    """Returns `value`, or an error if it is not an object."""
+    return value if isinstance(value, dict) else ValueError(f"{wanted}; {where} is a {type(value).__name__}")
+
+
+def _items(path: Path) -> Iterator[SourceRow]:
     try:
         items = json.loads(path.read_text(encoding="utf-8-sig", errors="replace"))
     except json.JSONDecodeError as error:
@@ -107,18 +124,16 @@ def _items(path: Path) -> Iterator[FileRow]:
         raise ValueError(f"a .json file must be a list of objects; {path} is a {type(items).__name__}")
     for number, value in enumerate(items, 1):
         where = f"{path}, row {number}"
-        if not isinstance(value, dict):
-            raise ValueError(f"a .json file must be a list of objects; {where} is a {type(value).__name__}")
-        yield FileRow(number, where, value)
+        yield SourceRow(number, where, _object(value, "a .json file must be a list of objects", where))
 
 
-def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[FileRow]:
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
     number = 0
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(columns=columns):
             for value in batch.to_pylist():
                 number += 1
-                yield FileRow(number, f"{path}, row {number}", value)
+                yield SourceRow(number, f"{path}, row {number}", value)
 
 
 def without_nulls(value: Any) -> Any:

@@ -19,12 +19,13 @@ import pyarrow as pa
 from filelock import FileLock
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from fa_train.data.sources.corpus import Corpus, is_held_out
+from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
 from fa_train.data.tokens.cache import make_folder, room_on_disk
 from fa_train.data.tokens.encoding import Encoded, Encoder
 
 FORMAT = "3"  # the version of the file format and of tokenisation, which is part of the cache key
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
+SKIPPED = "skipped.json"  # in a finished folder, the number of rows that the corpus skipped; missing if it is 0
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
 BATCH = 256  # the number of documents per call of the tokenizer
@@ -42,7 +43,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     Shards are first written to an unfinished folder next to `path`. The folder is renamed when all shards are finished.
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
-    truncated shard.
+    truncated shard. skipped.json has the number of rows that the corpus skipped.
     Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
     disk is full, the finished shards are kept. After any other ValueError, they are deleted.
     """
@@ -59,6 +60,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             except ValueError:
                 shutil.rmtree(unfinished)
                 raise
+            if skipped := rows_skipped(corpus):
+                (unfinished / SKIPPED).write_text(json.dumps(skipped))
             sizes = {file.name: file.stat().st_size for file in sorted(unfinished.glob("*.arrow"))}
             (unfinished / SHARDS).write_text(json.dumps(sizes))
             os.replace(unfinished, path)

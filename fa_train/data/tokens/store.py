@@ -14,7 +14,7 @@ import pyarrow as pa
 from fa_train.data.packing.rows import LossMask
 from fa_train.data.sources.corpus import Corpus, WithValidation
 from fa_train.data.tokens.encoding import Encoder
-from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, write_shards
+from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, SKIPPED, write_shards
 
 HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is held out
 SHORTEST_TAIL = 2  # the held-out part of a document has at least this number of tokens, because 1 token has no label
@@ -42,6 +42,7 @@ class Documents:
     is held out if this part would have fewer than SHORTEST_TAIL tokens. If `divided` is true, the user has named the
     held-out documents, and this exception for small corpora does not apply.
     is_tail: whether the held-out document is the last part of a training document.
+    rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """
@@ -49,6 +50,7 @@ class Documents:
     def __init__(self, path: Path, *, held_out: bool, vocab_size: int, divided: bool = False) -> None:
         self._source = path, held_out, vocab_size, divided
         self._vocab_size = vocab_size
+        self.rows_skipped = int((path / SKIPPED).read_text()) if (path / SKIPPED).exists() else 0
         files = _whole_shards(path)
         tables = [_read_shard(file) for file in files]
         self._files = [file for file, shard in zip(files, tables, strict=True) for _ in shard["tokens"].chunks]

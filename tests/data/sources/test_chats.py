@@ -161,6 +161,20 @@ def test_rows_that_are_not_chats_can_be_skipped(tmp_path, capsys):
     assert counted == [2, None]
 
 
+def test_lines_that_are_not_json_objects_can_be_skipped(tmp_path, capsys):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f'{json.dumps(PAIR)}\n{{"prompt": "2\n[1]\n{json.dumps(PAIR)}\n')
+    corpus = ChatCorpus(str(path), skip_invalid=True)
+    assert [key for key, _ in corpus.documents()] == ["chats.jsonl:1", "chats.jsonl:4"]
+    assert corpus.n_skipped == 2
+    assert re.match(rf"skipped 2 rows of .* The first: every line .* {path}, line 2 is not: ", capsys.readouterr().out)
+    with pytest.raises(ValueError, match=r"line 2 is not: .*\. data\.skip_invalid=true skips rows that"):
+        chats(path)
+    (tmp_path / "chats.json").write_text(json.dumps([PAIR, "2"]))
+    corpus = ChatCorpus(str(tmp_path / "chats.json"), skip_invalid=True)
+    assert len(list(corpus.documents())) == corpus.n_skipped == 1
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
