@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from fa_train.data.sources.corpus import load_hf_dataset
+from fa_train.data.sources.corpus import is_saved_dataset, load_hf_dataset
 from fa_train.data.sources.files import SourceRow, count_rows, find_files, hash_files, read_rows, without_nulls
 from fa_train.private_names import private
 
@@ -42,6 +42,7 @@ class ChatCorpus:
 
     path: a .jsonl, .json or .parquet file; a folder or a glob of such files; or hf:<name>:<split> for a dataset. If the
     dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the Hugging Face hub, or a folder.
+    If `path` is a folder that `save_to_disk` of the `datasets` library has written, its split `train` is read.
     A row has one of these forms:
       {"messages": [{"role", "content", ...}, ...]}
       {"conversations": [{"from", "value"}, ...]}, the format of ShareGPT
@@ -57,7 +58,11 @@ class ChatCorpus:
 
     def __init__(self, path: str, skip_invalid: bool = False) -> None:
         self.name, self.skip_invalid, self.n_skipped = path, skip_invalid, 0
-        self._rows: FileRows | HubRows = HubRows(path) if path.startswith(HUB) else FileRows(path)
+        self._rows: FileRows | HubRows
+        if path.startswith(HUB) or is_saved_dataset(path):
+            self._rows = HubRows(path)
+        else:
+            self._rows = FileRows(path)
 
     def documents(self) -> Iterator[tuple[str, Chat]]:
         n_skipped, reason = 0, ""
@@ -102,13 +107,21 @@ class FileRows:
 
 
 class HubRows:
-    """The rows of a Hugging Face dataset, as pairs (key, row). The dataset is loaded on first use."""
+    """The rows of a Hugging Face dataset, as pairs (key, row). The dataset is loaded on first use.
+
+    path: hf:<name>:<split>, hf:<name>:<config>:<split>, or the folder of a saved dataset, whose split is `train`.
+    """
 
     def __init__(self, path: str) -> None:
-        found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*\])?)", path)
-        if not found:
-            raise ValueError(f"data.path must be hf:<name>:<split> or hf:<name>:<config>:<split>; got {path}")
-        self.path, self.name, self.config, self.split = path, found["name"], found["config"], found["split"]
+        self.path = path
+        self.name: str = path
+        self.config: str | None = None
+        self.split = "train"
+        if path.startswith(HUB):
+            found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*\])?)", path)
+            if not found:
+                raise ValueError(f"data.path must be hf:<name>:<split> or hf:<name>:<config>:<split>; got {path}")
+            self.name, self.config, self.split = found["name"], found["config"], found["split"]
 
     @cached_property
     def dataset(self) -> Any:

@@ -135,6 +135,11 @@ class TextCorpus:
     """
 
     def __init__(self, path: str, text_column: str) -> None:
+        if is_saved_dataset(path):
+            raise ValueError(
+                f"data.path must be text files; {path} is a dataset that save_to_disk has written. Use data=hf "
+                f"data.name={path} instead"
+            )
         self.root, self.paths = find_files(path, SUFFIXES)
         self.name, self.text_column = path, text_column
 
@@ -165,7 +170,7 @@ class TextCorpus:
 
 
 class HFCorpus:
-    """A Hugging Face dataset from the hub or from a folder. The dataset is loaded on first use.
+    """A Hugging Face dataset, as in `load_hf_dataset`. The dataset is loaded on first use.
 
     Raises: ValueError if the dataset cannot be loaded or has no text_column.
     """
@@ -197,17 +202,41 @@ class HFCorpus:
         return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 
+def is_saved_dataset(path: str) -> bool:
+    """Returns whether `path` is a folder that `save_to_disk` of the `datasets` library has written."""
+    folder = Path(path).expanduser()
+    of_split = (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
+    return of_split or (folder / "dataset_dict.json").is_file()
+
+
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
-    """Loads a dataset from the hub or from a folder.
+    """Loads a dataset from the hub or from a folder. `save_to_disk` may have written the folder.
 
     Raises: ValueError if the dataset cannot be loaded. The message contains `asked`, the user's setting.
     """
     from datasets import load_dataset  # the import takes seconds
 
     try:
+        if is_saved_dataset(name):
+            return _load_saved_dataset(name, config, split)
         return load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error
+
+
+def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
+    """Loads a folder that `save_to_disk` has written. A Dataset is the split `train`. split: may be a part of a split.
+
+    Raises: ValueError or OSError if the dataset cannot be loaded, or has no such split or config.
+    """
+    from datasets import DatasetDict, ReadInstruction, concatenate_datasets, load_from_disk
+
+    if config is not None:
+        raise ValueError(f"a dataset of save_to_disk has no configs; got config {config}")
+    saved = load_from_disk(str(Path(folder).expanduser()))
+    splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
+    ranges = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    return concatenate_datasets([splits[r.splitname].select(range(r.from_, r.to)) for r in ranges])
 
 
 def require_column(column: str, columns: Iterable[str], where: str) -> None:

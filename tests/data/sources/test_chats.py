@@ -3,6 +3,7 @@
 import json
 import re
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -220,6 +221,31 @@ def test_a_dataset_is_read_as_files_are(dataset_folder):
     assert [ChatCorpus(f"hf:{dataset_folder}:{part}").count() for part in ("train[1:3]", "default:train[:4]")] == [2, 4]
     write_jsonl(path, many_chats(6))
     assert ChatCorpus(f"hf:{dataset_folder}:train").fingerprint() != dataset.fingerprint()
+
+
+def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
+    rows = datasets.Dataset.from_list(many_chats(5))
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"test": rows.select([0]), "train": rows}).save_to_disk(tmp_path / "splits")
+    expected = [parse_chat(row, "").messages for row in many_chats(5)]
+    for name in ("one", "splits"):
+        folder = tmp_path / name
+        assert chats_of(folder) == chats_of(f"hf:{folder}:train") == expected
+        assert chats_of(f"hf:{folder}:train[1:3]") == expected[1:3]
+        assert [key for key, _ in ChatCorpus(str(folder)).documents()] == list("01234")
+        assert ChatCorpus(str(folder)).fingerprint() == ChatCorpus(f"hf:{folder}:train").fingerprint()
+    assert chats_of(f"hf:{tmp_path}/splits:test") == expected[:1]
+    prints = {ChatCorpus(f"hf:{tmp_path}/splits:{split}").fingerprint() for split in ("train", "test", "train[1:3]")}
+    datasets.Dataset.from_list(many_chats(6)).save_to_disk(tmp_path / "one")
+    assert len(prints | {ChatCorpus(str(tmp_path / "one")).fingerprint()}) == 4
+    with pytest.raises(ValueError, match=r"data.path=hf:.*:val must be a dataset .*: Unknown split .val.\. Should"):
+        ChatCorpus(f"hf:{tmp_path}/splits:val").count()
+    with pytest.raises(ValueError, match=r"must be a dataset .*: a dataset of save_to_disk has no configs; got"):
+        ChatCorpus(f"hf:{tmp_path}/splits:a:train").count()
+
+
+def chats_of(path):
+    return [chat.messages for chat in chats(path)]
 
 
 def test_what_a_dataset_lacks_is_named(dataset_folder):

@@ -3,12 +3,13 @@
 import json
 from functools import partial
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from fa_train.data.sources.corpus import StdlibCorpus, TextCorpus, WithValidation, is_held_out
+from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, is_held_out
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer
@@ -56,6 +57,17 @@ def test_bad_paths_columns_and_files_are_named(folder, path, column, message):
     (folder / "cut.parquet").write_bytes((folder / "d.parquet").read_bytes()[:-7])
     with pytest.raises(ValueError, match=message):
         texts(folder / path, column)
+
+
+def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")
+    corpus = HFCorpus(str(tmp_path / "saved"), None, "train", "text")
+    assert list(corpus.documents()) == [("0", "one"), ("1", "two")] and corpus.count() == 2
+    with pytest.raises(
+        ValueError, match=r"data.path must be text files; .*saved is a dataset .* Use data=hf data.name="
+    ):
+        texts(tmp_path / "saved")
 
 
 def test_empty_documents_are_counted_and_get_no_tokens(tmp_path):
