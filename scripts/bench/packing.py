@@ -37,7 +37,7 @@ def measure(lengths: np.ndarray, seq_len: int, runs: int) -> dict[str, float]:
         start = time.perf_counter()
         plan = make_plan(lengths, seq_len, seq_len, "split")
         seconds.append(time.perf_counter() - start)
-    report = report_plan(plan, lengths, seq_len, "split")
+    report = report_plan(plan, lengths, seq_len, seq_len, "split")
     assert report.tokens_packed == lengths.sum(), "no token is lost"
     return {"fastest": min(seconds), "slowest": max(seconds), "rows": report.rows, "efficiency": report.efficiency}
 

@@ -135,7 +135,12 @@ def load_plan(
 
 
 def report_plan(
-    plan: np.ndarray, lengths: np.ndarray, seq_len: int, policy: LongDocuments, loss_mask: LossMask | None = None
+    plan: np.ndarray,
+    lengths: np.ndarray,
+    seq_len: int,
+    max_doc_len: int,
+    policy: LongDocuments,
+    loss_mask: LossMask | None = None,
 ) -> PackingReport:
     """Returns the numbers of documents and tokens in a packing plan. If loss_mask is given, also counts labels."""
     tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
@@ -148,6 +153,8 @@ def report_plan(
         documents_split=int((n_pieces > 1).sum()),
         documents_truncated=int(((lost > 0) & (n_pieces > 0)).sum()),
         documents_dropped=int(((lost > 0) & (n_pieces == 0)).sum()),
+        documents_long=int((lengths > max_doc_len).sum()),
+        max_doc_len=max_doc_len,
         tokens_in=int(lengths.sum()),
         tokens_packed=int(tokens_kept.sum()),
         tokens_truncated=int(lost[n_pieces > 0].sum()),
@@ -203,7 +210,7 @@ class BestFit:
         # if a document is split, the last label of a piece is the first token of the next piece
         self.label_beyond_piece = long_documents == "split"
         self.plan = load_plan(documents.lengths, seq_len, limit, long_documents, cache_dir)
-        self.report = report_plan(self.plan, documents.lengths, seq_len, long_documents, documents.loss_mask)
+        self.report = report_plan(self.plan, documents.lengths, seq_len, limit, long_documents, documents.loss_mask)
         self.n_rows = self.report.rows
         self.first_piece = np.searchsorted(self.plan[:, ROW], np.arange(self.n_rows + 1))
         sizes = self.plan[:, STOP] - self.plan[:, START]

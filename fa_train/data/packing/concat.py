@@ -116,6 +116,8 @@ class Concatenation:
             documents_split=None,
             documents_truncated=0,
             documents_dropped=0,
+            documents_long=int((lengths > seq_len).sum()),
+            max_doc_len=seq_len,
             tokens_in=int(lengths.sum()),
             tokens_packed=int(lengths.sum()),
             tokens_truncated=0,

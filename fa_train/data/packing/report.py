@@ -28,6 +28,7 @@ class PackingReport:
 
     tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_held_out and tokens_held_out are None if
     unknown. The other counts do not include held-out documents. documents_split is None if it depends on the epoch.
+    documents_long: the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len.
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents. None if unknown.
@@ -39,6 +40,8 @@ class PackingReport:
     documents_split: int | None
     documents_truncated: int
     documents_dropped: int
+    documents_long: int
+    max_doc_len: int
     tokens_in: int
     tokens_packed: int
     tokens_truncated: int
@@ -107,10 +110,24 @@ class PackingReport:
         if self.labels is None:
             return []
         lost = self.labels.labels_in - self.labels.labels_packed
-        return [
+        lines = [
             f"  labels {self.labels.labels_in:,}: {self.labels.labels_packed:,} packed, {lost:,} lost; "
             f"{self.labels.pieces_unlearned:,} documents or pieces without labels"
         ]
+        if self.documents_long:
+            limit = "seq_len" if self.max_doc_len == self.seq_len else "data.max_doc_len"
+            lines.append(
+                f"  warning: {self.documents_long:,} of {self.documents:,} chats are longer than "
+                f"{limit}={self.max_doc_len}; {self._fate_of_long_chats()}"
+            )
+        return lines
+
+    def _fate_of_long_chats(self) -> str:
+        if self.documents_truncated:
+            return "their ends are cut off"
+        if self.documents_dropped:
+            return "they are dropped"
+        return "they are split, and a part does not see the parts before it"
 
 
 def run_line(max_steps: int, batch_size: int, rows: int) -> str:

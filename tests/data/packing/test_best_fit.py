@@ -114,7 +114,7 @@ def test_a_layout_equals_a_worked_example():
 def test_log_normal_lengths_are_padded_at_most_1_percent(seq_len):
     lengths = np.maximum(1, np.random.default_rng(0).lognormal(6.5, 1.2, 20_000)).astype(np.int64)
     plan = make_plan(lengths, seq_len, seq_len, "split")
-    report = best_fit.report_plan(plan, lengths, seq_len, "split")
+    report = best_fit.report_plan(plan, lengths, seq_len, seq_len, "split")
     assert report.tokens_packed == lengths.sum() and report.efficiency >= 0.99
 
 

@@ -75,6 +75,34 @@ def test_documents_and_pieces_without_a_label_are_counted():
     assert (counts.pieces_unlearned, counts.labels_packed) == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("policy", "max_doc_len", "fate"),
+    [
+        pytest.param("concat", None, "seq_len=4; they are split, and a part does not see", id="concat"),
+        pytest.param("split", None, "seq_len=4; they are split, and a part does not see", id="split"),
+        pytest.param("truncate", None, "seq_len=4; their ends are cut off", id="truncate"),
+        pytest.param("drop", None, "seq_len=4; they are dropped", id="drop"),
+        pytest.param("split", 3, "data.max_doc_len=3; they are split, and a part does not see", id="max-doc-len"),
+    ],
+)
+def test_a_warning_counts_chats_that_do_not_fit(policy, max_doc_len, fate):
+    def report(masks):
+        documents, seq_len = Masked(masks), 4
+        if policy == "concat":
+            return Concatenation(documents, seq_len, PAD).report
+        given = {"max_doc_len": max_doc_len, "long_documents": policy, "cache_dir": None}
+        return BestFit(documents, seq_len, PAD, **given).report
+
+    long = [1] * 6, [0] * 5
+    assert f"\n  warning: 2 of 4 chats are longer than {fate}" in report([*long, [0, 1, 1], []]).text()
+    assert "warning" not in report([[0, 1, 1], [0, 1], []]).text(), "no chat is too long"
+
+
+def test_texts_that_do_not_fit_cause_no_warning():
+    layout = BestFit(Numbered([9]), 4, PAD, max_doc_len=None, long_documents="split", cache_dir=None)
+    assert layout.report.documents_long == 1 and "warning" not in layout.report.text()
+
+
 def answers(hf, tokens):
     return sorted(hf.decode(tokens).split("<|im_end|>")[:-1])
 
