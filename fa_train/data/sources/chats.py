@@ -13,8 +13,15 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".parquet")
-VALIDITY = "2"  # the version of the rules for valid chats, which is part of the cache key if invalid rows are skipped
+VALIDITY = "3"  # the version of the rules for valid chats, which is part of the cache key if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# The columns of a chat. If a row has the columns of several forms, the first of these forms is used.
+FORMS: tuple[tuple[str, ...], ...] = (
+    ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
+    ("question", "answer"), ("query", "response"), ("prompt", "response"),
+)  # fmt: skip
+# {column of the answer: optional columns that follow the instruction} in the formats of Alpaca and Dolly
+INPUTS = {"output": ("input",), "response": ("context", "input")}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
@@ -47,8 +54,11 @@ class ChatCorpus:
       {"messages": [{"role", "content", ...}, ...]}
       {"conversations": [{"from", "value"}, ...]}, the format of ShareGPT
       {"prompt", "completion"}, each a text or a list of messages; the model is trained only on the completion
+      {"prompt", "response"}, which means the same
       {"instruction", "input", "output"}, the format of Alpaca; "input" may be missing or empty
-      {"question", "answer"}
+      {"instruction", "context", "response"}, the format of Dolly; "context" may be missing, empty or named "input"
+      {"question", "answer"} or {"query", "response"}
+    The content of a message is a text, or a list of parts {"type": "text", "text"}, whose texts are concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. It can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.
     skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty or a line of a
@@ -150,24 +160,24 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     """
     present = {name: _encodable(value) for name, value in row.items() if value is not None}
     trained_from = 0
-    if "messages" in present:
-        messages = _messages(present["messages"], where)
-    elif "conversations" in present:
-        messages = _messages(_from_sharegpt(present["conversations"], where), where)
-    elif "prompt" in present and "completion" in present:
-        prompt = _prompt_or_completion(present["prompt"], "user", where)
-        trained_from = len(prompt)
-        messages = prompt + _prompt_or_completion(present["completion"], "assistant", where)
-    elif "instruction" in present and "output" in present:
-        messages = _messages(_question_and_answer(_instruction(present, where), present["output"]), where)
-    elif "question" in present and "answer" in present:
-        messages = _messages(_question_and_answer(present["question"], present["answer"]), where)
-    else:
-        found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "nothing"
-        raise ValueError(
-            "a chat must have messages, conversations, prompt and completion, instruction and output, or question and "
-            f"answer; {where} has {found}"
-        )
+    form = next((form for form in FORMS if all(name in present for name in form)), None)
+    match form:
+        case ("messages",):
+            messages = _messages(present["messages"], where)
+        case ("conversations",):
+            messages = _messages(_from_sharegpt(present["conversations"], where), where)
+        case ("prompt", answer):
+            prompt = _prompt_or_completion(present, "prompt", "user", where)
+            trained_from = len(prompt)
+            messages = prompt + _prompt_or_completion(present, answer, "assistant", where)
+        case ("instruction", answer):
+            messages = _question_and_answer(_instruction(present, INPUTS[answer], where), present[answer], where)
+        case (question, answer):
+            messages = _question_and_answer(present[question], present[answer], where)
+        case _:
+            found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "nothing"
+            *others, last = (" and ".join(form) for form in FORMS)
+            raise ValueError(f"a chat must have {', '.join(others)}, or {last}; {where} has {found}")
     system = present.get("system", "")
     if not isinstance(system, str):
         raise ValueError(f"system must be a text; {where} has a {type(system).__name__}")
@@ -178,23 +188,23 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     return Chat(where, messages, _tools(present.get("tools"), where), trained_from)
 
 
-def _prompt_or_completion(value: Any, role: str, where: str) -> list[Message]:
-    """Returns the messages of a prompt or completion. A text becomes a single message."""
-    name = "prompt" if role == "user" else "completion"
+def _prompt_or_completion(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
+    """Returns the messages in the column `name`. A text becomes a single message."""
+    value = row[name]
     return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, name)
 
 
-def _instruction(row: Mapping[str, Any], where: str) -> str:
-    """Returns the question of a row in Alpaca's format: the instruction, then the input if there is one."""
-    texts = {name: row.get(name, "") for name in ("instruction", "input")}
+def _instruction(row: Mapping[str, Any], inputs: tuple[str, ...], where: str) -> str:
+    """Returns the question of a row in the format of Alpaca or Dolly: the instruction, then the columns `inputs`."""
+    texts = {name: row.get(name, "") for name in ("instruction", *inputs)}
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"{name} must be a text; {where} has a {type(text).__name__}")
     return "\n\n".join(text for text in texts.values() if text.strip())
 
 
-def _question_and_answer(question: Any, answer: Any) -> list[Message]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+def _question_and_answer(question: Any, answer: Any, where: str) -> list[Message]:
+    return _messages([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], where)
 
 
 def _from_sharegpt(value: Any, where: str) -> list[Message]:
@@ -223,6 +233,8 @@ def _message(value: Any, where: str) -> Message:
     if "role" not in message:
         raise ValueError(f"a message must have a role; {where} has {', '.join(message) or 'nothing'}")
     role, content = message["role"], message.get("content")
+    if isinstance(content, list):
+        content = message["content"] = "".join(_text_of_part(part, where) for part in content)
     if role not in ROLES:
         raise ValueError(f"a role must be one of {', '.join(ROLES)}; {where} has {role!r}")
     for name in TRAINED:
@@ -244,6 +256,17 @@ def _message(value: Any, where: str) -> Message:
     elif not content.strip() and not calls and role != "tool":  # a tool's result may be empty
         raise ValueError(f"a message must not be empty; {where} with role {role} is empty")
     return message
+
+
+def _text_of_part(part: Any, where: str) -> str:
+    """Returns the text of one part of a message's content."""
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise ValueError(f"a part of a message's content must be an object with a type; {where} has {part!r}")
+    if part["type"] != "text":
+        raise ValueError(f"a part of a message's content must be of type text; {where} has type {part['type']}")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"a part of type text must have a text; {where} has {part!r}")
+    return str(part["text"])
 
 
 def _tool_call(value: Any, where: str) -> dict[str, Any]:

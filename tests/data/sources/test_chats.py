@@ -23,17 +23,35 @@ def test_all_formats_give_the_same_chat():
     messages_pair = {"prompt": [QUESTION], "completion": [ANSWER]}
     alpaca = {"instruction": "2 + 2?", "output": "is 4."}
     question = {"question": "2 + 2?", "answer": "is 4."}
+    dolly = {"instruction": "2 + 2?", "context": "", "response": "is 4.", "category": "open_qa"}
+    pairs = [{"query": "2 + 2?", "response": "is 4."}, {"prompt": "2 + 2?", "response": "is 4."}]
+    pairs.append({"prompt": [QUESTION], "response": [ANSWER]})
     same = [alpaca, alpaca | {"input": ""}, alpaca | {"input": None}, question, PAIR | {"tools": None, "id": 3}]
-    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same):
+    for row in ({"messages": [QUESTION, ANSWER]}, sharegpt, PAIR, messages_pair, *same, dolly, *pairs):
         chat = parse_chat(row, "")
         assert (chat.messages, chat.tools) == ([QUESTION, ANSWER], None)
-    assert parse_chat(PAIR, "").trained_from == 1 and parse_chat(sharegpt, "").trained_from == 0
+        assert chat.trained_from == int("prompt" in row), "only a prompt is never trained on"
 
 
-def test_the_input_of_alpaca_follows_the_instruction():
-    chat = parse_chat({"instruction": "Add.", "input": "2 and 2", "output": "4"}, "")
+@pytest.mark.parametrize(
+    ("name", "answer"), [("input", "output"), ("context", "response"), ("input", "response")], ids=str
+)
+def test_the_input_of_alpaca_and_dolly_follows_the_instruction(name, answer):
+    chat = parse_chat({"instruction": "Add.", name: "2 and 2", answer: "4"}, "")
     assert [message["content"] for message in chat.messages] == ["Add.\n\n2 and 2", "4"]
     assert chat.trained_from == 0
+
+
+def test_the_texts_of_a_content_with_parts_are_concatenated(tmp_path):
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
+    assert parse_chat({"messages": [chat_message("user", parts), ANSWER]}, "").messages == [QUESTION, ANSWER]
+    sharegpt = {"conversations": [{"from": "human", "value": parts}, {"from": "gpt", "value": "is 4."}]}
+    assert parse_chat(sharegpt, "").messages == [QUESTION, ANSWER]
+    row = {"messages": [chat_message("user", [*parts, {"type": "image_url", "image_url": {"url": "a.png"}}])]}
+    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "b.parquet")  # each part has all keys
+    for path in (write_jsonl(tmp_path / "a.jsonl", [row]), tmp_path / "b.parquet"):
+        with pytest.raises(ValueError, match=r"content must be of type text; .*, message 0 has type image_url"):
+            chats(path)
 
 
 def test_a_system_prompt_may_have_its_own_column():
@@ -102,9 +120,11 @@ def with_message(**changes):
         ({"text": "2"}, "must have messages, conversations, prompt and completion, .*; .*line 2 has text"),
         ({"prompt": "2", "completion": None}, r"prompt and completion, .*; .*line 2 has prompt, completion \(null\)"),
         ({"instruction": "2", "input": "3"}, "instruction and output, .*; .*line 2 has instruction, input"),
+        ({"instruction": "2", "context": ["3"], "response": "4"}, "context must be a text; .*line 2 has a list"),
+        ({"query": "2", "response": ""}, "must not be empty; .*line 2, message 1 with role assistant is empty"),
         ({"instruction": 2, "output": "3"}, "instruction must be a text; .*line 2 has a int"),
         ({"instruction": "", "output": "3"}, "must not be empty; .*line 2, message 0 with role user is empty"),
-        ({"question": "2", "answers": ["3"]}, "or question and answer; .*line 2 has question, answers"),
+        ({"question": "2", "answers": ["3"]}, "question and answer, .*; .*line 2 has question, answers"),
         ({"messages": []}, "messages must have at least one entry; .*line 2 has an empty list"),
         ({"messages": "hello"}, "messages must be a list; .*line 2 has a str"),
         ({"prompt": 2, "completion": "4"}, "prompt must be a list; .*line 2 has a int"),
@@ -124,7 +144,11 @@ def with_message(**changes):
         ),
         (with_message(content=" "), "must not be empty; .*line 2, message 1 with role assistant is empty"),
         (with_message(content=None), "must have text as its content; .*line 2, message 1 has none"),
-        (with_message(content=[{"type": "text"}]), "must have text as its content; .*line 2, message 1 has a list"),
+        (with_message(content={"text": "4"}), "must have text as its content; .*line 2, message 1 has a dict"),
+        (with_message(content=[]), "must not be empty; .*line 2, message 1 with role assistant is empty"),
+        (with_message(content=["4"]), "must be an object with a type; .*line 2, message 1 has '4'"),
+        (with_message(content=[{"type": "text"}]), "a part of type text must have a text; .*line 2, message 1 has"),
+        (with_message(content=[{"type": "image"}]), "must be of type text; .*line 2, message 1 has type image"),
         (
             with_message(role="user", tool_calls=[CALL]),
             "only an assistant's message can have tool_calls; .*message 1 has role user",
