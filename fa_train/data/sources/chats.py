@@ -12,7 +12,7 @@ from fa_train.data.sources.files import SourceRow, count_rows, find_files, hash_
 from fa_train.private_names import private
 
 HUB = "hf:"
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 VALIDITY = "3"  # the version of the rules for valid chats, which is part of the cache key if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The columns of a chat. If a row has the columns of several forms, the first of these forms is used.
@@ -47,8 +47,8 @@ class Chat:
 class ChatCorpus:
     """Chats from files or from a Hugging Face dataset. Each row is one chat.
 
-    path: a .jsonl, .json or .parquet file; a folder or a glob of such files; or hf:<name>:<split> for a dataset. If the
-    dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the Hugging Face hub, or a folder.
+    path: a .jsonl, .json, .csv or .parquet file; a folder or a glob of such files; or hf:<name>:<split> for a dataset.
+    If the dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the hub, or a folder.
     If `path` is a folder that `save_to_disk` of the `datasets` library has written, its split `train` is read.
     A row has one of these forms:
       {"messages": [{"role", "content", ...}, ...]}

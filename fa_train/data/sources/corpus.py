@@ -15,7 +15,7 @@ from fa_train.data.sources.files import column_names, count_rows, find_files, ha
 from fa_train.private_names import private
 
 Document = TypeVar("Document", covariant=True)
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".jsonl", ".csv", ".parquet")
 HELD_OUT_IN_1000 = 20  # held-out documents per thousand
 TRAINING, VALIDATION = "data.path:", "data.val_path:"  # the keys of WithValidation begin with one of these
 
@@ -129,7 +129,7 @@ class StdlibCorpus:
 class TextCorpus:
     """Text documents from a file, a folder or a glob.
 
-    A .txt or .md file is one document. Each row of a .jsonl or .parquet file is one document.
+    A .txt or .md file is one document. Each row of a .jsonl, .csv or .parquet file is one document.
     Raises: ValueError if there is nothing to read at `path`, the suffix of a file is not supported, or a row has no
     text_column.
     """

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
+
+CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must not be larger
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,13 @@ def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[SourceRow]:
     """Yields the rows of a file.
 
-    A .jsonl file has one object per line, and its empty lines are skipped. A .json file has a list of objects.
+    A .jsonl file has one object per line, and its empty lines are skipped. A .json file has a list of objects. The
+    first line of a .csv file has the names of the columns, and all values are texts.
     columns: the columns to read from a .parquet file, or None to read all columns.
-    Raises: ValueError if the file is not a JSON list or not valid Parquet. If a line of a .jsonl file is not valid
-    JSON, or a row is not an object, only the property `value` of this row raises ValueError.
+    Raises: ValueError if the file is not a JSON list or not valid Parquet or CSV. If a line of a .jsonl file is not
+    valid JSON, or a row is not an object, only the property `value` of this row raises ValueError.
     """
-    readers = {".jsonl": _lines, ".json": _items}
+    readers = {".jsonl": _lines, ".json": _items, ".csv": _csv}
     yield from readers[path.suffix](path) if path.suffix in readers else _parquet(path, columns)
 
 
@@ -136,6 +140,21 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
                 yield SourceRow(number, f"{path}, row {number}", value)
 
 
+def _csv(path: Path) -> Iterator[SourceRow]:
+    read = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK)
+    parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    number = 0
+    with _named_corruption(path, "CSV"):
+        with pyarrow.csv.open_csv(path, read, parse) as file:
+            texts = dict.fromkeys(file.schema.names, pa.string())  # Arrow would read the answer "4" as a number
+        convert = pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=False)
+        with pyarrow.csv.open_csv(path, read, parse, convert) as file:
+            for batch in file:
+                for value in batch.to_pylist():
+                    number += 1
+                    yield SourceRow(number, f"{path}, row {number}", value)
+
+
 def without_nulls(value: Any) -> Any:
     """Removes the keys whose value is null from all objects in a value of an Arrow table.
 
@@ -150,9 +169,9 @@ def without_nulls(value: Any) -> Any:
 
 
 @contextmanager
-def _named_corruption(path: Path) -> Iterator[None]:
+def _named_corruption(path: Path, kind: str = "Parquet") -> Iterator[None]:
     """Converts an error of Arrow to a ValueError that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:  # for example, the Parquet footer is missing
-        raise ValueError(f"{path} must be a Parquet file; it cannot be read: {error}") from error
+        raise ValueError(f"{path} must be a {kind} file; it cannot be read: {error}") from error

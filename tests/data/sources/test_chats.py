@@ -110,6 +110,18 @@ def test_files_hold_the_same_chats(tmp_path):
     assert ChatCorpus(str(tmp_path / "c.parquet")).count() == 2 and ChatCorpus(str(tmp_path)).count() is None
 
 
+def test_the_rows_of_csv_are_texts(tmp_path):
+    path = tmp_path / "chats.csv"
+    path.write_text('prompt,completion,system\n"2\n+ ""2""?",4,\n2?,null,be brief.\n', encoding="utf-8-sig")
+    assert [[message["content"] for message in chat.messages] for chat in chats(path)] == [
+        ['2\n+ "2"?', "4"], ["be brief.", "2?", "null"],
+    ]  # fmt: skip
+    assert [key for key, _ in ChatCorpus(str(path)).documents()] == ["chats.csv:1", "chats.csv:2"]
+    path.write_text("prompt,completion\n2?,\n")
+    with pytest.raises(ValueError, match=r"must not be empty; .*chats.csv, row 1, message 0 with role assistant"):
+        chats(path)
+
+
 def with_message(**changes):
     return {"messages": [QUESTION, ANSWER | changes]}
 
@@ -208,7 +220,11 @@ def test_lines_that_are_not_json_objects_can_be_skipped(tmp_path, capsys):
         ("object.json", "{}", "must be a list of objects; .*object.json is a dict"),
         ("texts.json", '["2"]', "must be a list of objects; .*texts.json, row 1 is a str"),
         ("cut.parquet", "PAR1", "cut.parquet must be a Parquet file; it cannot be read: "),
-        ("chats.txt", "hello", r"data.path must be a file, folder or glob of .jsonl, .json, .parquet; got .*chats.txt"),
+        (
+            "chats.txt",
+            "hello",
+            r"must be a file, folder or glob of .jsonl, .json, .csv, .parquet; got .*chats.txt",
+        ),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, content, message):

@@ -17,11 +17,12 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes five documents to files of four kinds."""
+    """Writes eight documents to files of five kinds. One of the documents is empty."""
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.md").write_text("# two")
     (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in ("drei", "vier ü")) + "\n")
     pyarrow.parquet.write_table(pa.table({"text": ["five"], "other": [5]}), tmp_path / "d.parquet")
+    (tmp_path / "e.csv").write_text('id,text\n1,"six, ""7""\n8"\n2,\n3,9\n')
     (tmp_path / "ignored.bin").write_bytes(b"\0")
     return tmp_path
 
@@ -31,19 +32,25 @@ def texts(path, column="text"):
 
 
 def test_a_path_may_be_a_folder_a_glob_or_a_file(folder):
-    assert texts(folder) == ["one", "# two", "drei", "vier ü", "five"]
+    assert texts(folder) == ["one", "# two", "drei", "vier ü", "five", 'six, "7"\n8', "", "9"]
     assert texts(folder / "*.md") == ["# two"]
     assert texts(folder / "c.jsonl") == ["drei", "vier ü"]
     keys = [key for key, _ in TextCorpus(str(folder), "text").documents()]
-    assert len(set(keys)) == 5
+    assert len(set(keys)) == 8
 
 
 @pytest.mark.parametrize(
     ("path", "column", "message"),
     [
-        ("nothing", "text", "must be a file, folder or glob of .txt, .md, .jsonl, .parquet; .*nothing does not exist"),
+        (
+            "nothing",
+            "text",
+            "must be a file, folder or glob of .txt, .md, .jsonl, .csv, .parquet; .* does not exist",
+        ),
         ("ignored.bin", "text", "must be a file, folder or glob of .*; got .*ignored.bin"),
         ("c.jsonl", "body", "data.text_column=body must be a column of .*, line 1; it has text"),
+        ("e.csv", "body", "data.text_column=body must be a column of .*csv, row 1; it has id, text"),
+        ("cut.csv", "text", "cut.csv must be a CSV file; it cannot be read: .* Expected 2 columns, got 3"),
         ("d.parquet", "body", "data.text_column=body must be a column of .*parquet; it has text, other"),
         ("d.parquet", "other", "data.text_column=other must hold text; .*, row 1 holds a int"),
         ("cut.jsonl", "text", "every line must be a JSON object; .*cut.jsonl, line 1 is not: "),
@@ -54,6 +61,7 @@ def test_a_path_may_be_a_folder_a_glob_or_a_file(folder):
 def test_bad_paths_columns_and_files_are_named(folder, path, column, message):
     (folder / "cut.jsonl").write_text('{"text": "one')
     (folder / "list.jsonl").write_text("[1]")
+    (folder / "cut.csv").write_text("id,text\n1,2,3\n")
     (folder / "cut.parquet").write_bytes((folder / "d.parquet").read_bytes()[:-7])
     with pytest.raises(ValueError, match=message):
         texts(folder / path, column)
