@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fa_train import training
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
+from fa_train.run_config import check
 from scripts import trained_model
 from scripts.bench import compare_finetune
 from tests.data.support.chats import PLAIN, many_chats, write_jsonl
@@ -191,6 +192,17 @@ def test_a_mixture_has_samples_only_if_a_file_is_named(tmp_path):
         sample = instantiate(cfg.sample)
     with pytest.raises(ValueError, match=r"missing\.jsonl"):
         sample(SimpleNamespace(is_global_zero=True), None)
+
+
+@pytest.mark.parametrize(
+    "data", [["data=text", "data.path=texts", "data.val_path=more"], ["data=hf", "data.name=texts"]], ids=["text", "hf"]
+)
+def test_texts_are_sampled_only_if_chats_are_named(data, tmp_path):
+    overrides = ["experiment=finetune", *data, f"model.pretrained={write_base(tmp_path / 'base')}"]
+    for more, expected in (([], None), (["sample.chats=chats.jsonl"], "chats.jsonl")):
+        with composed(tmp_path, *overrides, *more) as cfg:
+            check(cfg)
+            assert instantiate(cfg.sample).chats == expected
 
 
 def test_documents_are_apart_in_the_loop_too():

@@ -131,11 +131,12 @@ class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
     chats, val_path, path: paths of chats, as in data.path. The first that is not None is used. If all are None, there
-    is no sample. The prompt consists of a chat's messages before the first answer that the model is trained on. The
-    prompt comes from the first held-out chat, or from the last chat if no chat is held out. Chats without messages
-    before this answer are skipped. If all chats are skipped, there is no sample. There is also no sample if the prompt
-    and max_new_tokens exceed the model's learned positions. The answer has at most max_new_tokens tokens. Each token is
-    the most likely one.
+    is no sample. text_column: if it is not None, val_path and path hold texts, not chats, and are not used.
+    The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt comes from
+    the first held-out chat, or from the last chat if no chat is held out. Chats without messages before this answer are
+    skipped. If all chats are skipped, there is no sample. There is also no sample if the prompt and max_new_tokens
+    exceed the model's learned positions. The answer has at most max_new_tokens tokens. Each token is the most likely
+    one.
     """
 
     def __init__(
@@ -146,8 +147,10 @@ class Sample:
         max_new_tokens: PositiveInt,
         val_path: str | None = None,
         path: str | None = None,
+        text_column: str | None = None,
     ) -> None:
-        self.chats = next((given for given in (chats, val_path, path) if given is not None), None)
+        of_data = (val_path, path) if text_column is None else ()
+        self.chats = next((given for given in (chats, *of_data) if given is not None), None)
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.max_new_tokens = max_new_tokens
 
