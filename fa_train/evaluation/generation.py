@@ -202,10 +202,21 @@ def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None]
 
 
 def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] | None) -> list[int]:
-    """Renders messages with the encoder's template up to the start of the answer, and returns the tokens."""
+    """Renders messages with the encoder's template up to the start of the answer, and returns the tokens.
+
+    Raises: ValueError if the template rejects the messages.
+    """
+    from jinja2 import TemplateError
+
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
-    text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    try:
+        text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"{encoder.tokenizer.name}'s chat template rejects a prompt of messages with the roles {roles}: {error}"
+        ) from error
     return list(hf(text, add_special_tokens=False).input_ids)
 
 

@@ -1,5 +1,6 @@
 """Generation with a KV cache gives the same tokens as transformers, and as forward passes over the whole text."""
 
+import shutil
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from fa_train.models.gpt import GPT, Origin
 from fa_train.parallel.context.attention import ContextAttention
 from scripts.answers import answers
 from scripts.generate import main
-from tests.data.support.chats import chat_tokenizer, write_jsonl
+from tests.data.support.chats import CHATML, chat_tokenizer, write_jsonl
 from tests.support.training import command_line, tiny
 
 VOCAB = 50
@@ -259,6 +260,23 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
         run("--chat", "hi", "--top-k", "0")
     with pytest.raises(SystemExit, match=r"error: --system needs --chat; got --system 'be brief' and --prompt"):
         run("--prompt", "hi", "--system", "be brief")
+
+
+def test_a_prompt_that_the_template_rejects_is_an_error_of_one_line(folder, tmp_path, monkeypatch):
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    chat_tokenizer(refusal + CHATML).save_pretrained(model)
+    message = f"{model}'s chat template rejects a prompt of messages with the roles system, user: no system prompts"
+    monkeypatch.setattr(
+        sys, "argv", ["generate", str(model), "--chat", "hi", "--system", "be brief", "--device", "cpu"]
+    )
+    with pytest.raises(SystemExit, match=f"^error: {message}$"):
+        main()
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"prompt": "2 + 2?", "completion": "4", "system": "be brief."}])
+    trainer = SimpleNamespace(is_global_zero=True, print=print, default_root_dir=tmp_path)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Sample(str(path), str(model), None, 4)(trainer, SimpleNamespace(model=small()))
 
 
 @pytest.mark.parametrize(
