@@ -1,10 +1,15 @@
 """In a chat, only the assistant's messages have labels. The tokens equal those of the rendered template."""
 
+from datetime import datetime
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from transformers.utils import chat_template_utils
 
-from fa_train.data.sources.chats import parse_chat
+from fa_train.data.sources.chats import ChatCorpus, parse_chat
 from fa_train.data.tokens.sft import ChatEncoder, starts_in_spans
+from fa_train.data.tokens.store import Documents, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import (  # fmt: skip
     CALL,
@@ -18,6 +23,7 @@ from tests.data.support.chats import (  # fmt: skip
     WITH_BLOCKS,
     chat_message,
     save_tokenizer,
+    write_jsonl,
 )
 
 PROMPT_OF_MESSAGES = {
@@ -218,6 +224,19 @@ def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):
     assert runs(given, encode(given, PAIR)) == ["is 4.<|im_end|>"]
     with pytest.raises(ValueError, match=r"data.chat_template must be null or a Jinja file; nowhere.jinja"):
         ChatEncoder(HFTokenizer(folder), "nowhere.jinja")
+
+
+def test_stored_chats_keep_the_date_of_the_day_on_which_they_were_tokenised(tmp_path, monkeypatch):
+    corpus = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", [PAIR, PAIR])))
+    chat_encoder = encoder(tmp_path / "tokenizer", "{{ strftime_now('%d %b %Y') }}" + CHATML)
+    days = [datetime(2026, 11, 26), datetime(2026, 11, 27)]
+    texts = []
+    for day, cache in zip([*days, days[1]], ("cache", "cache", "new"), strict=True):
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=lambda day=day: day))
+        folder = prepare(corpus, chat_encoder, tmp_path / cache)
+        tokens = Documents(folder, held_out=False, vocab_size=400)[0]
+        texts.append(chat_encoder.tokenizer.hf.decode(tokens).partition("<|im_start|>")[0])
+    assert texts == ["26 Nov 2026", "26 Nov 2026", "27 Nov 2026"]
 
 
 def test_another_template_is_another_cache_entry(tmp_path):
