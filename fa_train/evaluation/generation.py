@@ -192,7 +192,7 @@ def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None]
     if all chats are skipped.
     """
     last = None
-    for key, chat in ChatCorpus(path, skip_invalid=True).documents():
+    for key, chat in ChatCorpus(path, skip_invalid=True, say=lambda line: None).documents():
         trained_on = (i for i, m in enumerate(chat.messages) if i >= chat.trained_from and m["role"] == "assistant")
         asked = chat.messages[: next(trained_on)]
         if asked and is_held_out(key):

@@ -124,7 +124,7 @@ def ask(question: str) -> dict[str, str]:
     return {"role": "user", "content": question}
 
 
-def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path):
+def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path, capsys):
     answer = {"role": "assistant", "content": "yes"}
     without_question = [{"messages": [answer]}]
     chats = without_question + [{"messages": [ask(str(i)), answer, ask("more"), answer]} for i in range(200)]
@@ -133,8 +133,10 @@ def test_the_sampled_chat_is_held_out_and_has_a_question(tmp_path):
     held_out = next(i for i, (key, _) in enumerate(ChatCorpus(str(path)).documents()) if i and is_held_out(key))
     assert messages == chats[held_out]["messages"][:1] and held_out > 1 and tools is None
     pairs = [{"prompt": prompt, "completion": "b"} for prompt in ("z", "a")]
-    few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question])  # is_held_out is false for all of these
+    # is_held_out is false for all of these
+    few = write_jsonl(tmp_path / "few.jsonl", [*pairs, *without_question, {"text": "no chat"}])
     assert sampled_chat(str(few)) == ([ask("a")], None)
+    assert not capsys.readouterr().out, "only the packing report says that rows are skipped"
     assert sampled_chat(str(write_jsonl(tmp_path / "none.jsonl", without_question))) is None
 
 

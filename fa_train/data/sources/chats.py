@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -62,12 +62,13 @@ class ChatCorpus:
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. It can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.
     skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty or a line of a
-    .jsonl file is not valid JSON. n_skipped: the number of rows that the last complete iteration skipped.
+    .jsonl file is not valid JSON. n_skipped: the number of rows that the last complete iteration skipped. say: prints a
+    line about them.
     Raises: ValueError if there is nothing to read at `path`. Without skip_invalid, also if a row is not a valid chat.
     """
 
-    def __init__(self, path: str, skip_invalid: bool = False) -> None:
-        self.name, self.skip_invalid, self.n_skipped = path, skip_invalid, 0
+    def __init__(self, path: str, skip_invalid: bool = False, say: Callable[[str], object] = print) -> None:
+        self.name, self.skip_invalid, self.n_skipped, self.say = path, skip_invalid, 0, say
         self._rows: FileRows | HubRows
         if path.startswith(HUB) or is_saved_dataset(path):
             self._rows = HubRows(path)
@@ -87,7 +88,7 @@ class ChatCorpus:
                 yield key, chat
         self.n_skipped = n_skipped
         if n_skipped:
-            print(f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}")
+            self.say(f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}")
 
     def count(self) -> int | None:
         return None if self.skip_invalid else self._rows.count()
