@@ -59,6 +59,8 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
     if not files:
         raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} contains no such file")
+    if base.is_dir():  # a folder of documents often also has a .csv file that describes them
+        files = [p for p in files if p.suffix != ".csv"] or files
     return root, files
 
 

@@ -32,11 +32,18 @@ def texts(path, column="text"):
 
 
 def test_a_path_may_be_a_folder_a_glob_or_a_file(folder):
-    assert texts(folder) == ["one", "# two", "drei", "vier ü", "five", 'six, "7"\n8', "", "9"]
+    assert texts(folder / "*") == ["one", "# two", "drei", "vier ü", "five", 'six, "7"\n8', "", "9"]
     assert texts(folder / "*.md") == ["# two"]
     assert texts(folder / "c.jsonl") == ["drei", "vier ü"]
-    keys = [key for key, _ in TextCorpus(str(folder), "text").documents()]
+    keys = [key for key, _ in TextCorpus(str(folder / "*"), "text").documents()]
     assert len(set(keys)) == 8
+
+
+def test_a_folder_with_other_files_is_read_without_its_csv_files(folder):
+    assert texts(folder) == ["one", "# two", "drei", "vier ü", "five"]
+    for name in ("a.txt", "b.md", "c.jsonl", "d.parquet"):
+        (folder / name).unlink()
+    assert texts(folder) == ['six, "7"\n8', "", "9"]
 
 
 @pytest.mark.parametrize(
