@@ -161,7 +161,10 @@ def main() -> None:
 
 
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
-    """Returns one text for each model and shape: the minimum memory of naive attention."""
+    """Returns texts about the minimum memory of naive attention.
+
+    There is one text for each model of a training step, and one for each shape of attention alone.
+    """
     formulas: dict[str, Formula] = {}
     for case in cases:
         what = f"a training step of {case.model}" if isinstance(case, StepCase) else f"alone, {case.shape}"

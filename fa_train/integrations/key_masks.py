@@ -1,8 +1,8 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers of a kind.
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). The `generate` method of transformers computes masks itself
-and passes them to the model. The mask has four dimensions, because transformers computes any mask with fewer dimensions
-a second time, even in compiled code.
+and passes them to the model. A model uses a mask with four dimensions as it is. A mask with fewer dimensions would be
+computed again, even in compiled code. Masks of this module therefore have four dimensions.
 The element of a masked key is 0. The element of any other key is `n + 1`, where n is the number of keys in the cache. A
 static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
 whether to move keys.

@@ -283,7 +283,7 @@ def _activation_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the activations and the gradient of `projected`. in_place: whether `projected` may be overwritten.
 
-    The derivatives are written out, because autograd does not record inside a custom operator.
+    This function computes the derivatives itself, because autograd does not record inside a custom operator.
     """
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)

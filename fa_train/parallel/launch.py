@@ -75,7 +75,10 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 
 
 class _Forwarding:
-    """Forwards signals to all ranks. `signum` is the first signal, or 0. A second signal raises _StoppedError."""
+    """Forwards signals to all ranks. `signum` is the first signal, or 0.
+
+    A later signal raises _StoppedError, unless it comes within `REPEATED` seconds of the first.
+    """
 
     def __init__(self, ranks: PContext) -> None:
         self._ranks, self.signum, self._first = ranks, 0, 0.0

@@ -20,7 +20,10 @@ class LossMask(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """For each i, counts the tokens of document[i][start[i]:stop[i]] that are trained on. Shapes: (n,) int64."""
+        """For each i, counts the trained tokens among the tokens start[i] to stop[i] - 1 of a document.
+
+        document[i] is the index of this document. Shapes: (n,) int64.
+        """
 
 
 class PackableDocuments(Protocol):

@@ -105,7 +105,7 @@ def write(
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
     config.json, and any other model keeps the dtype in which it was trained.
     adapter: whether to write only the adapter, in fp32, without merging it.
-    Raises: ValueError if `adapter` is True, and `dtype` is set or the model has no adapter.
+    Raises: ValueError if `adapter` is True and `dtype` is set, or if `adapter` is True and the model has no adapter.
     """
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")

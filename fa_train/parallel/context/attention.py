@@ -80,8 +80,9 @@ class ContextAttention:
         computes only its part of the gradient of sinks, so the caller must sum this gradient over the group. Only flash
         attention supports sinks, alibi_slopes and head_groups > 1.
         Raises: ValueError if an argument is not supported, alibi_slopes has a wrong shape, dtype or device, or
-        head_groups does not divide the KV heads. Attention functions other than flash also raise ValueError if
-        `schedule` is split (the argument may_split of fa_train.parallel.context.traffic.traffic).
+        head_groups does not divide the KV heads. Also raises ValueError if `inner` is not flash attention, and
+        `schedule` needs two runs of attention. fa_train.parallel.context.traffic.traffic plans two runs only with
+        may_split=True.
         """
         crossing, own, moves = schedule
         if function_of(self.inner) is flash_attention:

@@ -1,8 +1,9 @@
 """Operators for flash attention over a stream that several ranks share.
 
-Attention runs twice if all ranks have few crossing queries and enough work (fa_train.parallel.context.traffic). The
-first run processes the queries that see only own keys, while keys of other ranks are received. The second run processes
-the crossing queries. Otherwise, one run processes all queries, after the keys are received.
+A crossing query sees keys of other ranks. Attention runs twice if each rank has few crossing queries, and the stream
+has enough attention work per rank (fa_train.parallel.context.traffic). The first run processes the queries that see
+only own keys, while keys of other ranks are received. The second run processes the crossing queries. Otherwise, one run
+processes all queries, after the keys are received.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """

@@ -241,8 +241,9 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 
     Each fp32 value is split into an upper and a lower half. Blocks are prefetched in fp32, and split into halves in
     registers, one column block at a time. Shared memory holds both halves of the tiles that a program keeps, and both
-    halves of the current block. Kernels with mma.sync keep the halves of the current block in registers, so shared
-    memory holds this block only once. The kernels for dK and dV also store this block transposed.
+    halves of the current block. Kernels with mma.sync are an exception: they keep the halves of the current block in
+    registers. Shared memory then needs 4 bytes per element of this block instead of 8. The kernels for dK and dV also
+    store this block transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """

@@ -14,7 +14,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import key_passes
 from tests.support.marks import slow
 
-LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # all documents are in the same tiles; the second one contains NaN
+LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # the second document contains NaN, and shares tiles with the others
 TOTAL = sum(LENGTHS)
 FEATURES = Features(0.2, 0.0, None, ())
 AT_ONCE, APART = 24, 200  # head_dims for which dK and dV have one kernel, or separate kernels
