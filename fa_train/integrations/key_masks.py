@@ -9,6 +9,7 @@ whether to move keys.
 
 In each row of a float64 mask, the unmasked keys are contiguous, so layers leave the keys in place.
 In a row of an int64 mask, masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
+An int32 mask is for rows with several documents (`packed_positions`).
 A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. For a user's mask, layers also move the
 unmasked keys to the front, and assume that the cache is full.
 """
@@ -23,12 +24,33 @@ from torch import Tensor
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_train.integrations.packed_rows import kept
 
-RUNS, HOLES = torch.float64, torch.int64
+RUNS, HOLES, PACKED = torch.float64, torch.int64, torch.int32
 
 
 def is_key_mask(mask: Tensor) -> bool:
     """Returns whether `mask` has the form of this module's masks, or the form of a user's mask, (batch, seqlen_k)."""
-    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
+    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES, PACKED))
+
+
+def is_packed(mask: Tensor | None) -> bool:
+    """Returns whether `mask` is a result of `packed_positions`."""
+    return mask is not None and mask.dim() == 4 and mask.dtype == PACKED
+
+
+def packed_positions(mask_function: Callable[..., Tensor] | None) -> Tensor | None:
+    """Returns positions that increase by one, except where a document starts. Returns None if rows are not packed.
+
+    Some models, such as Persimmon, pass position_ids to the mask function but not to their layers. With this mask, the
+    layers of these models know the documents too. In compiled code, the result is always None.
+    Shape of the result: (batch, 1, 1, seqlen) int32.
+    """
+    if torch.compiler.is_compiling() or mask_function is None:
+        return None
+    documents = _tensor_in(mask_function, "packed_sequence_mask_function")  # [batch, seqlen], 0, 1, 2 and so on
+    if documents is None:
+        return None
+    places = torch.arange(documents.shape[-1], dtype=PACKED, device=documents.device)
+    return (places - 2 * documents.to(PACKED))[:, None, None]
 
 
 def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
@@ -37,21 +59,24 @@ def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
         raise ValueError("or_mask_function and and_mask_function must not be given: fa_train has no custom masks")
     if torch.compiler.is_compiling() or mask_function is None:
         return
-    blocks = _block_ids(mask_function)
+    blocks = _tensor_in(mask_function, "blockwise_overlay")
     if blocks is not None and bool((blocks >= 0).any()):
         raise ValueError(
             "block_sequence_ids must all be -1: fa_train has no bidirectional blocks, such as those of image tokens"
         )
 
 
-def _block_ids(mask_function: Callable[..., Tensor]) -> Tensor | None:
-    """Returns block_sequence_ids if the mask function contains transformers' blockwise_overlay, otherwise None."""
+def _tensor_in(mask_function: Callable[..., Tensor], maker: str) -> Tensor | None:
+    """Returns the tensor that was passed to transformers' function `maker`, whose result is a part of mask_function.
+
+    Returns None if mask_function has no such part.
+    """
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
-    if getattr(mask_function, "__qualname__", "").startswith("blockwise_overlay."):
+    if getattr(mask_function, "__qualname__", "").startswith(f"{maker}."):
         return next(x for x in cells if isinstance(x, Tensor))
     for contents in cells:
         for part in contents if isinstance(contents, tuple) else (contents,):
-            found = _block_ids(part) if callable(part) else None
+            found = _tensor_in(part, maker) if callable(part) else None
             if found is not None:
                 return found
     return None

@@ -91,17 +91,14 @@ def packed_schedule(
     A new document starts where position_ids do not increase by one. The eager attention of transformers has the same
     rule. Compiled code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if
     each row is one document.
-    Shapes: position_ids (1 or batch, seqlen_q); q and k as for document_schedule.
+    Shapes: position_ids (1 or batch, seqlen_q) or (batch, 1, 1, seqlen_q); q and k as for document_schedule.
     """
     batch, seqlen = q.shape[:2]
-    if (
-        position_ids is None
-        or seqlen == 1
-        or seqlen != k.shape[1]
-        or position_ids.shape not in ((1, seqlen), q.shape[:2])
-    ):
+    if position_ids is None or seqlen == 1 or seqlen != k.shape[1]:
         return None
-    rows: Tensor = position_ids
+    rows = position_ids[:, 0, 0] if position_ids.dim() == 4 else position_ids
+    if rows.shape not in ((1, seqlen), q.shape[:2]):
+        return None
 
     def build() -> Schedule | None:
         starts = F.pad(rows.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1).flatten()
@@ -118,4 +115,4 @@ def packed_schedule(
         cu_seqlens = F.pad(cu_seqlens, (0, 1), value=total)
         return build_schedule(cu_seqlens, cu_seqlens, total, total, causal=causal, window_size=window, seqlen=longest)
 
-    return kept(rows, (batch, causal, window), build)
+    return kept(position_ids, (batch, causal, window), build)

@@ -24,7 +24,15 @@ from fa_kernels.device import interpreted
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.ops import needs_gradients
 from fa_kernels.flash_attention.schedule import Schedule
-from fa_train.integrations.key_masks import Keys, Padding, encoded, is_key_mask, refuse_other_masks
+from fa_train.integrations.key_masks import (
+    Keys,
+    Padding,
+    encoded,
+    is_key_mask,
+    is_packed,
+    packed_positions,
+    refuse_other_masks,
+)
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
 NAME = "fa_train"
@@ -61,7 +69,7 @@ def key_mask(
     device: torch.device | str = "cpu",
     **_: object,
 ) -> Tensor | None:
-    """Returns the mask that `attention` gets in each layer, or None if no key is masked.
+    """Returns the mask that `attention` gets in each layer, or None if no key is masked and rows are not packed.
 
     transformers calls key_mask once for each kind of layer in a forward pass. The arguments are those of the mask
     functions in transformers. The docstring of key_masks.py describes the result.
@@ -74,6 +82,9 @@ def key_mask(
             f"got {kv_length + kv_offset}"
         )
     refuse_other_masks(mask_function, use_vmap)
+    packed = packed_positions(mask_function)
+    if packed is not None:  # transformers packs rows only without padding and without a cache
+        return packed
     written: int | Tensor = kv_length
     # transformers passes allow_is_bidirectional_skip only for bidirectional masks. With these masks, all kv_length keys
     # are already in the cache.
@@ -108,15 +119,15 @@ def attention(
         query: (batch, n_heads, seqlen_q, head_dim).
         key: (batch, n_kv_heads, seqlen_k, head_dim).
         value: (batch, n_kv_heads, seqlen_k, v_head_dim).
-        attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask is given,
-            position_ids and cu_seqlens are ignored, as in flash_attention_2.
+        attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask with padding is
+            given, position_ids and cu_seqlens are ignored, as in flash_attention_2.
         scaling: the factor that the scores are multiplied by.
         sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
             also sees the next sliding_window - 1 tokens.
         softcap: replaces a score by softcap * tanh(score / softcap).
         s_aux: (n_heads,) attention sinks, in nats.
         position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where position_ids do not increase by
-            one.
+            one. If the mask says where documents start, position_ids are ignored.
         cu_seq_lens_q, cu_seq_lens_k: (n_docs + 1,), the document boundaries in the flattened batch.
         max_length_k: the number of keys of the longest document, which determines the choice of kernels.
 
@@ -130,6 +141,8 @@ def attention(
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
+    if is_packed(attention_mask):
+        position_ids, attention_mask = attention_mask, None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     window = (-1, -1)

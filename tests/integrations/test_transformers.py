@@ -49,7 +49,7 @@ def test_logits_and_gradients_are_those_of_eager_attention(name):
     assert_as_accurate_as_eager(tiny(name), tokens(1, 13), torch.randn(1, 13, VOCAB))
 
 
-@pytest.mark.parametrize("name", ["gemma2-soft-cap", "gpt_oss-sinks"])
+@pytest.mark.parametrize("name", ["gemma2-soft-cap", "gpt_oss-sinks", "persimmon-layers-without-position_ids"])
 @torch.no_grad()
 def test_packed_documents_are_separate_documents(name):
     model, ids = tiny(name), tokens(1, sum(LENGTHS))
@@ -57,6 +57,15 @@ def test_packed_documents_are_separate_documents(name):
     model.set_attn_implementation(fa.NAME)
     for packed in ({"position_ids": POSITIONS}, {"position_ids": POSITIONS, **IN_CU_SEQLENS}):
         torch.testing.assert_close(model(ids, use_cache=False, **packed).logits, separate)
+
+
+@torch.no_grad()
+def test_packed_rows_of_a_batch_need_no_position_ids_in_layers():
+    model, ids = tiny("persimmon-layers-without-position_ids"), tokens(2, 11)
+    positions = torch.stack([POSITIONS[0, :11], torch.arange(11)])
+    expected = model(ids, use_cache=False, position_ids=positions).logits
+    model.set_attn_implementation(fa.NAME)
+    torch.testing.assert_close(model(ids, use_cache=False, position_ids=positions).logits, expected)
 
 
 def test_packed_rows_of_a_batch_have_the_gradients_of_eager_attention():

@@ -32,6 +32,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss-sinks": ("GptOss", DECODER | WINDOWED | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "phi3-partial-rope": ("Phi3", DECODER | {"partial_rotary_factor": 0.5, "sliding_window": 7}),
     "gpt_neox": ("GPTNeoX", {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}),
+    "persimmon-layers-without-position_ids": (
+        "Persimmon",
+        {k: v for k, v in DECODER.items() if k != "num_key_value_heads"},
+    ),
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}),
 }
 EXPERTS = {"GptOss": {"experts_implementation": "eager"}}  # grouped_mm does not support fp64
