@@ -41,8 +41,8 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     *v_tokens, n_v_heads, v_head_dim = v.shape
     if k_tokens != v_tokens or n_kv_heads != n_v_heads:
         raise ValueError(f"k and v must have the same tokens and heads; got {shapes_of(q, k, v)}")
-    if n_kv_heads == 0 or n_heads % n_kv_heads:
-        raise ValueError(f"n_heads must be a multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
+    if n_kv_heads == 0 or n_heads == 0 or n_heads % n_kv_heads:
+        raise ValueError(f"n_heads must be a positive multiple of n_kv_heads; got {n_heads} and {n_kv_heads}")
     if head_dim != k_head_dim:
         raise ValueError(f"q and k must have the same head_dim; got {shapes_of(q, k, v)}")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):

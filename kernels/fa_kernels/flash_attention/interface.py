@@ -382,14 +382,14 @@ def _may_read(cu_seqlens: Tensor) -> bool:
     return cu_seqlens.device.type == "cpu" or os.environ.get("FLASH_ATTENTION_DEBUG") == "1"
 
 
-def _require_documents(side: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+def _require_documents(side: str, cu_seqlens: Tensor, total: int, max_seqlen: int | None) -> None:
     edges = cu_seqlens.tolist()
     longest = max((end - start for start, end in pairwise(edges)), default=0)
     if edges[0] != 0 or edges != sorted(edges) or edges[-1] > total:
         raise ValueError(
             f"cu_seqlens_{side} must start at 0, must not decrease and must end at {total} or before; got {edges}"
         )
-    if max_seqlen < longest:
+    if max_seqlen is None or max_seqlen < longest:
         raise ValueError(
             f"max_seqlen_{side} must be at least the length of the longest document, {longest}; got {max_seqlen}"
         )

@@ -261,6 +261,8 @@ def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | Non
 
 
 def _require_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, {shape} int32 on {device}; got a {type(x).__name__}")
     if x.shape != shape or x.dtype != torch.int32 or x.device != device:
         raise ValueError(f"{name} must be {shape} int32 on {device}; got {described(x)}")
 

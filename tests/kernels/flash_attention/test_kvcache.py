@@ -302,6 +302,7 @@ ONE = {"cache_seqlens": 3, "k": NEW, "v": NEW}
         pytest.param(ONE | {"k": NEW[:, :, :1]}, r"k must be \(2, 1, 2, 16\).*got \(2, 1, 1, 16\)", id="k-heads"),
         pytest.param(ONE | {"cache_seqlens": 32}, "at most 32 tokens, .* got 32 to 32 cached", id="full"),
         pytest.param({"cache_seqlens": int32(1, 2).long()}, "cache_seqlens must be .*int32.*got .*int64", id="long"),
+        pytest.param({"cache_seqlens": [1, 2]}, "cache_seqlens must be a tensor, .* int32.*; got a list", id="list"),
         pytest.param({"cache_seqlens": int32(1)}, r"cache_seqlens must be \(2,\)", id="lengths-of-one"),
         pytest.param({"cache_leftpad": int32(1)}, r"cache_leftpad must be \(2,\)", id="leftpad"),
         pytest.param({"cache_batch_idx": int32(1)}, r"cache_batch_idx must be \(2,\)", id="batch-idx"),

@@ -90,8 +90,10 @@ def test_tensors_without_data_have_shapes(monkeypatch):
 def test_inconsistent_inputs_are_named_with_and_without_data(device_type, monkeypatch):
     monkeypatch.setattr(checks, "require_backend", lambda *_: None)
     q, k = torch.zeros(20, 4, 16, device=device_type), torch.zeros(20, 3, 16, device=device_type)
-    with pytest.raises(ValueError, match="n_heads must be a multiple of n_kv_heads; got 4 and 3"):
+    with pytest.raises(ValueError, match="n_heads must be a positive multiple of n_kv_heads; got 4 and 3"):
         flash_attn_packed(q, k, k, causal_schedule(None, 20, q.device))
+    with pytest.raises(ValueError, match="n_heads must be a positive multiple of n_kv_heads; got 0 and 3"):
+        flash_attn_packed(q[:, :0], k, k, causal_schedule(None, 20, q.device))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -406,10 +406,12 @@ def test_bad_input_is_named(arguments, message, monkeypatch):
         flash_attn_varlen_func(*arguments, 8, 8)
 
 
-def test_max_seqlen_too_small_is_named(monkeypatch):
+@pytest.mark.parametrize("max_seqlen_k", [7, None])
+def test_max_seqlen_too_small_is_named(max_seqlen_k, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_DEBUG", "1")
-    with pytest.raises(ValueError, match="max_seqlen_k must be at least the length of the longest document, 8; got 7"):
-        flash_attn_varlen_func(Q, KV, KV, CU, CU, 8, 7)
+    message = f"max_seqlen_k must be at least the length of the longest document, 8; got {max_seqlen_k}"
+    with pytest.raises(ValueError, match=message):
+        flash_attn_varlen_func(Q, KV, KV, CU, CU, 8, max_seqlen_k)
 
 
 @pytest.mark.parametrize("cu", [[5, 100], [0, 60, 30], [-40, 8, 12]], ids=["beyond", "decreasing", "negative"])
