@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_kernels.flash_attention.schedule import Schedule, build_schedule
+from fa_kernels.flash_attention.schedule import Schedule, build_schedule, length_class_of, schedule_of_ranges
 from fa_train.integrations.packed_rows import kept
 
 RUNS, HOLES, PACKED = torch.float64, torch.int64, torch.int32
@@ -37,19 +37,29 @@ def is_packed(mask: Tensor | None) -> bool:
     return mask is not None and mask.dim() == 4 and mask.dtype == PACKED
 
 
-def packed_positions(mask_function: Callable[..., Tensor] | None) -> Tensor | None:
+def packed_positions(
+    mask_function: Callable[..., Tensor] | None, batch: int, seqlen: int, device: torch.device
+) -> Tensor | None:
     """Returns positions that increase by one, except where a document starts. Returns None if rows are not packed.
 
     Some models, such as Persimmon, pass position_ids to the mask function but not to their layers. With this mask, the
-    layers of these models know the documents too. In compiled code, the result is always None.
+    layers of these models know the documents too. In compiled code, rows may be packed even if they are one document.
+    mask_function: the mask function of causal attention without padding and without a cache.
     Shape of the result: (batch, 1, 1, seqlen) int32.
     """
-    if torch.compiler.is_compiling() or mask_function is None:
+    if mask_function is None:
         return None
-    documents = _tensor_in(mask_function, "packed_sequence_mask_function")  # [batch, seqlen], 0, 1, 2 and so on
-    if documents is None:
-        return None
-    places = torch.arange(documents.shape[-1], dtype=PACKED, device=documents.device)
+    places = torch.arange(seqlen, dtype=PACKED, device=device)
+    if torch.compiler.is_compiling():  # the compiler cannot look into functions, but it can call them
+        rows, heads = torch.arange(batch, device=device)[:, None], torch.zeros((), dtype=torch.int64, device=device)
+        # a document starts at a token that does not see the token before it
+        starts = ~mask_function(rows, heads, places[None].long(), (places[None] - 1).clamp(min=0).long())
+        documents = starts.expand(batch, seqlen).cumsum(-1)
+    else:
+        found = _tensor_in(mask_function, "packed_sequence_mask_function")  # [batch, seqlen], 0, 1, 2 and so on
+        if found is None:
+            return None
+        documents = found
     return (places - 2 * documents.to(PACKED))[:, None, None]
 
 
@@ -195,6 +205,12 @@ class Padding(NamedTuple):
                 first_query = asks.int().argmax(-1)
             elif seqlen_q > 1:
                 query_order = asks.int().argsort(dim=-1, descending=True, stable=True)
+        if keys.order is not None and max(window) >= 0:
+            start, end = (
+                _of_queries(x, query_order, n_queries, seqlen_k) for x in visible_keys(mask, seqlen_q, seqlen_k, window)
+            )
+            length_class = length_class_of(min(seqlen_k, sum(window) + 1))
+            return cls(keys, query_order, schedule_of_ranges(start, end, len(mask) * seqlen_k, length_class))
         schedule = _schedule(
             first_query, n_queries, seqlen_q, keys.first, keys.end - keys.first, seqlen_k, causal, window
         )
@@ -219,10 +235,41 @@ def _unmasked_queries(mask: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
 
     With n keys in the cache, query i and key `n - seqlen_q + i` belong to the same token.
     """
+    place = _places(mask, seqlen_q).expand(len(mask), -1)
+    return _counts(mask, seqlen_k).gather(1, place.clamp(0, seqlen_k - 1)) & (place >= 0)
+
+
+def _places(mask: Tensor, seqlen_q: int) -> Tensor:
+    """Returns the index of the key that belongs to the token of each query, (seqlen_q,)."""
     value = mask.amax().long()
     written = torch.where(value > 1, value - 1, mask.shape[-1])
-    place = (written - seqlen_q + torch.arange(seqlen_q, device=mask.device)).expand(len(mask), -1)
-    return _counts(mask, seqlen_k).gather(1, place.clamp(0, seqlen_k - 1)) & (place >= 0)
+    return written - seqlen_q + torch.arange(seqlen_q, device=mask.device)
+
+
+def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Returns the first key that each query sees in its window, and 1 + the last, (batch, seqlen_q) each.
+
+    A window also counts masked keys, as in eager attention. The indices are those of the unmasked keys alone.
+    """
+    left, right = window
+    before = F.pad(_counts(mask, seqlen_k).cumsum(-1), (1, 0))  # [batch, seqlen_k + 1], unmasked keys before each key
+    place = _places(mask, seqlen_q)
+    return (
+        before[:, (place - left).clamp(0, seqlen_k) if left >= 0 else torch.zeros_like(place)],
+        before[:, (place + right + 1).clamp(0, seqlen_k) if right >= 0 else torch.full_like(place, seqlen_k)],
+    )
+
+
+def _of_queries(x: Tensor, query_order: Tensor | None, n_queries: Tensor, seqlen_k: int) -> Tensor:
+    """Returns indices of keys in the flattened batch for the reordered queries, (batch * seqlen_q,) int32.
+
+    x: (batch, seqlen_q), indices of keys in a row. Queries that are padding get the index after the last key.
+    """
+    batch, seqlen_q = x.shape
+    ordered = x if query_order is None else x.gather(1, query_order)
+    is_query = torch.arange(seqlen_q, device=x.device) < n_queries[:, None]
+    row = torch.arange(batch, device=x.device)[:, None] * seqlen_k
+    return (torch.where(is_query, ordered, seqlen_k) + row).flatten().int()
 
 
 def _reordered(x: Tensor, order: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from fa_train.integrations.key_masks import (
     is_packed,
     packed_positions,
     refuse_other_masks,
+    visible_keys,
 )
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
@@ -63,6 +64,7 @@ def key_mask(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    allow_is_causal_skip: bool | None = None,
     allow_is_bidirectional_skip: bool | None = None,
     use_vmap: bool = False,
     config: Any = None,
@@ -82,9 +84,10 @@ def key_mask(
             f"got {kv_length + kv_offset}"
         )
     refuse_other_masks(mask_function, use_vmap)
-    packed = packed_positions(mask_function)
-    if packed is not None:  # transformers packs rows only without padding and without a cache
-        return packed
+    if allow_is_causal_skip is False and attention_mask is None and (q_length, q_offset) == (kv_length, 0):
+        packed = packed_positions(mask_function, batch_size, q_length, torch.device(device))
+        if packed is not None:
+            return packed
     written: int | Tensor = kv_length
     # transformers passes allow_is_bidirectional_skip only for bidirectional masks. With these masks, all kv_length keys
     # are already in the cache.
@@ -232,9 +235,11 @@ def _decode(
     """
     lengths: dict[str, Any] = {}
     if attention_mask is not None:
-        keys = Keys.of(attention_mask, k.shape[1])
+        keys, first = Keys.of(attention_mask, k.shape[1]), None
+        if keys.order is not None and max(window) >= 0:
+            first, window = visible_keys(attention_mask, 1, k.shape[1], window)[0].flatten().int(), (-1, -1)
         k, v = keys.ordered(k, v)
-        lengths = {"cache_seqlens": keys.end, "cache_leftpad": keys.first}
+        lengths = {"cache_seqlens": keys.end, "cache_leftpad": keys.first if first is None else first}
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     o, lse = flash_attn_with_kvcache(
         q, k, v, causal=is_causal, window_size=window, return_softmax_lse=True, **lengths, **options

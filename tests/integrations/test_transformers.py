@@ -21,6 +21,7 @@ CU_SEQLENS = torch.tensor([0, 7, 8, 17], dtype=torch.int32)
 IN_CU_SEQLENS = {"cu_seq_lens_q": CU_SEQLENS, "cu_seq_lens_k": CU_SEQLENS, "max_length_q": 9, "max_length_k": 9}
 LEFT = torch.tensor([[1] * 11, [0] * 4 + [1] * 7])
 RIGHT = LEFT.flip(1)
+HOLES = torch.tensor([[1] * 9, [0, 1, 1, 0, 0, 1, 1, 1, 0]])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -59,12 +60,15 @@ def test_packed_documents_are_separate_documents(name):
         torch.testing.assert_close(model(ids, use_cache=False, **packed).logits, separate)
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 @torch.no_grad()
-def test_packed_rows_of_a_batch_need_no_position_ids_in_layers():
+def test_packed_rows_of_a_batch_need_no_position_ids_in_layers(compiled):
     model, ids = tiny("persimmon-layers-without-position_ids"), tokens(2, 11)
     positions = torch.stack([POSITIONS[0, :11], torch.arange(11)])
     expected = model(ids, use_cache=False, position_ids=positions).logits
     model.set_attn_implementation(fa.NAME)
+    if compiled:
+        model = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(model(ids, use_cache=False, position_ids=positions).logits, expected)
 
 
@@ -106,7 +110,8 @@ def test_every_layer_runs_our_operator_and_no_other_attention():
     [
         pytest.param("mistral-window", LEFT, id="left-with-a-window"),
         pytest.param("llama-three-to-one", RIGHT, id="right"),
-        pytest.param("llama-three-to-one", torch.tensor([[1] * 9, [0, 1, 1, 0, 0, 1, 1, 1, 0]]), id="holes"),
+        pytest.param("llama-three-to-one", HOLES, id="holes"),
+        pytest.param("mistral-window", HOLES.repeat(1, 2), id="holes-with-a-window"),
     ],
 )
 def test_padding_is_left_out(name, mask):
@@ -131,11 +136,12 @@ def test_an_encoder_and_cross_attention_see_no_padding():
     ("name", "mask"),
     [
         pytest.param("mistral-window", LEFT, id="mistral-padded"),
+        pytest.param("mistral-window", HOLES.repeat(1, 2)[:, :-1], id="mistral-with-holes"),
         pytest.param("gpt_oss-sinks", None, id="gpt_oss"),
     ],
 )
 def test_generation_with_a_cache_is_that_of_eager_attention(name, mask, cache):
-    model, ids = tiny(name), tokens(*LEFT.shape)
+    model, ids = tiny(name), tokens(*(LEFT if mask is None else mask).shape)
     results = []
     for implementation in ("eager", fa.NAME):
         model.set_attn_implementation(implementation)
@@ -148,6 +154,24 @@ def test_generation_with_a_cache_is_that_of_eager_attention(name, mask, cache):
     eager, ours = results
     assert torch.equal(eager.sequences, ours.sequences)
     torch.testing.assert_close(ours.logits, eager.logits)
+
+
+@pytest.mark.parametrize("mask", [LEFT, HOLES.repeat(1, 2)[:, :-1]], ids=["left", "holes"])
+@torch.no_grad()
+def test_a_window_on_a_cache_of_all_keys_is_that_of_eager_attention(mask):
+    """The cache keeps the keys before the window, because it does not know that the layers have windows."""
+    model, ids = tiny("mistral-window"), tokens(len(mask), mask.shape[1])
+    results = []
+    for implementation in ("eager", fa.NAME):
+        model.set_attn_implementation(implementation)
+        cache = transformers.DynamicCache()
+        model(ids[:, :-2], attention_mask=mask[:, :-2], past_key_values=cache)
+        steps = [
+            model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache).logits
+            for end in (mask.shape[1] - 1, mask.shape[1])
+        ]
+        results.append(torch.cat(steps, dim=1)[mask[:, -2:] == 1])
+    torch.testing.assert_close(results[1], results[0])
 
 
 @torch.no_grad()
