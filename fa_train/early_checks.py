@@ -32,6 +32,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
         ranks_per_copy(world_size, strategy["replicas"])
     micro_batches(config["batch_size"], config["data"]["micro_batch_size"], world_size, context)
     require_trained_weights(optimizer, precision, has_adapters=choices["adapter"] != "none")
+    require_device_count(trainer.get("devices", "auto"), trainer.get("accelerator", "auto"))
     if optimizer == "adamw_offload":
         require_cuda(optimizer, trainer.get("accelerator", "auto"))
     if config["lit_gpt"].get("float8") is not None:
@@ -147,6 +148,12 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
             f"strategy.head_groups={groups} needs attention=flash and strategy.context of at least 2; got "
             f"attention={attention} and strategy.context={context}"
         )
+
+
+def require_device_count(devices: Any, accelerator: str) -> None:
+    """Raises: ValueError if trainer.devices is -1, which means all GPUs, and the run is on the CPU."""
+    if devices == -1 and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu())):
+        raise ValueError("trainer.devices=-1 needs a GPU; got a run on the CPU. Choose a number of processes, or auto")
 
 
 def require_cuda(optimizer: str, accelerator: str) -> None:

@@ -41,15 +41,19 @@ def answers(
     """
     if system is not None and chat is None:
         raise ValueError(f"--system needs --chat; got --system {system!r} and --prompt")
+    if temperature == 0 and (top_k is not None or top_p != 1):
+        raise ValueError("--top-k and --top-p need --temperature, because nothing is sampled without it")
     path = Path(model)
     if path.suffix == ".ckpt":  # a checkpoint file, or the folder of a sharded checkpoint
         with tempfile.TemporaryDirectory() as folder:
             export(path, Path(folder, "exported"), [], dtype)
+            _require_tokenizer(Path(folder, "exported"), model)
             return answers(
                 str(Path(folder, "exported")), prompt=prompt, chat=chat, system=system, max_new_tokens=max_new_tokens,
                 temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, dtype=dtype, device=device,
             )  # fmt: skip
     _require_model(model)
+    _require_tokenizer(path, model)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = _is_gpu(device)
     with torch.device(device):
@@ -77,6 +81,14 @@ def answers(
         )
         texts.append(tokenizer.decode(ids))
     return texts
+
+
+def _require_tokenizer(folder: Path, model: str) -> None:
+    """Raises: ValueError if `folder` is an exported model without a tokenizer. model: the user's argument."""
+    if folder.is_dir() and not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(
+            f"the argument model must be a model with a tokenizer; got {model}, which was trained without one"
+        )
 
 
 def _require_model(model: str) -> None:

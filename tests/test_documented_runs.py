@@ -1,4 +1,6 @@
-"""Each documented run on one device trains. The tests use a tiny model, short rows, and few steps.
+"""Tests that documented runs train. Runs on several devices, resumed runs and runs with float8 are left out.
+
+The tests use a tiny model, short rows and few steps.
 
 tests/test_docs.py checks that all other documented commands can be parsed.
 """
@@ -38,12 +40,15 @@ def documented() -> list[str]:
 
 
 def shrunk(overrides: list[str]) -> list[str]:
-    """Returns the overrides with a tiny model, short rows and one step."""
+    """Returns the overrides with short rows and one step. Without a checkpoint, the model is tiny.
+
+    A run with `epochs` keeps its number of steps.
+    """
     given = dict(override.split("=", 1) for override in overrides)
     from_checkpoint = "model.pretrained" in given
     settings = given | SMALL | ({} if from_checkpoint else SMALL_MODEL)
     if given.get("experiment") == "extend_context":
-        settings |= {"seq_len": "128"}  # twice the length of the checkpoint
+        settings |= {"seq_len": "128"}  # twice the context length of the checkpoint
     if "epochs" in given:
         del settings["max_steps"]
     return [f"{name}={value}" for name, value in settings.items()]

@@ -69,6 +69,12 @@ def test_offloaded_moments_need_a_gpu(tmp_path, monkeypatch):
     start(tmp_path, "trainer.accelerator=auto", "optimizer=adamw")
 
 
+def test_all_gpus_need_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(early_checks, "has_gpu", lambda: False)
+    with pytest.raises(ValueError, match=r"trainer\.devices=-1 needs a GPU; got a run on the CPU"):
+        start(tmp_path, "trainer.devices=-1", "trainer.accelerator=auto")
+
+
 def test_an_own_option_built_on_fsdp_is_checked_like_fsdp(tmp_path):
     own = own_option(tmp_path, "strategy/mine", "defaults: [fsdp, _self_]\ncontext: 2\n")
     mine = (own, "strategy=mine", "batch_size=1")

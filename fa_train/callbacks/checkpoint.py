@@ -123,7 +123,7 @@ class Checkpoint(CheckpointCallback):
         loss = trainer.callback_metrics["val/loss"].item()  # equal on all ranks
         if not loss < self.best_model_score:
             return
-        lowest, self.best_model_score = self.best_model_score, loss  # set first, because the checkpoint contains it
+        lowest, self.best_model_score = self.best_model_score, loss  # before the save, because the save stores it
         if not self._save(trainer, pl_module):
             self.best_model_score = lowest
         elif self._save_in_flight is not None:
@@ -310,7 +310,7 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
 
 
 def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any]) -> None:
-    """Exports a checkpoint of an earlier run, which has trained for at least max_steps steps.
+    """Exports the checkpoint that a run was resumed from, if the resumed run trains no step.
 
     Writes the export into the folder of the current run.
 

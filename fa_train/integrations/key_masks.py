@@ -1,8 +1,8 @@
 """Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers of a kind.
 
 A mask of this module has the shape (batch, 1, 1, seqlen_k). The `generate` method of transformers computes masks itself
-and passes them to the model. A model uses a mask with four dimensions as it is. A mask with fewer dimensions would be
-computed again, even in compiled code. Masks of this module therefore have four dimensions.
+and passes them to the model. A model uses a mask with four dimensions as it is. From a mask with fewer dimensions, the
+model would compute a new mask, even in compiled code. Masks of this module therefore have four dimensions.
 The element of a masked key is 0. The element of any other key is `n + 1`, where n is the number of keys in the cache. A
 static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
 whether to move keys.
@@ -42,8 +42,9 @@ def packed_positions(
 ) -> Tensor | None:
     """Returns positions that increase by one, except where a document starts. Returns None if rows are not packed.
 
-    Some models, such as Persimmon, pass position_ids to the mask function but not to their layers. With this mask, the
-    layers of these models know the documents too. In compiled code, rows may be packed even if they are one document.
+    Some models, such as Persimmon, pass position_ids to the mask function but not to the attention function. With this
+    mask, their attention knows the documents too. In compiled code, this function returns a mask even if each row is one
+    document.
     mask_function: the mask function of causal attention without padding and without a cache.
     Shape of the result: (batch, 1, 1, seqlen) int32.
     """
@@ -56,7 +57,9 @@ def packed_positions(
         starts = ~mask_function(rows, heads, places[None].long(), (places[None] - 1).clamp(min=0).long())
         documents = starts.expand(batch, seqlen).cumsum(-1)
     else:
-        found = _tensor_in(mask_function, "packed_sequence_mask_function")  # [batch, seqlen], 0, 1, 2 and so on
+        found = _tensor_in(
+            mask_function, "packed_sequence_mask_function"
+        )  # [batch, seqlen], the number of a token's document
         if found is None:
             return None
         documents = found
@@ -77,9 +80,9 @@ def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
 
 
 def _tensor_in(mask_function: Callable[..., Tensor], maker: str) -> Tensor | None:
-    """Returns the tensor that was passed to transformers' function `maker`, whose result is a part of mask_function.
+    """Returns the tensor that was passed to a function of transformers whose result is a part of mask_function.
 
-    Returns None if mask_function has no such part.
+    maker: the name of this function. Returns None if mask_function has no such part.
     """
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if getattr(mask_function, "__qualname__", "").startswith(f"{maker}."):

@@ -239,8 +239,8 @@ def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) ->
 def check(candidate: Candidate, device: str = "cuda") -> str:
     """Compiles a candidate into Triton's cache and checks its outputs. Returns an error message, or an empty string.
 
-    The allowed error is four times the error of torch in the same dtype, plus rounding; both errors are relative to
-    fp64. A wrong tile has far larger errors.
+    An error is the largest difference from the result in fp64. The allowed error is four times the error of torch in
+    the same dtype, plus rounding. A tile that computes wrong results has far larger errors.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()

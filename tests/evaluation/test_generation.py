@@ -257,9 +257,15 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
     run("--prompt", "2 + 2", "--prompt", "rain", "--max-new-tokens", "8", "--temperature", "0.9", "--seed", "5")
     assert capsys.readouterr().out == f"--- 2 + 2\n{first}\n\n--- rain\n{second}\n\n"
     with pytest.raises(SystemExit, match=r"error: top_p must be more than 0 and at most 1; got 2.0"):
-        run("--chat", "hi", "--top-p", "2")
+        run("--chat", "hi", "--temperature", "1", "--top-p", "2")
     with pytest.raises(SystemExit, match=r"error: top_k must be at least 1; got 0"):
-        run("--chat", "hi", "--top-k", "0")
+        run("--chat", "hi", "--temperature", "1", "--top-k", "0")
+    with pytest.raises(SystemExit, match=r"error: --top-k and --top-p need --temperature"):
+        run("--chat", "hi", "--top-k", "5")
+    (folder / "tokenizer_config.json").rename(folder / "hidden")
+    with pytest.raises(SystemExit, match=f"error: the argument model must be a model with a tokenizer; got {folder}"):
+        run("--prompt", "hi")
+    (folder / "hidden").rename(folder / "tokenizer_config.json")
     with pytest.raises(SystemExit, match=r"error: --system needs --chat; got --system 'be brief' and --prompt"):
         run("--prompt", "hi", "--system", "be brief")
 

@@ -142,8 +142,10 @@ def test_the_card_links_to_a_base_on_the_hub():
         "model": {"pretrained": "HuggingFaceTB/SmolLM2-135M"}, "seq_len": 64, "batch_size": 4, "seed": 0,
         "choices": {"data": "sft"}, "data": {"path": "hf:/data/owner/chats:train"},
     }  # fmt: skip
-    card = model_card("run", config, 3, {}, 10, adapter=False)
+    card = model_card("run", config, 3, {}, 10, adapter=False, has_tokenizer=True)
     assert "\nbase_model: HuggingFaceTB/SmolLM2-135M\n" in card and "| Data | sft: hf:chats:train |" in card
+    without = model_card("run", config, 3, {}, 10, adapter=False, has_tokenizer=False)
+    assert "AutoTokenizer.from_pretrained(" in card and "AutoTokenizer" not in without
 
 
 def test_a_sharded_checkpoint_is_exported(scratch, tmp_path):

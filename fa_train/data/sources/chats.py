@@ -120,7 +120,8 @@ class FileRows:
 class HubRows:
     """The rows of a Hugging Face dataset, as pairs (key, row). The dataset is loaded on first use.
 
-    path: hf:<name>:<split>, hf:<name>:<config>:<split>, or the folder of a saved dataset, whose split is `train`.
+    path: hf:<name>:<split>, hf:<name>:<config>:<split>, or the folder of a saved dataset. Without hf:, the
+    split `train` of the folder is read.
     """
 
     def __init__(self, path: str) -> None:

@@ -170,7 +170,7 @@ class TextCorpus:
 
 
 class HFCorpus:
-    """A Hugging Face dataset, as in `load_hf_dataset`. The dataset is loaded on first use.
+    """A Hugging Face dataset, which `load_hf_dataset` loads on first use.
 
     Raises: ValueError if the dataset cannot be loaded or has no text_column.
     """
@@ -225,8 +225,9 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
 
 
 def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
-    """Loads a folder that `save_to_disk` has written. A Dataset is the split `train`. split: may be a part of a split.
+    """Loads a folder that `save_to_disk` has written. One Dataset without splits counts as the split `train`.
 
+    split: the name of a split, or a part of one, such as `train[:10%]`.
     Raises: ValueError or OSError if the dataset cannot be loaded, or has no such split or config.
     """
     from datasets import DatasetDict, ReadInstruction, concatenate_datasets, load_from_disk

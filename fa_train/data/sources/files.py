@@ -80,8 +80,9 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Sour
     A .jsonl file has one object per line, and its empty lines are skipped. A .json file has a list of objects. The
     first line of a .csv file has the names of the columns, and all values are texts.
     columns: the columns to read from a .parquet file, or None to read all columns.
-    Raises: ValueError if the file is not a JSON list or not valid Parquet or CSV. If a line of a .jsonl file is not
-    valid JSON, or a row is not an object, only the property `value` of this row raises ValueError.
+    Raises: ValueError if a .json file is not a list, or a .parquet or .csv file is not valid. A line of a .jsonl file
+    that is not valid JSON, or a row that is not an object, raises no error here. The property `value` of this row
+    raises ValueError.
     """
     readers = {".jsonl": _lines, ".json": _items, ".csv": _csv}
     yield from readers[path.suffix](path) if path.suffix in readers else _parquet(path, columns)

@@ -25,7 +25,7 @@ from fa_train.data.tokens.encoding import Encoded, Encoder
 
 FORMAT = "3"  # the version of the file format and of tokenisation, which is part of the cache key
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
-SKIPPED = "skipped.json"  # in a finished folder, the number of rows that the corpus skipped; missing if it is 0
+SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
 BATCH = 256  # the number of documents per call of the tokenizer
@@ -43,7 +43,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     Shards are first written to an unfinished folder next to `path`. The folder is renamed when all shards are finished.
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
-    truncated shard. skipped.json has the number of rows that the corpus skipped.
+    truncated shard. If the corpus skipped rows, skipped.json holds their number.
     Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
     disk is full, the finished shards are kept. After any other ValueError, they are deleted.
     """

@@ -38,12 +38,16 @@ Trained with fa_train. Losses and tokens are those of the run's last step.
 {table}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+{code}
 ```
 """
+CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")"""
+CODE_WITHOUT_TOKENIZER = """from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")"""
 
 
 def export_run(
@@ -121,7 +125,9 @@ def write(
             dtype = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")
         save_pretrained(merge(model), folder, tokenizer, dtype=dtype)
         parameters = sum(p.numel() for p in model.parameters())
-    (folder / "README.md").write_text(model_card(name, config, step, metrics, parameters, adapter))
+    (folder / "README.md").write_text(
+        model_card(name, config, step, metrics, parameters, adapter, tokenizer is not None)
+    )
 
 
 def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
@@ -157,7 +163,13 @@ def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:
 
 
 def model_card(
-    name: str, config: Mapping[str, Any], step: int, metrics: Mapping[str, float], parameters: int, adapter: bool
+    name: str,
+    config: Mapping[str, Any],
+    step: int,
+    metrics: Mapping[str, float],
+    parameters: int,
+    adapter: bool,
+    has_tokenizer: bool,
 ) -> str:
     """Returns a model card in Markdown with the training data, the number of training steps, and the losses."""
     pretrained = config["model"].get("pretrained")
@@ -186,7 +198,8 @@ def model_card(
     if base is not None and is_hub_name(str(pretrained)):
         header.append(f"base_model: {base}")
     table = [f"| {label} | {value} |" for label, value in rows.items()]
-    return CARD.format(title=title, header="\n".join(header), table="\n".join(table))
+    code = CODE if has_tokenizer else CODE_WITHOUT_TOKENIZER
+    return CARD.format(title=title, header="\n".join(header), table="\n".join(table), code=code)
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:

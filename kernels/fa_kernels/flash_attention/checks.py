@@ -73,12 +73,30 @@ def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
     """Returns the factor that multiplies the scores Q K^T: softmax_scale, or head_dim**-0.5 if softmax_scale is None.
 
-    Raises: ValueError if the factor is not positive and finite.
+    Raises: ValueError if the factor is not positive and finite, or requires a gradient.
     """
+    require_constant("softmax_scale", softmax_scale)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if not 0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite; got {scale}")
     return scale
+
+
+def softcap_of(softcap: float) -> float:
+    """Returns the soft cap, or 0 if there is none.
+
+    Raises: ValueError if the soft cap is infinite or NaN, or requires a gradient.
+    """
+    require_constant("softcap", softcap)
+    if not math.isfinite(softcap):
+        raise ValueError(f"softcap must be finite, and 0 means no soft cap; got {float(softcap)}")
+    return max(float(softcap), 0.0)
+
+
+def require_constant(name: str, x: object) -> None:
+    """Raises ValueError if x is a tensor that requires a gradient, because attention computes none for it."""
+    if isinstance(x, Tensor) and x.requires_grad:
+        raise ValueError(f"{name} must not require a gradient, because attention computes none for it")
 
 
 def shapes_of(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -12,7 +12,17 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from fa_kernels.flash_attention.checks import DTYPES, FP8, described, name_of, require_consistent, scale_of, shapes_of
+from fa_kernels.flash_attention.checks import (
+    DTYPES,
+    FP8,
+    described,
+    name_of,
+    require_consistent,
+    require_constant,
+    scale_of,
+    shapes_of,
+    softcap_of,
+)
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.ops import flash_attention_forward, needs_gradients
 from fa_kernels.flash_attention.schedule import (
@@ -271,7 +281,7 @@ def _features(
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> Features:
     sinks = None if sinks is None else sinks.contiguous()  # kernels expect contiguous sinks
-    return Features(scale_of(q, softmax_scale), max(float(softcap), 0.0), sinks, alibi, _descale(descales, q, k))
+    return Features(scale_of(q, softmax_scale), softcap_of(softcap), sinks, alibi, _descale(descales, q, k))
 
 
 def _dtype_of_o(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -289,6 +299,7 @@ def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: 
             f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32 on {q.device}; "
             f"got {described(alibi_slopes)}"
         )
+    require_constant("alibi_slopes", alibi_slopes)
     slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
     return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[:-2].numel())]
 

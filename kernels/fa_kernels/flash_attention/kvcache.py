@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fa_kernels.flash_attention.checks import DTYPES, MAX_HEAD_DIM, described, name_of, require_backend, scale_of
+from fa_kernels.flash_attention.checks import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    described,
+    name_of,
+    require_backend,
+    scale_of,
+    softcap_of,
+)
 from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.cache import Cache, Rotary, append_to_cache
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, decode_attention
@@ -108,7 +116,7 @@ def flash_attn_with_kvcache(
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     o, lse = decode(
         *_rows_dense(q), k_cache, v_cache, seqlens, seqlen_new, table, leftpad, angles, rotary_interleaved,
-        left >= 0 or right >= 0, slopes, scale, max(float(softcap), 0.0), left, right, num_splits,
+        left >= 0 or right >= 0, slopes, scale, softcap_of(softcap), left, right, num_splits,
     )  # fmt: skip
     return (o, lse) if return_softmax_lse else o
 

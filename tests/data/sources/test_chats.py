@@ -48,7 +48,9 @@ def test_the_texts_of_a_content_with_parts_are_concatenated(tmp_path):
     sharegpt = {"conversations": [{"from": "human", "value": parts}, {"from": "gpt", "value": "is 4."}]}
     assert parse_chat(sharegpt, "").messages == [QUESTION, ANSWER]
     row = {"messages": [chat_message("user", [*parts, {"type": "image_url", "image_url": {"url": "a.png"}}])]}
-    pyarrow.parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "b.parquet")  # each part has all keys
+    pyarrow.parquet.write_table(
+        pa.Table.from_pylist([row]), tmp_path / "b.parquet"
+    )  # each part then has the keys of all parts
     for path in (write_jsonl(tmp_path / "a.jsonl", [row]), tmp_path / "b.parquet"):
         with pytest.raises(ValueError, match=r"content must be of type text; .*, message 0 has type image_url"):
             chats(path)

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 RANKS = 2
-# The fused backward computes the two KV heads of `long` one after the other. Those of `one` it computes together.
+# The fused backward computes the two KV heads of `one` together, and those of `long` one after the other.
 LENGTHS = {"one": [12_000], "long": [48_000], "several": [5000, 1, 700, 0, 4000, 1100, 900], "short": [150] * 79}
 WINDOWS = (None, 1000)
 # pairs (head_dim, number of groups of KV heads); there are always two KV heads

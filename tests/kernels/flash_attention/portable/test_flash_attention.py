@@ -434,6 +434,9 @@ def test_wrong_documents_never_read_out_of_bounds(cu):
     [
         ({"dropout_p": 0.1}, "dropout_p must be 0.0.*got 0.1"),
         ({"softmax_scale": 0.0}, "softmax_scale must be positive and finite; got 0.0"),
+        ({"softmax_scale": torch.ones(1, requires_grad=True)}, "softmax_scale must not require a gradient"),
+        ({"alibi_slopes": torch.ones(Q.shape[1], requires_grad=True)}, "alibi_slopes must not require a gradient"),
+        ({"softcap": float("inf")}, "softcap must be finite, and 0 means no soft cap; got inf"),
         ({"softmax_scale": float("nan")}, "softmax_scale must be positive and finite; got nan"),
         ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32 on .*; got \(2, 4\)"),
         ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32 on .*; got \(2,\)"),
