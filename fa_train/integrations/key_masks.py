@@ -42,9 +42,9 @@ def packed_positions(
 ) -> Tensor | None:
     """Returns positions that increase by one, except where a document starts. Returns None if rows are not packed.
 
-    Some models, such as Persimmon, pass position_ids to the mask function but not to the attention function. With this
-    mask, their attention knows the documents too. In compiled code, this function returns a mask even if each row is one
-    document.
+    Some models, such as Persimmon, pass position_ids to the mask function but not to the attention function. With
+    this mask, their attention knows the documents too. In compiled code, this function returns a mask even if each row
+    is one document.
     mask_function: the mask function of causal attention without padding and without a cache.
     Shape of the result: (batch, 1, 1, seqlen) int32.
     """
