@@ -61,7 +61,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):  # this setting of Lightning has no effect, and wandb prints a warning
+        if isinstance(logger, WandbLogger):  # `anonymous` has no effect, and wandb warns of it
             private("lightning", logger, "_wandb_init").pop("anonymous", None)
     communication.configure(trainer)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
@@ -178,7 +178,10 @@ def without_validation(done: int, max_steps: int, val_check_interval: int) -> st
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """Trains one run. Returns the run's last metrics. If memory ran out, the metrics include oom=1."""
+    """Trains one run. Returns the run's last metrics. If memory ran out in a run of one rank, the metrics include oom=1.
+
+    Raises: OutOfMemoryError if memory ran out in a run of several ranks.
+    """
     trainer, lit_gpt, data = build(cfg)
     if cfg.export:
         require_checkpoint(trainer)

@@ -173,7 +173,7 @@ class Checkpoint(CheckpointCallback):
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
         """Saves the current step unless it is already saved. The save may go on in the background.
 
-        Returns whether the step is saved. The result is equal on all ranks.
+        Returns whether the step is saved, or its save goes on. The result is equal on all ranks.
         """
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False

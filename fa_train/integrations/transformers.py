@@ -5,10 +5,11 @@
     fa.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fa_train")
 
-A model that works with flash_attention_2 also works with fa_train. fa_train supports GQA, sliding windows, soft caps,
-attention sinks, padding, rows packed by position_ids or cu_seqlens, and generation with a dynamic or static cache.
-Unlike flash_attention_2, fa_train accepts fp32 inputs, and its layers do not wait for the GPU. Only `key_mask` and
-`packed_rows` copy values from the GPU. All layers with the same window share one copy per forward pass. In compiled
+Most models that work with flash_attention_2 also work with fa_train. Models with their own attention classes, such as
+Falcon, do not use it. fa_train supports GQA, sliding windows, soft caps, attention sinks, padding, rows packed by
+position_ids or cu_seqlens, and generation with a dynamic or static cache.
+Unlike flash_attention_2, fa_train accepts fp32 inputs. Most layers do not wait for the GPU. Only `key_mask` and
+`packed_rows` copy values from the GPU, and the host then waits. All layers with the same window share one copy per forward pass. In compiled
 code, they copy nothing. Under torch.inference_mode, however, each layer copies the same values from the GPU again. Use
 torch.no_grad instead of torch.inference_mode to avoid the additional copies.
 """

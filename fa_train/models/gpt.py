@@ -35,7 +35,10 @@ SplitHeads = Callable[["SelfAttention", Tensor, RotaryTable | None], QKV]
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face checkpoint of the model's weights. An export copies its config files."""
+    """The Hugging Face checkpoint of the model's weights. An export makes its config files from these.
+
+    config: config.json with the run's RoPE settings, and without the part for images.
+    """
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any] | None
@@ -182,8 +185,8 @@ class GPT(nn.Module):
         except -100.
         cu_seqlens: the start of each document and the end of the last document, or None for one document.
         position_ids: the position of each token; by default, positions are counted from the start of each document.
-        mean_seqlen: the mean document length in tokens, which determines attention's kernels; by default total /
-        n_docs.
+        mean_seqlen: a mean document length in tokens, which determines attention's kernels. The default is total /
+        n_docs. The data pipeline passes a mean that is weighted by length.
         traffic: for each attention window, the keys that this rank of a context group sends and receives. See
         `share_context`. With `traffic`, cu_seqlens describes the whole stream, and the other tensors hold only the
         rank's own tokens.

@@ -151,7 +151,10 @@ class HubRows:
 
 
 def _without_nulls_below(row: SourceRow) -> SourceRow:
-    """Removes the keys with null from the objects in a row. A column that is null stays, for error messages."""
+    """Removes the keys with null from the objects in the columns of a row.
+
+    A column that is null stays, because the error of parse_chat lists its name.
+    """
     return replace(row, content={name: without_nulls(value) for name, value in row.value.items()})
 
 

@@ -83,8 +83,8 @@ def require_exportable(model: GPT, seq_len: int) -> None:
     """Checks that transformers supports the model's architecture. Does not change the model.
 
     seq_len: the length of training rows in tokens.
-    Raises: ValueError if `write` would refuse the architecture. A model that was loaded from a checkpoint keeps the
-    config.json of its checkpoint, and is never refused.
+    Raises: ValueError if `write` would refuse the architecture. A model that was loaded from a checkpoint is
+    never refused, because its config.json is made from that of the checkpoint.
     """
     if model.origin is None:
         new_config(_with_context_length(model.config, seq_len), None)
