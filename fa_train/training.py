@@ -178,8 +178,9 @@ def without_validation(done: int, max_steps: int, val_check_interval: int) -> st
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
-    """Trains one run. Returns the run's last metrics. If memory ran out in a run of one rank, the metrics include oom=1.
+    """Trains one run. Returns the run's last metrics.
 
+    If memory ran out in a run of one rank, the metrics include oom=1.
     Raises: OutOfMemoryError if memory ran out in a run of several ranks.
     """
     trainer, lit_gpt, data = build(cfg)

@@ -9,9 +9,9 @@ Most models that work with flash_attention_2 also work with fa_train. Models wit
 Falcon, do not use it. fa_train supports GQA, sliding windows, soft caps, attention sinks, padding, rows packed by
 position_ids or cu_seqlens, and generation with a dynamic or static cache.
 Unlike flash_attention_2, fa_train accepts fp32 inputs. Most layers do not wait for the GPU. Only `key_mask` and
-`packed_rows` copy values from the GPU, and the host then waits. All layers with the same window share one copy per forward pass. In compiled
-code, they copy nothing. Under torch.inference_mode, however, each layer copies the same values from the GPU again. Use
-torch.no_grad instead of torch.inference_mode to avoid the additional copies.
+`packed_rows` copy values from the GPU, and the host then waits. All layers with the same window share one copy per
+forward pass. In compiled code, they copy nothing. Under torch.inference_mode, however, each layer copies the same
+values from the GPU again. Use torch.no_grad instead of torch.inference_mode to avoid the additional copies.
 """
 
 import os

@@ -212,7 +212,7 @@ def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradient
     places: list[int] = []  # indices into sizes
     for size in (total_q, total_q, query_tiles, wide_tiles, *of_gradients):
         places.append(len(sizes) if size else 0)
-        sizes += [part for part in (size, -size % ALIGNMENT) if part]  # split_with_sizes needs 1 us per part
+        sizes += [part for part in (size, -size % ALIGNMENT) if part]  # each part costs 1 us in split_with_sizes
     key_start, key_end, query_tiles, wide_query_tiles, query_start, query_end, key_tiles = places
     pick = itemgetter(key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles)
     return _Layout(sum(sizes), sizes, pick, programs)
