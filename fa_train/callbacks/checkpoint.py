@@ -50,7 +50,8 @@ class Checkpoint(CheckpointCallback):
     run_name: the run's name. It determines the folder that ckpt_path=last searches.
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
-    the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss.
+    the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss. For this
+    purpose, a step's checkpoint is saved after the step's validation if both are due at the same step.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With this
     setting, a run of one process also saves a checkpoint after an error, unless the error occurred while the weights
     were updated.
@@ -114,15 +115,22 @@ class Checkpoint(CheckpointCallback):
     ) -> None:
         if self._save_in_flight is not None and self._background is not None and self._background.done_everywhere():
             self._finish(trainer)
-        if trainer.global_step % self.every_n_train_steps == 0:
+        if self._is_due(trainer) and not (self.keep_best and _validation_follows(trainer)):
             self._save(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.keep_best or trainer.sanity_checking:
             return
         loss = trainer.callback_metrics["val/loss"].item()  # equal on all ranks
-        if not loss < self.best_model_score:
-            return
+        if loss < self.best_model_score:
+            self._save_best(trainer, pl_module, loss)
+        elif self._is_due(trainer):
+            self._save(trainer, pl_module)
+
+    def _is_due(self, trainer: L.Trainer) -> bool:
+        return trainer.global_step % self.every_n_train_steps == 0
+
+    def _save_best(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: float) -> None:
         lowest, self.best_model_score = self.best_model_score, loss  # before the save, because the save stores it
         if not self._save(trainer, pl_module):
             self.best_model_score = lowest
@@ -275,6 +283,12 @@ class Checkpoint(CheckpointCallback):
         """Returns a path that does not exist yet. An earlier run may have left checkpoints in the same folder."""
         names = [f"step_{step:07d}", *(f"step_{step:07d}-v{i}" for i in range(1, 100))]
         return next(path for path in (self.folder / (name + SUFFIX) for name in names) if not path.exists())
+
+
+def _validation_follows(trainer: L.Trainer) -> bool:
+    """Returns whether Lightning runs a validation after the batch that ends now."""
+    interval, batches = trainer.val_check_batch, trainer.fit_loop.epoch_loop.total_batch_idx + 1
+    return sum(trainer.num_val_batches) > 0 and interval is not None and batches % interval == 0
 
 
 def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:

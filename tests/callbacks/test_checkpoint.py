@@ -44,6 +44,28 @@ def test_a_resumed_run_keeps_only_a_better_checkpoint(tmp_path):
     assert steps_kept(rest) == [5]
 
 
+def test_a_resumed_run_knows_the_validation_of_the_step_that_it_starts_from(tmp_path):
+    often = "callbacks.checkpoint.every_n_train_steps=1"
+    _, first = run(tmp_path, *BEST, often, "max_steps=3", *losses("[3,1,2]"), name="first")
+    resume = f"ckpt_path={first}/checkpoints/step_0000002.ckpt"
+    newest = "callbacks.checkpoint.save_top_k=1"
+    _, rest = run(tmp_path, *BEST, often, newest, "max_steps=5", *losses("[2,2,2]"), resume, name="rest")
+    assert steps_kept(rest) == [5]
+
+
+def test_steps_with_and_without_a_validation_are_saved(tmp_path):
+    often = ("callbacks.checkpoint.every_n_train_steps=2", "callbacks.checkpoint.save_top_k=-1")
+    settings = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=4", "max_steps=9")
+    _, folder = run(tmp_path, *settings, *often, *losses("[1,2]"))
+    assert steps_kept(folder) == [2, 4, 6, 8, 9]
+
+
+def test_steps_are_saved_without_held_out_data(tmp_path):
+    often = ("callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1")
+    _, folder = run(tmp_path, *BEST, *often, "max_steps=2", "data.val_rows=0")
+    assert steps_kept(folder) == [1, 2]
+
+
 def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
     settings = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=3", "max_steps=8")
     _, whole = run(tmp_path, *settings, "callbacks.checkpoint.save_top_k=-1", name="whole")
