@@ -1,15 +1,17 @@
-"""Masks of keys for padded batches. transformers computes a mask once per forward pass for all layers of a kind.
+"""Masks for padded and packed batches. transformers computes a mask once per forward pass for all layers of a kind.
 
-A mask of this module has the shape (batch, 1, 1, seqlen_k). The `generate` method of transformers computes masks itself
-and passes them to the model. A model uses a mask with four dimensions as it is. From a mask with fewer dimensions, the
-model would compute a new mask, even in compiled code. Masks of this module therefore have four dimensions.
-The element of a masked key is 0. The element of any other key is `n + 1`, where n is the number of keys in the cache. A
-static cache also has places for later tokens, so n can be less than seqlen_k. The dtype of a mask tells the layers
-whether to move keys.
+The `generate` method of transformers computes masks itself and passes them to the model. A model uses a mask with four
+dimensions as it is. From a mask with fewer dimensions, the model would compute a new mask, even in compiled code. Masks
+of this module therefore have four dimensions.
 
-In each row of a float64 mask, the unmasked keys are contiguous, so layers leave the keys in place.
-In a row of an int64 mask, masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
-An int32 mask is for rows with several documents (`packed_positions`).
+The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The element of a masked key is
+0. The element of any other key is `n + 1`, where n is the number of keys in the cache. A static cache also has places
+for later tokens, so n can be less than seqlen_k. The dtype of this mask tells the layers whether to move keys. In each
+row of a float64 mask, the unmasked keys are contiguous, so layers leave the keys in place. In a row of an int64 mask,
+masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
+
+The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
+
 A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. For a user's mask, layers also move the
 unmasked keys to the front, and assume that the cache is full.
 """
@@ -29,16 +31,18 @@ RUNS, HOLES, PACKED = torch.float64, torch.int64, torch.int32
 
 def is_key_mask(mask: Tensor) -> bool:
     """Returns whether `mask` has the form of this module's masks, or the form of a user's mask, (batch, seqlen_k)."""
-    return mask.dim() == 2 or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES, PACKED))
+    if mask.dim() == 4:
+        return is_packed(mask) or (mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
+    return mask.dim() == 2
 
 
 def is_packed(mask: Tensor | None) -> bool:
-    """Returns whether `mask` is a result of `packed_positions`."""
-    return mask is not None and mask.dim() == 4 and mask.dtype == PACKED
+    """Returns whether `mask` has the form of the result of `packed_positions`."""
+    return mask is not None and mask.dim() == 4 and mask.shape[1] == mask.shape[3] == 1 and mask.dtype == PACKED
 
 
 def packed_positions(
-    mask_function: Callable[..., Tensor] | None, batch: int, seqlen: int, device: torch.device
+    mask_function: Callable[..., Tensor], batch: int, seqlen: int, device: torch.device
 ) -> Tensor | None:
     """Returns positions that increase by one, except where a document starts. Returns None if rows are not packed.
 
@@ -46,24 +50,15 @@ def packed_positions(
     this mask, their attention knows the documents too. In compiled code, this function returns a mask even if each row
     is one document.
     mask_function: the mask function of causal attention without padding and without a cache.
-    Shape of the result: (batch, 1, 1, seqlen) int32.
+    Shape of the result: (batch, 1, seqlen, 1) int32.
     """
-    if mask_function is None:
+    rows, places = torch.arange(batch, device=device)[:, None], torch.arange(seqlen, device=device)
+    head = torch.zeros((), dtype=torch.int64, device=device)
+    # a document starts at a token that does not see the token before it
+    starts = ~mask_function(rows, head, places, (places - 1).clamp(min=0)).expand(batch, seqlen)
+    if not torch.compiler.is_compiling() and not starts.any():  # waits for the GPU
         return None
-    places = torch.arange(seqlen, dtype=PACKED, device=device)
-    if torch.compiler.is_compiling():  # the compiler cannot look into functions, but it can call them
-        rows, heads = torch.arange(batch, device=device)[:, None], torch.zeros((), dtype=torch.int64, device=device)
-        # a document starts at a token that does not see the token before it
-        starts = ~mask_function(rows, heads, places[None].long(), (places[None] - 1).clamp(min=0).long())
-        documents = starts.expand(batch, seqlen).cumsum(-1)
-    else:
-        found = _tensor_in(
-            mask_function, "packed_sequence_mask_function"
-        )  # [batch, seqlen], the number of a token's document
-        if found is None:
-            return None
-        documents = found
-    return (places - 2 * documents.to(PACKED))[:, None, None]
+    return (places - 2 * starts.cumsum(-1)).to(PACKED)[:, None, :, None]
 
 
 def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
@@ -72,24 +67,21 @@ def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
         raise ValueError("or_mask_function and and_mask_function must not be given: fa_train has no custom masks")
     if torch.compiler.is_compiling() or mask_function is None:
         return
-    blocks = _tensor_in(mask_function, "blockwise_overlay")
+    blocks = _block_ids(mask_function)
     if blocks is not None and bool((blocks >= 0).any()):
         raise ValueError(
             "block_sequence_ids must all be -1: fa_train has no bidirectional blocks, such as those of image tokens"
         )
 
 
-def _tensor_in(mask_function: Callable[..., Tensor], maker: str) -> Tensor | None:
-    """Returns the tensor that was passed to a function of transformers whose result is a part of mask_function.
-
-    maker: the name of this function. Returns None if mask_function has no such part.
-    """
+def _block_ids(mask_function: Callable[..., Tensor]) -> Tensor | None:
+    """Returns the block_sequence_ids that mask_function contains, or None if it contains none."""
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
-    if getattr(mask_function, "__qualname__", "").startswith(f"{maker}."):
+    if getattr(mask_function, "__qualname__", "").startswith("blockwise_overlay."):
         return next(x for x in cells if isinstance(x, Tensor))
     for contents in cells:
         for part in contents if isinstance(contents, tuple) else (contents,):
-            found = _tensor_in(part, maker) if callable(part) else None
+            found = _block_ids(part) if callable(part) else None
             if found is not None:
                 return found
     return None

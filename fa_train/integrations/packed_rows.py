@@ -91,12 +91,12 @@ def packed_schedule(
     A new document starts where position_ids do not increase by one. The eager attention of transformers has the same
     rule. Compiled code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if
     each row is one document.
-    Shapes: position_ids (1 or batch, seqlen_q) or (batch, 1, 1, seqlen_q); q and k as for document_schedule.
+    Shapes: position_ids (1 or batch, seqlen_q) or (batch, 1, seqlen_q, 1); q and k as for document_schedule.
     """
     batch, seqlen = q.shape[:2]
     if position_ids is None or seqlen == 1 or seqlen != k.shape[1]:
         return None
-    rows = position_ids[:, 0, 0] if position_ids.dim() == 4 else position_ids
+    rows = position_ids[:, 0, :, 0] if position_ids.dim() == 4 else position_ids
     if rows.shape not in ((1, seqlen), q.shape[:2]):
         return None
 

@@ -85,7 +85,9 @@ def key_mask(
             f"got {kv_length + kv_offset}"
         )
     refuse_other_masks(mask_function, use_vmap)
-    if allow_is_causal_skip is False and attention_mask is None and (q_length, q_offset) == (kv_length, 0):
+    # transformers never skips the mask of rows that can be packed. Packed rows have no padding and no cache.
+    can_be_packed = allow_is_causal_skip is False and attention_mask is None and mask_function is not None
+    if can_be_packed and q_length == kv_length and isinstance(q_offset, int) and q_offset == 0:
         packed = packed_positions(mask_function, batch_size, q_length, torch.device(device))
         if packed is not None:
             return packed

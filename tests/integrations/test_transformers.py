@@ -238,6 +238,8 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch):
         run({}, output_attentions=True)
     with pytest.raises(ValueError, match=r"no custom masks; got \(1, 1, 4, 4\)"):
         run({}, attention_mask=torch.zeros(1, 1, 4, 4))
+    with pytest.raises(ValueError, match=r"no custom masks; got \(1, 1, 1, 4\)"):
+        run({}, attention_mask=torch.ones(1, 1, 1, 4, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"head_dim must be from 1 to 256; got 264"):
         run({"head_dim": 264})
     with pytest.raises(ValueError, match=r"cu_seq_lens_k must be .* integers on cpu; got .*float32"):
