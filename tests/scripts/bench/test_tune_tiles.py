@@ -1,5 +1,7 @@
 """Tests the candidates, arguments and reports of scripts/bench/tune_tiles.py. Timing itself would need a GPU."""
 
+import re
+
 import pytest
 import torch
 
@@ -204,11 +206,24 @@ def test_a_correct_tile_passes_the_check(direction, device):
     assert check(Candidate(64, direction, TileConfig(64, 64, 4, 1), "float32"), str(device)) == ""
 
 
-@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
-def test_a_tile_with_wrong_results_is_no_result(wrong, monkeypatch, device):
+@pytest.mark.parametrize(
+    ("wrong", "place", "message"),
+    [
+        (1e-5, (0, 0, 0), "the largest error is .* is allowed"),
+        (1e-6, ..., "the root mean square error is .* is allowed"),
+        (float("nan"), (0, 0, 0), "nan"),
+    ],
+)
+def test_a_tile_with_wrong_results_is_no_result(wrong, place, message, monkeypatch, device):
     right = forward.attention_forward
-    monkeypatch.setattr(forward, "attention_forward", lambda *arguments: (right(*arguments)[0] + wrong, None))
-    assert "allowed" in check(Candidate(64, "fwd", TileConfig(64, 64, 4, 1), "float32"), str(device))
+
+    def forward_with_an_error(*arguments):
+        o, lse = right(*arguments)
+        o[place] += wrong
+        return o, lse
+
+    monkeypatch.setattr(forward, "attention_forward", forward_with_an_error)
+    assert re.search(message, check(Candidate(64, "fwd", TileConfig(64, 64, 4, 1), "float32"), str(device)))
 
 
 def test_report_sorts_by_time_and_marks_the_current_entry():
