@@ -46,21 +46,24 @@ def answers(
     path = Path(model)
     if path.suffix == ".ckpt":  # a checkpoint file, or the folder of a sharded checkpoint
         with tempfile.TemporaryDirectory() as folder:
-            export(path, Path(folder, "exported"), [], dtype)
-            _require_tokenizer(Path(folder, "exported"), model)
+            exported = Path(folder, "exported")
+            export(path, exported, [], dtype)
+            if not (exported / "tokenizer_config.json").is_file():
+                raise ValueError(
+                    f"the argument model must be a model with a tokenizer; got {model}, which was trained without one"
+                )
             return answers(
-                str(Path(folder, "exported")), prompt=prompt, chat=chat, system=system, max_new_tokens=max_new_tokens,
+                str(exported), prompt=prompt, chat=chat, system=system, max_new_tokens=max_new_tokens,
                 temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, dtype=dtype, device=device,
             )  # fmt: skip
     _require_model(model)
-    _require_tokenizer(path, model)
+    tokenizer = HFTokenizer(model, "the argument model")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = _is_gpu(device)
     with torch.device(device):
         gpt = load_pretrained(
             model, flash_attention if on_gpu else naive_attention, dtype=dtype or (None if on_gpu else "float32")
         )
-    tokenizer = HFTokenizer(model)
     if chat is not None:
         encoder = ChatEncoder(tokenizer)
         before = [] if system is None else [{"role": "system", "content": system}]
@@ -81,14 +84,6 @@ def answers(
         )
         texts.append(tokenizer.decode(ids))
     return texts
-
-
-def _require_tokenizer(folder: Path, model: str) -> None:
-    """Raises: ValueError if `folder` is an exported model without a tokenizer. model: the user's argument."""
-    if folder.is_dir() and not (folder / "tokenizer_config.json").is_file():
-        raise ValueError(
-            f"the argument model must be a model with a tokenizer; got {model}, which was trained without one"
-        )
 
 
 def _require_model(model: str) -> None:

@@ -23,6 +23,7 @@ from fa_train.parallel.context.attention import ContextAttention
 from scripts.answers import answers
 from scripts.generate import main
 from tests.data.support.chats import CHATML, chat_tokenizer, write_jsonl
+from tests.support.runs import start_and_finish
 from tests.support.training import command_line, tiny
 
 VOCAB = 50
@@ -262,12 +263,18 @@ def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys)
         run("--chat", "hi", "--temperature", "1", "--top-k", "0")
     with pytest.raises(SystemExit, match=r"error: --top-k and --top-p need --temperature"):
         run("--chat", "hi", "--top-k", "5")
-    (folder / "tokenizer_config.json").rename(folder / "hidden")
-    with pytest.raises(SystemExit, match=f"error: the argument model must be a model with a tokenizer; got {folder}"):
-        run("--prompt", "hi")
-    (folder / "hidden").rename(folder / "tokenizer_config.json")
     with pytest.raises(SystemExit, match=r"error: --system needs --chat; got --system 'be brief' and --prompt"):
         run("--prompt", "hi", "--system", "be brief")
+
+
+def test_the_model_must_have_a_tokenizer(folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    message = f"the argument model must be a folder or hub name with a tokenizer; got {model}: "
+    with pytest.raises(ValueError, match=message):
+        answers(str(model), prompt=["hi"], max_new_tokens=1, device="cpu")
 
 
 def test_a_prompt_that_the_template_rejects_is_an_error_of_one_line(folder, tmp_path, monkeypatch):
@@ -326,6 +333,14 @@ def test_there_is_no_sample_if_its_prompt_exceeds_learned_positions(folder, tmp_
     [line] = printed
     assert line.startswith("no sample: its prompt has ") and "max_seq_len=16 tokens" in line
     assert not (tmp_path / "samples.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_run_without_a_tokenizer_cannot_answer(tmp_path):
+    folder = start_and_finish(tmp_path, *tiny(tmp_path, "max_steps=1", "model=llama_1b", "data=synthetic"))
+    [checkpoint] = folder.rglob("*.ckpt")
+    with pytest.raises(ValueError, match=f"got {checkpoint}, which was trained without one"):
+        answers(str(checkpoint), prompt=["hi"], max_new_tokens=1, device="cpu")
 
 
 @pytest.mark.slow

@@ -50,10 +50,11 @@ class HFTokenizer:
     hf: the wrapped tokenizer. vocab_size: the highest id plus one.
     pad_id: the pad token. Without a pad token, pad_id is eos, or 0 if there is no eos. Padding is never a label, so any
     token can be padding.
-    Raises: ValueError if the tokenizer cannot be loaded.
+    key: what error messages call the setting with the name.
+    Raises: ValueError if the tokenizer cannot be loaded, or has only special tokens.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, key: str = "data.tokenizer") -> None:
         from transformers import AutoTokenizer  # the import takes seconds
 
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # prevents a warning when this process forks
@@ -61,8 +62,14 @@ class HFTokenizer:
         try:
             self.hf = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise ValueError(f"data.tokenizer must be a tokenizer's folder or hub name; got {name}: {error}") from error
-        self.vocab_size = max(self.hf.get_vocab().values()) + 1
+            raise ValueError(f"{key} must be a folder or hub name with a tokenizer; got {name}: {error}") from error
+        vocabulary = self.hf.get_vocab()
+        if not vocabulary.keys() - set(self.hf.all_special_tokens):  # transformers adds these even without any file
+            raise ValueError(
+                f"{key} must be a folder or hub name with a tokenizer; got {name}, whose tokenizer has only special "
+                "tokens. The tokenizer's files may be missing"
+            )
+        self.vocab_size = max(vocabulary.values()) + 1
         self.bos_id = self.hf.bos_token_id
         self.eos_id = self.hf.eos_token_id
         pads = (self.hf.pad_token_id, self.eos_id, 0)

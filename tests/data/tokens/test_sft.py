@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import Qwen2Config
 from transformers.utils import chat_template_utils
 
 from fa_train.data.sources.chats import ChatCorpus, parse_chat
@@ -224,6 +225,14 @@ def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):
     assert runs(given, encode(given, PAIR)) == ["is 4.<|im_end|>"]
     with pytest.raises(ValueError, match=r"data.chat_template must be null or a Jinja file; nowhere.jinja"):
         ChatEncoder(HFTokenizer(folder), "nowhere.jinja")
+
+
+def test_a_tokenizer_of_special_tokens_alone_is_refused(tmp_path):
+    """For such a folder, transformers returns a tokenizer with one token, and no error."""
+    Qwen2Config().save_pretrained(tmp_path)
+    message = f"data.tokenizer must be a folder or hub name with a tokenizer; got {tmp_path}, whose tokenizer has only"
+    with pytest.raises(ValueError, match=message):
+        HFTokenizer(str(tmp_path))
 
 
 def test_stored_chats_keep_the_date_of_the_day_on_which_they_were_tokenised(tmp_path, monkeypatch):
