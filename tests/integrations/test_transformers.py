@@ -102,7 +102,8 @@ def test_every_layer_runs_our_operator_and_no_other_attention():
     with Operators() as seen:
         model(tokens(1, 8), use_cache=False)
     assert seen.names.count("flash_attention.forward.default") == model.config.num_hidden_layers
-    assert not [name for name in seen.names if "softmax" in name or "bmm" in name or "scaled_dot_product" in name]
+    assert not [name for name in seen.names if "softmax" in name or "scaled_dot_product" in name]
+    assert seen.names.count("aten.bmm.default") <= 1  # transformers 5.17 computes the angles of RoPE with one
 
 
 @pytest.mark.parametrize(
@@ -179,12 +180,15 @@ def test_tokens_after_right_padded_prompts_leave_the_padding_out():
     model, ids, later = tiny("llama-three-to-one"), tokens(*RIGHT.shape), tokens(2, 3)
     alone = model(torch.cat([ids[1:, :7], later[1:]], dim=1), use_cache=False).logits[:, 7:]
     model.set_attn_implementation(fa.NAME)
-    cache = model(ids, attention_mask=RIGHT, use_cache=True).cache
+    cache = model(ids, attention_mask=RIGHT, use_cache=True).past_key_values
     mask = torch.cat([RIGHT, torch.ones_like(later)], dim=1)
     positions = torch.tensor([[11, 12, 13], [7, 8, 9]])
     for new in (slice(0, 2), slice(2, 3)):  # the first call gets two new tokens, and the second call gets one
         logits = model(
-            later[:, new], attention_mask=mask[:, : 11 + new.stop], position_ids=positions[:, new], cache=cache
+            later[:, new],
+            attention_mask=mask[:, : 11 + new.stop],
+            position_ids=positions[:, new],
+            past_key_values=cache,
         ).logits
         torch.testing.assert_close(logits[1:], alone[:, new])
 
@@ -251,15 +255,15 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch):
 
 def test_masks_other_than_causality_windows_and_padding_are_refused():
     config = transformers.LlamaConfig(attn_implementation=fa.NAME, attention_chunk_size=3)
-    inputs = {"config": config, "inputs_embeds": torch.zeros(1, 4, 2), "attention_mask": None, "cache": None}
+    inputs = config, torch.zeros(1, 4, 2), None, None
     blocks = torch.tensor([[-1, 0, 0, -1]])
     with pytest.raises(ValueError, match="or_mask_function and and_mask_function must not be given"):
-        masking_utils.create_causal_mask(**inputs, or_mask_function=lambda b, h, q, k: q >= k)
+        masking_utils.create_causal_mask(*inputs, or_mask_function=lambda b, h, q, k: q >= k)
     with pytest.raises(ValueError, match="no bidirectional blocks"):
-        masking_utils.create_causal_mask(**inputs, block_sequence_ids=blocks)
-    assert masking_utils.create_causal_mask(**inputs, block_sequence_ids=torch.full_like(blocks, -1)) is None
+        masking_utils.create_causal_mask(*inputs, block_sequence_ids=blocks)
+    assert masking_utils.create_causal_mask(*inputs, block_sequence_ids=torch.full_like(blocks, -1)) is None
     with pytest.raises(ValueError, match=r"at most attention_chunk_size=3 keys.*; got 4"):
-        masking_utils.create_chunked_causal_mask(**inputs)
+        masking_utils.create_chunked_causal_mask(*inputs)
 
 
 def test_masks_of_a_static_cache_tell_how_many_keys_it_holds():
