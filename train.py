@@ -25,7 +25,7 @@ OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "
 OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks run_name first
 OmegaConf.register_new_resolver("sweep_group", sweep_group, replace=True)
 OmegaConf.register_new_resolver("wandb_tags", wandb_tags, replace=True)
-# with use_cache, a run creates one folder, although Hydra reads the config several times
+# use_cache: Hydra resolves the folder's name several times, but a run must create only one folder
 OmegaConf.register_new_resolver(
     "fresh_folder",
     lambda wanted: decided_by_rank_zero("folder", partial(fresh_folder, wanted)),
@@ -35,7 +35,7 @@ OmegaConf.register_new_resolver(
 
 
 def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """Returns the context manager that reports the errors of this process."""
+    """Returns a context manager that reports errors of the types `mistakes` in one line, and ends the process."""
     return failures_reported(mistakes) if is_one_of_several() else errors_in_one_line(mistakes)
 
 
@@ -66,7 +66,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
             result = instantiate(cfg.sweep_job)(train, cfg) if in_own_process else train(cfg)
     if "oom" in result and not in_sweep():
         sys.exit(1)
-    # a rank that train.py has started returns no metric, because its parent process does
+    # a rank that train.py has started returns no metric, because its parent process returns the metric
     is_asked = cfg.optimized_metric is not None and not has_own_launcher()
     return result if not is_asked else optimized(result, cfg.optimized_metric)
 

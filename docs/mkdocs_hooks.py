@@ -1,6 +1,7 @@
 """Adds pages from outside docs/ to the site that mkdocs builds.
 
-README.md becomes the home page. CONTRIBUTING.md, CHANGELOG.md and scripts/results are added too.
+README.md becomes the home page. The other pages from outside docs/ are CONTRIBUTING.md, CHANGELOG.md and
+scripts/results.
 """
 
 import re
@@ -32,9 +33,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Makes links to other pages lead to these pages on the site.
+    """Makes links between pages lead to the pages of the site.
 
-    If a link leads to a source file, replaces the link by its text.
+    A link to a source file is replaced by the link's text.
     """
     here = page.file.src_uri
     source = next((path for path, name in OUTSIDE.items() if name == here), f"docs/{here}")
