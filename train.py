@@ -49,6 +49,17 @@ def optimized(result: dict[str, float], metric: str) -> float:
     return result.get(metric, float("nan"))
 
 
+def set_environment() -> None:
+    """Sets environment variables that Hydra, torch and Triton read. Keeps a user's values for torch and Triton."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # prevents fragmentation
+    # Triton's default folder. Without the variable, torch.compile chooses another folder after some kernels have been
+    # compiled, and the next run compiles these kernels again.
+    triton_home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(triton_home, ".triton", "cache"))
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
     with nullcontext() if in_sweep() else reported(MISTAKES):  # a sweep reports all errors at its end
@@ -72,9 +83,7 @@ def main(cfg: DictConfig) -> dict[str, float] | float:
 
 
 if __name__ == "__main__":
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # prevents fragmentation
+    set_environment()
     if has_own_launcher():
         end_with_launcher()
     ctrl_c_ends_at_once()

@@ -1,6 +1,7 @@
 """Tests complete runs of train.py with tiny models."""
 
 import json
+import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from fa_train import training
 from tests.support import processes
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.runs import run, start_and_finish, start_and_stop
 from tests.support.training import RECORDED, column, command_line, composed, quiet_environment, recorded_rows, tiny
+from train import set_environment
 
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("flash", marks=pytest.mark.gpu)])
@@ -26,6 +29,18 @@ def test_loss_falls_in_twenty_steps(attention, tmp_path, device):
     assert result["val/loss"] < losses[1] - 1 and "oom" not in result
     assert result == json.loads((folder / "result.json").read_text())
     assert result["tokens"] == 20 * 4 * 64 and result["perf/peak_gib"] > 0
+
+
+@pytest.mark.parametrize("given", [{}, {"TRITON_HOME": "/home"}, {"TRITON_CACHE_DIR": "/cache"}], ids=str)
+def test_kernels_stay_in_the_folder_that_triton_chooses(given, monkeypatch):
+    for name in ("HYDRA_FULL_ERROR", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what set_environment sets
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    folder = triton.knobs.cache.dir
+    set_environment()
+    assert os.environ["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == folder
 
 
 @pytest.mark.slow
