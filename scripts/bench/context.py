@@ -19,8 +19,8 @@ Every repetition draws new documents, and times the parts in random order. A par
 documents, because all layers of a model process the same documents. The first call of a part needs more host time than
 the next calls, but it is included in the time. In each repetition, the time of a part is the mean time per call on the
 slowest rank. The time of the part `one` is the mean over all ranks. The script reports the median over the repetitions.
-A time covers a forward and a backward pass, except for the part `forward`. Tensors are in bf16. The ideal time is the
-time of `one`, divided by the number of ranks.
+The time of `forward` covers the forward pass, and all other times cover the forward and the backward pass. Tensors are
+in bf16, or in fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks.
 
 The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
 script also times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).
@@ -239,7 +239,7 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
         if part in samples:
             ms[part] = statistics.median(map(statistics.mean, samples[part]))
     if tokens > FITS_ONE_GPU:
-        ms["one"] *= ranks  # each rank computed the attention of 1/ranks of the heads
+        ms["one"] *= ranks  # each rank computed only 1/ranks of the heads
     flops = 4 * setting.n_heads * setting.head_dim * statistics.median(pairs[setting.warm_up :])
     return Result(stream, tokens, ms, by_rank, statistics.median(received[setting.warm_up :]), flops)
 

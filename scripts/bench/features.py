@@ -47,7 +47,7 @@ class Feature:
     n_kv_heads: int | None = None  # None: as many KV heads as query heads
     v_head_dim: int | None = None  # None: equal to head_dim
     fp8: bool = False  # q, k and v in e4m3 with one scale per KV head
-    page_size: int = 0  # tokens per page, or 0 without a paged cache; each document must have equally many pages
+    page_size: int = 0  # tokens per page, or 0 without a paged cache; with pages, documents need equal lengths
 
     @property
     def has_backward(self) -> bool:
@@ -144,7 +144,7 @@ def in_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> partial[Any]:
-    """Returns a partial that runs the forward pass of a feature. Its first three bound arguments are q, k and v."""
+    """Returns a partial that runs a feature's forward pass, with q, k and v as its first three bound arguments."""
     total = sum(feature.lengths)
     n_kv_heads, v_head_dim = feature.n_kv_heads or n_heads, feature.v_head_dim or head_dim
     q = inputs("q", total, n_heads, head_dim)

@@ -42,7 +42,7 @@ class Variant:
 
 
 def variant_of(name: str) -> Variant:
-    """Parses a variant's name. Raises: ValueError if there is no such variant."""
+    """Parses a variant's name. Raises: ValueError if `name` is not the name of a variant."""
     kind, *settings = name.split("-")
     memories = options("memory")
     if kind == "hf" and settings in ([*first, *last] for first in _KINDS for last in ([], ["checkpointing"])):
