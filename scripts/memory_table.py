@@ -159,8 +159,8 @@ def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: 
 
     auto: if true, the search for the longest seq_len tries all memory levers. If false, the search keeps the plan's
     levers.
-    searched: the plan before `as_run` changes it, with which the searches for the longest seq_len and for the next
-    lever start.
+    searched: the plan before `as_run` changes it. The searches for the longest seq_len and for the next lever start
+    from `searched`.
     reach: the longest seq_len that the model supports, or None if there is no limit.
     """
     prediction, run = predict(plan), plan.run

@@ -8,19 +8,17 @@ The stream `one` is one document. The stream `window` is one document with an at
 stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
 `file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-Each measurement has several parts. In the part `one`, each rank computes the attention of the whole stream. A stream of
-more than 512k tokens does not fit on one GPU. With more than 512k tokens, each rank computes an equal part of the heads
-in `one`, and the time is multiplied by the number of ranks. In the part `shared`, all ranks compute the attention of
-the stream together (fa_train.parallel.context). The part `forward` is the forward pass of `shared`. In the part
-`alone`, each rank computes its share of `shared` with one call of attention, without communication. In the part
-`moved`, the ranks only exchange keys, values and their gradients.
+In the part `one`, each rank computes the attention of the whole stream. If a stream has more than 512k tokens, it does
+not fit on one GPU: each rank then computes an equal part of the heads, and the time is multiplied by the number of
+ranks. In the part `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is
+the forward pass of `shared`. In the part `alone`, each rank computes its share of `shared` in one call, without
+communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents, because all layers of a model process the same documents. The first call of a part needs more host time than
-the next calls, but it is included in the time. In each repetition, the time of a part is the mean time per call on the
-slowest rank. The time of the part `one` is the mean over all ranks. The script reports the median over the repetitions.
-The time of `forward` covers the forward pass, and all other times cover the forward and the backward pass. Tensors are
-in bf16, or in fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks.
+documents, because all layers of a model process the same documents. The first run with new documents is timed too,
+although it needs more host time. The time of a part is the mean time per run on the slowest rank. The time of `one` is
+the mean over all ranks. The script reports the median over the repetitions. Except for `forward`, times cover both
+passes. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is that of `one`, divided by the number of ranks.
 
 The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
 script also times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).

@@ -18,8 +18,7 @@ In flash attention, each query tile reads its own rows once, and reads all keys 
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
 attention moves O(`N**2 * d**2 / M`) elements, where M is the number of elements that fast memory holds. The formulas
 for flash attention count all bytes that the multiprocessors load, although most of them come from the L2 cache. The
-column `least` shows the traffic if each tensor moves only once. Tile sizes are those of the portable or of the Hopper
-kernels.
+column `least` shows the traffic if each tensor moves only once. Tiles are those of the portable or the Hopper kernels.
 """
 
 import argparse
@@ -242,10 +241,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of Q a head's key tiles load in total.
-
-    With a causal mask, a key tile skips the queries before its first key.
-    """
+    """Returns how many rows of Q a head's key tiles load. A causal key tile skips the queries before its first key."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 

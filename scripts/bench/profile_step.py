@@ -15,9 +15,9 @@ to the step's time. A copy or communication counts only while no kernel computes
 time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the
 allocated memory of each component over host time, because the host allocates and frees memory.
 
-A kernel that attention, the loss or the optimizer launched belongs to that part of the step. The part of every other
-kernel depends on the kernel's name. Copies and communication are recognised by their names, whatever launched them. On
-a CPU, the script times torch's operators instead of kernels. On a CPU, the time of an operator excludes the operators
+A kernel belongs to attention, the loss or the optimizer if it was launched there. The part of every other kernel
+depends on the kernel's name. Copies and communication always belong to the parts `copies` and `communication`. On a
+CPU, the script times torch's operators instead of kernels. On a CPU, the time of an operator excludes the operators
 that it calls.
 """
 

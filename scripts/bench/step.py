@@ -17,10 +17,10 @@ MFU counts FLOPs as fa_train/flops.py does, without recomputation.
 
 Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
-(FLASH_ATTENTION_BACKEND). Variants whose names start with hf are transformers with Liger's kernels:
-scripts/bench/peers.py describes hf, hf-compiled and hf-fa_train. hf, hf-compiled and hf-fa_train also exist with the
-suffix `-checkpointing`. The script writes OUT.csv and OUT.md after every case. For each length, OUT.md compares the
-fastest peer with the fastest of our variants that do not use float8. A peer is a variant without our attention.
+(FLASH_ATTENTION_BACKEND). Variants whose names start with hf are transformers with Liger's kernels (see
+scripts/bench/peers.py). hf, hf-compiled and hf-fa_train also exist with the suffix `-checkpointing`. The script writes
+OUT.csv and OUT.md after every case. For each length, OUT.md compares the fastest peer with the fastest of our variants
+that do not use float8. A peer is a variant without our attention.
 """
 
 import argparse

@@ -22,7 +22,7 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # their time is hidden while a kernel computes
+ASIDE = (COPIES, COMMUNICATION)  # copies and communication do not count while a kernel computes
 # Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
 # match wins.
 NAMES = tuple(

@@ -205,7 +205,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # attention_backward does not launch the kernel of the other pass, because `half` has no tiles for this kernel
+    # `half` has no tiles for the kernel of the other pass, so attention_backward does not launch that kernel
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -223,7 +223,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
     """Computes the outputs of a pass in `dtype` with torch.
 
-    Returns {position of an output in the results of `launcher`'s function: the output}.
+    Returns {index: output}, where `index` is the output's place in the result of the function that `launcher` returns.
 
     tensors: q, k, v and do, as `inputs` returns them.
     """
@@ -428,7 +428,7 @@ def main() -> None:
     today = date.today()
     device = torch.device("cuda", torch.cuda.current_device())
     arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the limit
+    properties: Any = torch.cuda.get_device_properties(device)  # the type stubs lack shared_memory_per_block_optin
     limit = properties.shared_memory_per_block_optin
     name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
     tried = near if args.near else candidates
