@@ -72,7 +72,7 @@ def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     Raises: ValueError if a `_target_` in the config is outside fa_train. Errors of fa_train.models.hf.export.load are
     not caught.
     """
-    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no adapter
+    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # absent in configs of older runs
     # Resolve interpolations only once: the checked targets and the built targets must be the same.
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):

@@ -13,8 +13,8 @@ fa_train.models.attention.naive_attention needs, if an element of q has 2 or 4 b
 The mask takes one byte per pair of a query and a key, and all heads share it. The backward of compiled code recomputes
 the mask and the softmax, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q,
 and its backward also needs the gradient of that tensor. The memory of a training step peaks at the start of the
-backward, in the last layer. Without activation checkpointing, the score tensors of all other layers still exist at this
-moment. With activation checkpointing, the score tensors of only one layer exist at a time. `selective` checkpointing
+backward, in the last layer. Without activation checkpointing, the score tensors of all layers exist when the backward
+starts. With activation checkpointing, the score tensors of only one layer exist at a time. `selective` checkpointing
 keeps the output of flash attention, but no tensor of naive attention. Training with AdamW in fp32 takes 16 bytes per
 parameter: weight, gradient and two moments. The formula leaves out the memory of hidden states, logits and libraries.
 If the computed minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager

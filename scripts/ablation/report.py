@@ -121,7 +121,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Returns pairs of the name of a measured memory peak and the formula for the minimum of this peak."""
+    """Returns (name, formula) for each measured memory peak. The formula computes the minimum of the peak."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 

@@ -106,8 +106,8 @@ class Workload:
 class Backend:
     """One attention implementation.
 
-    layout: the order of the dimensions of q, k and v. prepare: takes a workload, and returns a function from q, k and v
-    to o.
+    layout: the order of the dimensions of q, k and v. prepare: takes a workload, and returns a function that computes o
+    from q, k and v.
     """
 
     layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
@@ -157,7 +157,7 @@ def sdpa(backend: SDPBackend, workload: Workload) -> Attend:
 def flex(workload: Workload) -> Attend:
     """FlexAttention, compiled for exactly this shape, as its authors recommend."""
     torch._dynamo.reset()  # each shape is compiled separately, and torch limits the number of compilations
-    torch._functorch.config.donated_buffer = False  # the timing repeats the backward, so its buffers must stay
+    torch._functorch.config.donated_buffer = False  # the timing repeats the backward pass, so its buffers must be kept
     compiled = torch.compile(flex_attention, dynamic=False)
     causal = workload.causal
     attention = partial(compiled, enable_gqa=workload.group > 1)

@@ -8,16 +8,16 @@ The stream `one` is one document. The stream `window` is one document with an at
 stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
 `file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-In the part `one`, each rank computes the attention of the whole stream. If a stream has more than 512k tokens, it does
-not fit on one GPU: each rank then computes an equal part of the heads, and the time is multiplied by the number of
-ranks. In the part `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is
-the forward pass of `shared`. In the part `alone`, each rank computes its share of `shared` in one call, without
-communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
+In the part `one`, each rank computes the attention of the whole stream. More than 512k tokens do not fit on one GPU, so
+each rank then computes an equal part of the heads, and the time of `one` is multiplied by the number of ranks. In the
+part `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward
+pass of `shared`. In the part `alone`, each rank computes its share of `shared` in one call, without communication. In
+the part `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents, because all layers of a model process the same documents. The first run with new documents is timed too,
-although it needs more host time. The time of a part is the mean time per run on the slowest rank. The time of `one` is
-the mean over all ranks. The script reports the median over the repetitions. Except for `forward`, times cover both
+documents, because all layers of a model process the same documents. The first run of a part is timed too, although it
+needs more host time. The time of a part is the mean time per run on the slowest rank. The time of `one` is the mean
+time over all ranks. The script reports medians over the repetitions. The times of all parts except `forward` cover both
 passes. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is that of `one`, divided by the number of ranks.
 
 The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
@@ -96,7 +96,7 @@ class Setting:
 
 
 def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """Returns document lengths that add up to `tokens`. The stream `file` draws them from `lengths`."""
+    """Returns document lengths that add up to `tokens`. The stream `file` draws its document lengths from `lengths`."""
     generator = np.random.default_rng(seed)
     if stream == "log-normal":
         drawn = generator.lognormal(np.log(1024), 1.2, tokens // 16 + 1).astype(int).clip(16, 32768)
@@ -145,8 +145,8 @@ class Case:
         whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
         heads = _divided(setting, ranks) if tokens > FITS_ONE_GPU else setting
         q, k, v, do = _inputs(heads, device, tokens, tokens)
-        # All ranks compute the part `one`. If one GPU computed it alone, this GPU would become hotter than the others
-        # and would then be slower in the next part.
+        # All ranks compute the part `one`. If one GPU computed `one` alone, this GPU would become hotter than the
+        # other GPUs, and would then be slower in the next part.
         self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
         if PEER_PARTS[0] in setting.parts(stream):
             self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)

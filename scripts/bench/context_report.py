@@ -46,7 +46,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     ]
     for result in results:
         one, shared, forward, alone, moved = (result.ms[part] for part in PARTS)
-        tera = result.flops / ranks / 1e9  # divided by milliseconds, this gives TFLOP/s
+        tera = result.flops / ranks / 1e9  # `tera` / milliseconds is TFLOP/s per GPU
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "

@@ -74,7 +74,7 @@ class Candidate:
     attend: Callable[[Tensor, Tensor, Tensor], Any]  # returns o, or a tuple that starts with o
     layout: Literal["tokens heads", "batch tokens heads", "batch heads tokens"]
     has_backward: bool = True
-    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a sample, entered untimed
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # context manager in which a sample runs
 
     def calls(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[Pass, Call]:
         """Returns the function to time for each pass."""

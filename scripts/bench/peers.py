@@ -1,4 +1,4 @@
-"""A training step of Hugging Face transformers' LlamaForCausalLM, which scripts/bench/step.py compares with ours.
+"""A training step of Hugging Face transformers' LlamaForCausalLM, for the comparison in scripts/bench/step.py.
 
 The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are two
 peers, and a third variant with our attention.
@@ -49,7 +49,8 @@ class Peer:
 
     loss: computes the mean loss over random tokens, in nats per label.
     sdpa: returns a context manager that selects the SDPA kernel. Run forward and backward inside this context manager.
-    note: text for the results: the SDPA kernel of a compiled model, and why the model does without Liger's kernels.
+    note: text for the results page. If the model is compiled, the text names the SDPA kernel. If Liger's kernels are
+    not used, the text gives the reason.
     """
 
     model: nn.Module

@@ -11,14 +11,14 @@ script profiles only rank 0.
 
 The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive time of each part.
 Exclusive means that each moment of the step counts for at most one part. The exclusive times and the idle time add up
-to the step's time. A copy or communication counts only while no kernel computes. The column `kernels ms` shows the full
-time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the
-allocated memory of each component over host time, because the host allocates and frees memory.
+to the step's time. In the exclusive times, copies and communication count only while no kernel computes. The column
+`kernels ms` shows the full time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev.
+`memory.png` shows the allocated memory of each component over host time, because the host allocates and frees memory.
 
-A kernel belongs to attention, the loss or the optimizer if it was launched there. The part of every other kernel
-depends on the kernel's name. Copies and communication always belong to the parts `copies` and `communication`. On a
-CPU, the script times torch's operators instead of kernels. On a CPU, the time of an operator excludes the operators
-that it calls.
+If attention, the loss or the optimizer launched a kernel, the kernel belongs to that part of the step. The part of
+every other kernel depends on the kernel's name. Copies and communication always belong to the parts `copies` and
+`communication`. On a CPU, the script times torch's operators instead of kernels. On a CPU, the time of an operator
+excludes the operators that it calls.
 """
 
 import csv

@@ -82,7 +82,7 @@ class Case:
     device: Device
     attention: str  # attention of our variants
     steps: int  # number of timed steps
-    slow_step: float  # seconds; if a step takes longer, only `FEWEST_STEPS` steps are timed
+    slow_step: float  # seconds; if the second step takes longer, at most `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
 
 
@@ -283,7 +283,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
-    """Returns the fastest of our variants at this length, or None if none has been measured.
+    """Returns the fastest of our variants at this length, or None if no variant of ours has been measured.
 
     Variants with float8 do not count, because no peer computes in float8.
     """
@@ -292,7 +292,7 @@ def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
 
 
 def best_peer(rows: list[Row], seq_len: int) -> Row | None:
-    """Returns the fastest variant without our kernels at this length, or None if none has been measured."""
+    """Returns the fastest peer at this length, or None if no peer has been measured."""
     return _fastest([row for row in rows if row.seq_len == seq_len and variant_of(row.variant).is_peer])
 
 

@@ -24,7 +24,7 @@ from scripts.composed import composed
 
 REPOSITORY = Path(__file__).parents[2]
 WARMUP = 2  # number of untimed steps; the first allocates the optimizer's state and compiles kernels
-FEWEST_STEPS = 2  # number of timed steps if a step is slow
+FEWEST_STEPS = 2  # maximum number of timed steps if the second step is slow
 VOCABULARY = 50257  # vocabulary size of models whose config does not set one
 Device = Literal["cuda", "cpu"]
 Loss = Callable[[], Tensor]
