@@ -1,4 +1,4 @@
-"""Measures the cost of attention in two ways: in a whole training step (peak memory, tokens/s, MFU), and on its own.
+"""Measures the cost of attention in two ways: in a whole training step (peak memory, tokens/s, MFU), and alone.
 
     python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU.
     python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama

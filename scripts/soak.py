@@ -91,7 +91,7 @@ class Sample:
 def soak(overrides: list[str], minutes: float, folder: Path) -> list[Sample]:
     """Runs train.py in `folder` for `minutes`, then interrupts it. Returns the samples of host memory.
 
-    Raises: RuntimeError if train.py ends earlier.
+    Raises: RuntimeError if train.py ends before `minutes` have passed.
     """
     command = [
         sys.executable, str(REPOSITORY / "train.py"), "logger=csv", "max_steps=1000000", "trainer.log_every_n_steps=10",

@@ -24,8 +24,8 @@ PARTS = ("model", "adapter")  # the keys of a run's config that are needed to bu
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
     """Exports the checkpoint to `folder`. See fa_train.models.hf.export.write for dtype and adapter.
 
-    Raises: ValueError if no folder above the checkpoint is the folder of a run. Errors of `load` and `write` are not
-    caught.
+    Raises: ValueError if no folder above the checkpoint is the folder of a run. The function also raises the errors of
+    `load` and `write`.
     """
     run = _run_folder(checkpoint)
     cfg = saved_config(run, overrides)
@@ -69,8 +69,8 @@ def _loaded(path: Path, needs: str) -> DictConfig:
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     """Returns the trained model on the CPU, and the number of optimizer steps that it was trained for.
 
-    Raises: ValueError if a `_target_` in the config is outside fa_train. Errors of fa_train.models.hf.export.load are
-    not caught.
+    Raises: ValueError if a `_target_` in the config is outside fa_train. The function also raises the errors of
+    fa_train.models.hf.export.load.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # absent in configs of older runs
     # Resolve interpolations only once: the checked targets and the built targets must be the same.

@@ -18,10 +18,10 @@ optimizer's time does not depend on the number of tokens. Combinations that are 
 the other. Every second round runs in reverse order, so that a GPU that slows down over time affects all combinations
 equally.
 
-The option --profile profiles one step with offload and one without, at the first length. The profile shows what share
-of the copies overlaps with kernels, and how long the compute stream is idle. With --profile, the script also writes
-traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes memory.md and
-memory.json to the folder OUT.
+The option --profile profiles one step with offload and one step without offload, at the first of --seq-lens. The
+profile shows what share of the copies overlaps with kernels, and how long the compute stream is idle. With --profile,
+the script also writes traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes
+memory.md and memory.json to the folder OUT.
 """
 
 import argparse
@@ -186,7 +186,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Returns the cases of one round. Cases that run only at the first length come last."""
+    """Returns the cases of one round. Combinations that run only at the first of --seq-lens come last."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)
