@@ -9,10 +9,10 @@ implementations are naive attention, SDPA, FlexAttention, FlashAttention-3 and F
 package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if they are installed.
 
 A forward pass has 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half as many if attention is causal. A
-backward pass has 2.5 times as many FLOPs as its forward pass. Peak memory is what a pass allocates in addition to its
-inputs (q, k, v and the gradient of o). The peak memory of a backward pass includes the memory of its forward pass. Each
-pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are built
-before the timing starts, except with the backend `ours`. The backend `ours` calls flash_attn_func or
+backward pass has 2.5 times as many FLOPs as its forward pass. Peak memory leaves out the inputs (q, k, v and the
+gradient of o), but includes masks and schedules. The peak memory of a backward pass includes the memory of its forward
+pass. Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are
+built before the timing starts, except with the backend `ours`. The backend `ours` calls flash_attn_func or
 flash_attn_varlen_func, which build an attention schedule in every call.
 """
 
@@ -334,7 +334,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
 
 
 def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> tuple[Callable[[], object], float]:
-    """Returns a function that replays one pass, and the peak GiB that the pass allocates in addition to its inputs."""
+    """Returns a function that replays one pass, and the peak memory of the pass without its inputs, in GiB."""
     q, k, v, do = backend.inputs(workload)
     inputs_bytes = torch.cuda.memory_allocated()
     attend = backend.prepare(workload)
