@@ -1,21 +1,22 @@
-"""Measures the cost of attention in two ways: in a whole training step (peak memory, tokens/s, MFU), and on its own.
+"""Measures the cost of attention in two ways: in a whole training step (peak memory, tokens/s, MFU), and alone.
 
     python -m scripts.ablate_memory                                        # gpt2 on a GPU, nano on a CPU.
     python -m scripts.ablate_memory --model llama_1b --seq-lens 1024 4096 16384 --out runs/ablate_memory/llama
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --head-dims 64 128 --dtypes bf16 fp32    # no training step.
 
-The script makes two sweeps. Each sweep varies the attention implementation and seq_len. The first sweep measures a step
-of train.py's loop with one synthetic document. On a GPU, the model's blocks are compiled with torch.compile, except
-with chunked attention. The first steps are not timed. The second sweep measures attention alone: forward and backward,
-in eager mode. The second sweep varies one of --n-heads, --head-dims and --dtypes at a time. The other two options keep
-their first values. Each case runs in a new process, so a crash or running out of memory affects only that case. A case
-is skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would take longer
-than --max-step-seconds, or if the time limit --budget has passed. The script first prints the minimum memory that naive
-attention needs, and the shortest length at which naive attention cannot fit (see scripts/ablation/formula.py).
+The script makes two sweeps. Each sweep varies the attention implementation and seq_len. The first sweep measures
+training steps of train.py's loop on one synthetic document. On a GPU, the model's blocks are compiled with
+torch.compile, but chunked attention runs in eager mode. The first steps of a case are warm-up and are not timed. The
+second sweep measures attention alone: forward and backward, in eager mode. The second sweep varies --n-heads,
+--head-dims and --dtypes one at a time. An option that is not varied keeps its first value. Each case runs in a new
+process, so a crash or running out of memory affects only that case. A case is skipped if a shorter case with the same
+settings ran out of memory. A case is not run if its step would probably take longer than --max-step-seconds, or if the
+time limit --budget has passed. The script first prints the minimum memory that naive attention needs, and the shortest
+seq_len for which this minimum exceeds the memory of the device (see scripts/ablation/formula.py).
 
-OUT/results.jsonl holds the finished cases. After Ctrl-C, the same command continues where it stopped, and also tries
-failed cases again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a
+OUT/results.jsonl holds the finished cases. To continue after Ctrl-C, run the same command again. The command also
+repeats failed cases. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a
 PNG for each sweep, ablation.md and ablation.html. On Weights & Biases, all cases form one group, with one run for each
 case and one summary run. OUT/cases.log holds what the cases print.
 """
@@ -163,7 +164,8 @@ def main() -> None:
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
     """Returns texts about the minimum memory of naive attention.
 
-    There is one text for each model of a training step, and one for each shape of attention alone.
+    There is one text for the training step of each model. For attention alone, there is one text for each combination
+    of head count, head_dim and dtype.
     """
     formulas: dict[str, Formula] = {}
     for case in cases:

@@ -104,7 +104,10 @@ def _require_model(model: str) -> None:
 
 
 def _is_gpu(device: str) -> bool:
-    """Returns whether the name is that of a CUDA GPU. Raises: ValueError if this machine has no such device."""
+    """Returns whether `device` names a CUDA GPU.
+
+    Raises: ValueError if torch does not know `device`, or if `device` names a CUDA GPU and this machine has none.
+    """
     try:
         on_gpu = torch.device(device).type == "cuda"
     except RuntimeError as error:

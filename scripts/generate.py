@@ -4,9 +4,10 @@
     python -m scripts.generate runs/nano/<time>/checkpoints/<step>.ckpt --prompt "def " --temperature 0.8    # samples.
 
 Without --temperature, the script always takes the most likely token. With --temperature, the same --seed gives the same
-text. Each --prompt or --chat gives one text. Keys and values are cached. On a GPU, flash_attn_with_kvcache reads the
-cache. A checkpoint is first exported to a temporary folder (see scripts/export_hf.py). The export merges adapters into
-the weights. The generated text equals that of the exported model.
+text. The script prints one text for each --prompt or --chat. Keys and values are cached. On a GPU,
+flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a temporary folder (see
+scripts/export_hf.py). The export merges adapters into the weights. A checkpoint therefore generates the same text as
+its exported model.
 """
 
 import argparse

@@ -38,7 +38,7 @@ H200_GIB = 139.8
 
 
 def memory_table(arguments: list[str]) -> str:
-    """Returns the table for these overrides of train.py.
+    """Returns the table for `arguments`: overrides of train.py, and optionally gpu_gib=... and host_gib=...
 
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
@@ -81,7 +81,7 @@ def model_of_run(cfg: DictConfig) -> GPT:
 
 
 def vocab_size_of(data: DictConfig) -> int:
-    """Returns the size of the vocabulary. Loads the tokenizer if the config has one, and else the data module.
+    """Returns the vocabulary size of the tokenizer if the config has a tokenizer, else that of the data module.
 
     Raises: ValueError if the tokenizer cannot be loaded.
     """
@@ -157,9 +157,10 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan, reach: int | None = None) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: if true, the search for the longest seq_len tries all memory levers. If false, it keeps the plan's levers.
-    searched: the plan before `as_run` changes it. The searches for the longest seq_len and for the next lever use this
-    plan.
+    auto: if true, the search for the longest seq_len tries all memory levers. If false, the search keeps the plan's
+    levers.
+    searched: the plan before `as_run` changes it. The searches for the longest seq_len and for the next lever start
+    from `searched`.
     reach: the longest seq_len that the model supports, or None if there is no limit.
     """
     prediction, run = predict(plan), plan.run

@@ -1,13 +1,13 @@
 """Trains for some minutes and checks that memory and speed stay constant (python -m scripts.soak [override ...]).
 
-    python -m scripts.soak --minutes 9                        # this machine's preset and Python's source code.
+    python -m scripts.soak --minutes 9                        # train.py's default model and data.
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
-is warm-up and is not compared. The script compares the second third with the last third. The median step time may
-differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal. Host memory is compared by
-its lowest values, because checkpoints raise it for a short time. The script writes OUT.md. The script ends with status
-1 if a difference is larger than allowed.
+is warm-up and is not compared. The script compares the second third of the run with the last third. The median step
+time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal in both thirds.
+Host memory is compared by its lowest values, because checkpoints raise it for a short time. The script writes OUT.md.
+The script ends with status 1 if a difference is larger than allowed.
 
 Host memory is the anonymous and the shared memory of all processes of the run. A memory page that is shared by several
 processes is counted once. Mapped files, such as libraries and tokens, are listed but not compared. The run's share of a
@@ -91,7 +91,7 @@ class Sample:
 def soak(overrides: list[str], minutes: float, folder: Path) -> list[Sample]:
     """Runs train.py in `folder` for `minutes`, then interrupts it. Returns the samples of host memory.
 
-    Raises: RuntimeError if train.py ends earlier.
+    Raises: RuntimeError if train.py ends before `minutes` have passed.
     """
     command = [
         sys.executable, str(REPOSITORY / "train.py"), "logger=csv", "max_steps=1000000", "trainer.log_every_n_steps=10",
@@ -159,7 +159,7 @@ def changes(metrics: Path, host: list[float]) -> list[Change]:
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
-    """Returns the values of a CSV column, without rows that have no value there."""
+    """Returns the values of a CSV column. Rows without a value in this column are left out."""
     return [float(row[name]) for row in rows if row.get(name)]
 
 

@@ -24,8 +24,8 @@ PARTS = ("model", "adapter")  # the keys of a run's config that are needed to bu
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
     """Exports the checkpoint to `folder`. See fa_train.models.hf.export.write for dtype and adapter.
 
-    Raises: ValueError if no folder above the checkpoint is the folder of a run. Errors of `load` and `write` are not
-    caught.
+    Raises: ValueError if no folder above the checkpoint is the folder of a run. The function also raises the errors of
+    `load` and `write`.
     """
     run = _run_folder(checkpoint)
     cfg = saved_config(run, overrides)
@@ -38,8 +38,8 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     """Reads the config from a run's folder, applies the overrides, and updates the names of moved classes.
 
-    `choices` comes from hydra.yaml, because the config.yaml of older runs has no such key. Raises: ValueError if a file
-    is not the config of a run.
+    The key `choices` comes from hydra.yaml, because the config.yaml of older runs has no key `choices`. Raises:
+    ValueError if a file is not the config of a run, or if an override is wrong.
     """
     saved = _loaded(run / ".hydra" / "config.yaml", needs="model")
     hydra = _loaded(run / ".hydra" / "hydra.yaml", needs="hydra.runtime.choices")
@@ -69,10 +69,10 @@ def _loaded(path: Path, needs: str) -> DictConfig:
 def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     """Returns the trained model on the CPU, and the number of optimizer steps that it was trained for.
 
-    Raises: ValueError if a `_target_` in the config is outside fa_train. Errors of fa_train.models.hf.export.load are
-    not caught.
+    Raises: ValueError if a `_target_` in the config is outside fa_train. The function also raises the errors of
+    fa_train.models.hf.export.load.
     """
-    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # older configs have no adapter
+    adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # absent in configs of older runs
     # Resolve interpolations only once: the checked targets and the built targets must be the same.
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):

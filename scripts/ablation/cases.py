@@ -1,10 +1,11 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
 A training step is a step of train.py's loop (scripts/bench/training_case.py). The first two runs of a case are warm-up
-runs. If the time limit ends the case after two runs, only the first run is a warm-up run. Times are medians of the
-other runs. Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is that of the whole
-process. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. In attention alone, a
-forward pass has `2 * n_heads * head_dim * N**2` FLOPs. A backward pass has 2.5 times as many FLOPs.
+runs. If the time limit ends the case after two runs, only the first run is a warm-up run. Times are medians over all
+runs that are not warm-up runs. Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is
+that of the whole process. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. For
+attention alone, a forward pass over N tokens counts `2 * n_heads * head_dim * N**2` FLOPs, and a backward pass counts
+2.5 times as many.
 """
 
 import os
@@ -55,7 +56,7 @@ class StepCase:
     device: Device
     precision: Precision
     steps: int  # maximum number of timed steps
-    seconds: float  # time limit after the first step; a step is not started if it would probably end later
+    seconds: float  # time limit in seconds from the end of the first step, as in StepTimes.limit
     overrides: tuple[str, ...] = ()
     compiled: bool = False
 
@@ -155,9 +156,9 @@ def configuration(case: StepCase) -> DictConfig:
 
 
 def measure(case: Case) -> Result:
-    """Runs the case in this process and returns its result. If the case runs out of memory, the result says so.
+    """Runs the case in this process and returns its result.
 
-    All other errors are raised.
+    If the case runs out of memory, the outcome is "oom". Errors other than out of memory are raised.
     """
     torch.manual_seed(0)
     return _measure_step(case) if isinstance(case, StepCase) else _measure_attention(case)
@@ -207,7 +208,10 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions on random inputs: the forward without autograd, and the forward with the backward."""
+    """Returns two functions that run attention on random inputs.
+
+    The first function runs the forward pass without autograd. The second function runs forward and backward.
+    """
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
@@ -228,7 +232,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
     """Runs the function repeatedly. Returns the median milliseconds of the timed runs, and the number of timed runs.
 
-    The first run compiles. On a GPU, the peak memory afterwards does not include the first run.
+    The first run compiles. On a GPU, this function resets the allocator's peak memory after the first run.
     """
     times = StepTimes(case.steps, limit=case.seconds)
     times.add(_seconds(run, case.device))

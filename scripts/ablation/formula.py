@@ -13,13 +13,13 @@ fa_train.models.attention.naive_attention needs, if an element of q has 2 or 4 b
 The mask takes one byte per pair of a query and a key, and all heads share it. The backward of compiled code recomputes
 the mask and the softmax, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q,
 and its backward also needs the gradient of that tensor. The memory of a training step peaks at the start of the
-backward, in the last layer. At this point, the score tensors of all other layers still exist. With activation
-checkpointing, the tensors of only one layer exist at a time. `selective` checkpointing keeps the output of flash
-attention, but no tensor of naive attention. AdamW in fp32 adds 16 bytes per parameter: weight, gradient and two
-moments. The formula leaves out the memory of hidden states, logits and libraries. If the computed
-minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager mode, the forward of
-naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d` elements (q, k, v and o)
-need to move. Naive attention thus moves `N / d + 1` times as many elements as necessary
+backward, in the last layer. Without activation checkpointing, the score tensors of all layers exist when the backward
+starts. With activation checkpointing, the score tensors of only one layer exist at a time. `selective` checkpointing
+keeps the output of flash attention, but no tensor of naive attention. Training with AdamW in fp32 takes 16 bytes per
+parameter: weight, gradient and two moments. The formula leaves out the memory of hidden states, logits and libraries.
+If the computed minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager
+mode, the forward of naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d`
+elements (q, k, v and o) need to move. Naive attention thus moves `N / d + 1` times as many elements as necessary
 (scripts/bench/io_traffic.py counts every transfer).
 """
 
@@ -37,7 +37,7 @@ MASK = 1
 KEPT = {2: 6, 4: 4}  # maps the bytes per element of q to the bytes per score
 FORWARD = {2: 10, 4: 8}
 BACKWARD = 12
-# weight, gradient, and optimizer state on the GPU; adamw_bf16 and adamw_master train bf16 weights
+# bytes of weight + gradient + optimizer state on the GPU; adamw_bf16 and adamw_master train bf16 weights
 PARAMETER_BYTES = {"adamw": 4 + 4 + 8, "adamw_8bit": 4 + 4 + 2, "adamw_bf16": 2 + 2 + 4, "adamw_master": 2 + 2 + 10}
 LEAST_PARAMETER_BYTES = 4  # with any other optimizer, the formula counts only the weight
 
@@ -74,7 +74,7 @@ class Formula:
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:
-        """Returns a text: the formula with its values, and the shortest length at which naive attention cannot fit."""
+        """Returns a text with the formula and with the length of the shortest sequence that does not fit."""
         terms = [f"{self.fixed / GIB:.3g} GiB"] if self.fixed else []
         terms += [f"{self.per_token} N"] if self.per_token else []
         return (
@@ -103,7 +103,7 @@ def step_formula(case: StepCase) -> Formula:
 
 
 def attention_formula(case: AttentionCase, passes: Literal["forward", "both"]) -> Formula:
-    """Computes the formula for attention alone. It always includes the memory of q, k, v and the gradient of o."""
+    """Computes the formula for attention alone. The formula always includes q, k, v and the gradient of o."""
     operand = DTYPES[case.dtype].itemsize
     per_score = BACKWARD if passes == "both" else FORWARD[operand]
     inputs = 4 * case.n_heads * case.head_dim * operand

@@ -92,8 +92,9 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
 def case_of(cfg: DictConfig) -> StepCase:
     """Converts the config of a job to a StepCase.
 
-    Raises: ValueError if the job has several documents, documents of varying length, several rows or devices, an
-    adapter, or an unsupported precision. The tables and the minimum memory are computed for one document.
+    Raises: ValueError if the job has several documents per row, documents of varying length, several rows per
+    micro-batch, several devices, an adapter, or an unsupported precision. The tables and the minimum memory are
+    computed for one document.
     """
     wanted = {
         "data.document_len": cfg.seq_len,
@@ -168,7 +169,7 @@ class Report(Callback):
 def report(config: DictConfig) -> None:
     """Writes all results, and ends the program with status 1 if a job failed."""
     HydraConfig.instance().set_config(config)  # the logger needs Hydra's config, which the last job has removed
-    GlobalHydra.instance().clear()  # step_formula composes a config with Hydra again
+    GlobalHydra.instance().clear()  # step_formula initialises Hydra again to compose a config
     folder = Path(config.hydra.sweep.dir).resolve()
     jobs = rows(folder / "cases")
     device_bytes = call_apart(capacity, (jobs[0][0].device,), 60, folder / "cases" / "capacity.log")

@@ -121,7 +121,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Returns the name of each measured quantity, with the formula for its minimum."""
+    """Returns (name, formula) for each measured memory peak. The formula computes the minimum of the peak."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 
@@ -252,7 +252,7 @@ def _finish(figure: Figure, panel: Axes, title: str) -> None:
 
 def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device_bytes: int) -> None:
     """Draws the minimum memory of naive attention, the memory of the device, and the point where they meet."""
-    # leave out larger values, which would flatten the other lines
+    # leave out values above four times the device's memory, which would flatten the other lines
     lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]
     axes.plot(lengths, [formula.peak(n) / GIB for n in lengths], "k:", label="naive, predicted least")
     axes.axhline(device_bytes / GIB, color="#888888", linestyle="--", label="the device's memory")
@@ -278,7 +278,7 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
         axes.text(0.5, 0.5, "unknown on this device", ha="center", transform=axes.transAxes)
     lengths = _lengths(rows)
     axes.set_xticks(lengths, [length_label(n) for n in lengths])
-    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # all plots have the same range, even if some lack points
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)  # the x axis covers every length, even one without a point
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(True, color="#dddddd", linewidth=0.6)
@@ -299,7 +299,7 @@ def _lengths(rows: list[Row[AnyCase]]) -> list[int]:
 def has(result: Result, quantity: str) -> bool:
     """Returns whether the result holds a measured value of this quantity.
 
-    If a pass did not complete, its peak_gib does not count as measured.
+    If a case ran out of memory, its peak_gib does not count as a measured value.
     """
     return getattr(result, quantity) is not None and (result.outcome == "ok" or quantity in FORWARD)
 

@@ -48,7 +48,7 @@ def start_server() -> None:
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     # PYTORCH_NVML_BASED_CUDA_CHECK makes torch check for a GPU through NVML. This check does not initialise CUDA, so
-    # the server can still fork.
+    # forked processes can still initialise it.
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with patch.dict(os.environ, settings):
         forkserver.set_forkserver_preload([__name__])
@@ -68,7 +68,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, arguments, str(log)))
     process.start()
-    sender.close()  # so that recv raises EOFError if the other process ends
+    sender.close()  # then recv raises EOFError if the new process ends without a result
     try:
         if not receiver.poll(timeout):
             raise ProcessError(f"timed out after {timeout:g} s")
@@ -86,8 +86,9 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], log: str) -> None:
-    """Runs in the new process. Sends either the value that the function returned, or the type and first line of its
-    error.
+    """Calls the function in the new process.
+
+    Sends the value that the function returned, or the type and the first line of its error.
     """
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)

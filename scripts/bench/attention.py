@@ -1,20 +1,19 @@
-"""Measures time, TFLOP/s and peak memory of our attention, naive attention, SDPA, FlexAttention, and FlashAttention-3
-and -4.
+"""Measures the time, TFLOP/s and peak memory of our attention and of other implementations.
 
     python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal.
-    python -m scripts.bench.attention --varlen --seqlens               # an empty list: packed documents only.
+    python -m scripts.bench.attention --varlen --seqlens               # no dense workloads.
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384    # two backends.
 
-Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows OOM. FlashAttention-3
-(the package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if they are
-installed.
+Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows OOM. The other
+implementations are naive attention, SDPA, FlexAttention, FlashAttention-3 and FlashAttention-4. FlashAttention-3 (the
+package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if they are installed.
 
 A forward pass has 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half as many if attention is causal. A
-backward pass has 2.5 times as many FLOPs as its forward pass. Peak memory is what a pass allocates in addition to its
-inputs (q, k, v and the gradient of o). The peak memory of a backward pass includes the memory of its forward pass. Each
-pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are built
-before the timing starts, except with the backend `ours`. This backend calls the public function, which builds an
-attention schedule in every call.
+backward pass has 2.5 times as many FLOPs as its forward pass. Peak memory leaves out the inputs (q, k, v and the
+gradient of o), but includes masks and schedules. The peak memory of a backward pass includes the memory of its forward
+pass. Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are
+built before the timing starts, except with the backend `ours`. The backend `ours` calls flash_attn_func or
+flash_attn_varlen_func, which build an attention schedule in every call.
 """
 
 import argparse
@@ -105,7 +104,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Backend:
-    """One attention implementation. `layout` is that of q, k and v. `prepare` returns a callable for a workload."""
+    """One attention implementation.
+
+    layout: the order of the dimensions of q, k and v. prepare: takes a workload, and returns a function that computes o
+    from q, k and v.
+    """
 
     layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
     prepare: Callable[[Workload], Attend]
@@ -154,7 +157,7 @@ def sdpa(backend: SDPBackend, workload: Workload) -> Attend:
 def flex(workload: Workload) -> Attend:
     """FlexAttention, compiled for exactly this shape, as its authors recommend."""
     torch._dynamo.reset()  # each shape is compiled separately, and torch limits the number of compilations
-    torch._functorch.config.donated_buffer = False  # the timing runs the backward of one autograd graph many times
+    torch._functorch.config.donated_buffer = False  # the timing repeats the backward pass, so its buffers must be kept
     compiled = torch.compile(flex_attention, dynamic=False)
     causal = workload.causal
     attention = partial(compiled, enable_gqa=workload.group > 1)
@@ -289,7 +292,7 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
     """Measures the forward and backward pass of each backend.
 
-    If the forward pass fails, the backward pass is not run. The rows of both passes then show the error.
+    If the forward pass fails, the backward pass is not run, and the rows of both passes show the error.
     """
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}
@@ -301,7 +304,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 continue
             try:
                 run, peak_gib = prepare_pass(backend, workload, direction)
-                if peak_gib > LARGE_GIB:  # do not keep such a large CUDA graph in memory while others run
+                if peak_gib > LARGE_GIB:  # do not keep such a large CUDA graph in memory while other graphs run
                     results[name, direction] = median_ms({name: run}, rep=rep)[name], peak_gib
                 else:
                     runs[name], peaks[name] = run, peak_gib
@@ -331,7 +334,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
 
 
 def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> tuple[Callable[[], object], float]:
-    """Returns a function that replays one pass, and the peak GiB that the pass allocates in addition to its inputs."""
+    """Returns a function that replays one pass, and the peak memory of the pass without its inputs, in GiB."""
     q, k, v, do = backend.inputs(workload)
     inputs_bytes = torch.cuda.memory_allocated()
     attend = backend.prepare(workload)
@@ -358,7 +361,8 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
 def installed(module: str) -> bool:
     """Returns whether Python finds the module.
 
-    For a submodule, Python first imports the parent package. This import can fail.
+    For a submodule, Python first imports the parent package. If the import of the parent package fails, the function
+    returns False.
     """
     try:
         return find_spec(module) is not None

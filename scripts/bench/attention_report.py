@@ -1,4 +1,4 @@
-"""Writes the report of scripts/bench/attention.py: a table for each section and pass, and plots of times and rates."""
+"""Writes the report of scripts/bench/attention.py: a table for each section and pass, and plots of time and TFLOP/s."""
 
 import csv
 from dataclasses import asdict, dataclass, fields

@@ -2,10 +2,10 @@
 
     python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island.
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
-        logger=csv trainer.log_every_n_steps=1                          # trains on them.
+        logger=csv trainer.log_every_n_steps=1                          # trains on the chats.
     python -m scripts.bench.compare_finetune run runs/finetune/<time>   # table: step, ours, transformers', difference.
 
-Start the script where the run was started, because paths in the run's config can be relative to that folder.
+Start the script in the folder in which the run was started, because the run's config can contain relative paths.
 
 The script repeats the run in a plain loop, with transformers' model and loss. The loop uses the data rows, the
 learning-rate schedule and the gradient clipping of the run. A four-dimensional attention mask and position_ids keep
@@ -66,7 +66,7 @@ def invented_chats() -> Iterator[dict[str, Any]]:
 
 
 def transformers_losses(run: Path, steps: int | None = None) -> list[float]:
-    """Trains transformers' model on the data of a run's steps. Returns the mean loss of each step in nats per label.
+    """Trains transformers' model on the micro-batches of a run. Returns the mean loss of each step in nats per label.
 
     Raises: ValueError if the run trains a LoRA adapter, because this loop cannot train one.
     """
@@ -151,7 +151,7 @@ def our_losses(run: Path) -> list[float]:
 
 
 def table(ours: list[float], theirs: list[float]) -> str:
-    """Formats the losses of both sides and their relative differences as a Markdown table."""
+    """Formats our losses, transformers' losses and the relative differences as a Markdown table."""
     lines = ["| step | ours | transformers' | difference |", "|---:|---:|---:|---:|"]
     for step, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
         lines.append(f"| {step} | {a:.6f} | {b:.6f} | {abs(a - b) / abs(b):.1e} |")

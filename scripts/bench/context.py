@@ -2,23 +2,23 @@
 
     python -m scripts.bench.context                        # 32k, 128k and 256k tokens on all GPUs.
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
-    python -m scripts.bench.context --lengths lengths.txt --streams file    # documents of these lengths.
+    python -m scripts.bench.context --lengths lengths.txt --streams file    # lengths from a file.
 
 The stream `one` is one document. The stream `window` is one document with an attention window of 4096 tokens. The
 stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
 `file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-In the part `one`, each rank computes the attention of the whole stream. More than 512k tokens do not fit on one GPU.
-For such a stream, each rank computes an equal part of the heads, and the time is multiplied by the number of ranks. In
-`shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward pass
-of `shared`. In `alone`, each rank computes its share with one call of attention. It already has the keys and values
-that it needs. In `moved`, the ranks only exchange keys, values and their gradients.
+In the part `one`, each rank computes the attention of the whole stream. More than 512k tokens do not fit on one GPU, so
+each rank then computes an equal part of the heads, and the time of `one` is multiplied by the number of ranks. In the
+part `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward
+pass of `shared`. In the part `alone`, each rank computes its share of `shared` in one call, without communication. In
+the part `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents, because all layers of a model process the same documents. The first run is included, although it needs more
-host time. A repetition gives the mean time of a call on the slowest rank, and for `one` the mean over the ranks. The
-script reports the median over the repetitions. Except for `forward`, a time covers a forward and a backward pass, in
-bf16. The ideal time is the time of `one`, divided by the number of ranks.
+documents, because all layers of a model process the same documents. The first run of a part is timed too, although it
+needs more host time. The time of a part is the mean time per run on the slowest rank. The time of `one` is the mean
+time over all ranks. The script reports medians over the repetitions. The times of all parts except `forward` cover both
+passes. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is that of `one`, divided by the number of ranks.
 
 The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
 script also times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).
@@ -96,7 +96,7 @@ class Setting:
 
 
 def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """Returns document lengths that add up to `tokens`. The stream `file` draws them from `lengths`."""
+    """Returns document lengths that add up to `tokens`. The stream `file` draws its document lengths from `lengths`."""
     generator = np.random.default_rng(seed)
     if stream == "log-normal":
         drawn = generator.lognormal(np.log(1024), 1.2, tokens // 16 + 1).astype(int).clip(16, 32768)
@@ -112,7 +112,7 @@ def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) 
 def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
     """Returns the number of visible (query, key) pairs in causal attention."""
     n = np.array(lengths, dtype=np.int64)
-    outside = np.maximum(0, n - (window or n.max()))  # queries whose window hides earlier tokens
+    outside = np.maximum(0, n - (window or n.max()))  # number of queries whose window hides earlier tokens
     return int((n * (n + 1) // 2 - outside * (outside + 1) // 2).sum())
 
 
@@ -145,7 +145,8 @@ class Case:
         whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
         heads = _divided(setting, ranks) if tokens > FITS_ONE_GPU else setting
         q, k, v, do = _inputs(heads, device, tokens, tokens)
-        # All ranks compute this part. A GPU that computes alone becomes hotter, and is then slower in the next part.
+        # All ranks compute the part `one`. If one GPU computed `one` alone, this GPU would become hotter than the
+        # other GPUs, and would then be slower in the next part.
         self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
         if PEER_PARTS[0] in setting.parts(stream):
             self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)
@@ -188,7 +189,7 @@ class Case:
 
 
 def _divided(setting: Setting, ranks: int) -> Setting:
-    """Returns the setting with one rank's part of the heads.
+    """Returns `setting` with the number of heads that one rank computes.
 
     Raises: ValueError if the heads cannot be divided equally.
     """
@@ -236,7 +237,7 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
         if part in samples:
             ms[part] = statistics.median(map(statistics.mean, samples[part]))
     if tokens > FITS_ONE_GPU:
-        ms["one"] *= ranks  # each rank computed one part of the heads
+        ms["one"] *= ranks  # each rank computed only 1/ranks of the heads
     flops = 4 * setting.n_heads * setting.head_dim * statistics.median(pairs[setting.warm_up :])
     return Result(stream, tokens, ms, by_rank, statistics.median(received[setting.warm_up :]), flops)
 

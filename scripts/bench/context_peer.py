@@ -1,8 +1,8 @@
 """Torch's own context parallelism, for the comparison in scripts/bench/context.py.
 
-torch.distributed.tensor.experimental.context_parallel replaces SDPA with a function that several ranks run together. It
-supports one document that fills the stream, and no attention window. Here, SDPA uses cuDNN's kernel. On Hopper GPUs,
-this kernel is faster than SDPA's own flash attention.
+torch.distributed.tensor.experimental.context_parallel replaces SDPA with a function that several ranks run together.
+context_parallel supports only one document that fills the stream, without an attention window. SDPA runs cuDNN's
+kernel, because cuDNN's kernel is faster than SDPA's own flash attention on Hopper GPUs.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def peer_parts(
     """Returns a dictionary that maps a name from `PEER_PARTS` to a function.
 
     Each function runs both passes of causal attention in bf16. In "torch one", each rank computes the attention of the
-    whole stream. In "torch shared", all ranks compute this attention together.
+    whole stream. In "torch shared", all ranks compute the attention of one stream together.
     tokens must be a multiple of twice the number of ranks.
     """
     ranks = dist.get_world_size()
@@ -42,7 +42,7 @@ def peer_parts(
     own = inputs(tokens // ranks)
 
     def shared() -> object:
-        # context_parallel takes the stream's length from a tensor. It replaces the tensor by the share of this rank.
+        # context_parallel takes the number of tokens from `stream`, and replaces `stream` by this rank's share of it
         stream = torch.empty(tokens, device=device)
         with context_parallel(mesh, buffers=[stream], buffer_seq_dims=[0], no_restore_buffers={stream}):
             return both_passes(*own)

@@ -47,7 +47,7 @@ class Feature:
     n_kv_heads: int | None = None  # None: as many KV heads as query heads
     v_head_dim: int | None = None  # None: equal to head_dim
     fp8: bool = False  # q, k and v in e4m3 with one scale per KV head
-    page_size: int = 0  # tokens per page; 0: no paged cache. All documents must have the same number of pages
+    page_size: int = 0  # tokens per page, or 0 without a paged cache; with pages, documents need equal lengths
 
     @property
     def has_backward(self) -> bool:
@@ -64,8 +64,8 @@ class Feature:
 def visible_pairs(length: int, left: int, causal: bool) -> int:
     """Returns the number of visible (query, key) pairs in one document.
 
-    left: the number of earlier tokens that each query sees; a negative number means all. Without `causal`, all tokens
-    are visible.
+    left: the number of earlier tokens that each query sees; a negative number means all earlier tokens. Without
+    `causal`, `left` has no effect, and all tokens are visible.
     """
     if not causal:
         return length * length
@@ -115,7 +115,7 @@ def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feat
 class Inputs:
     """Creates random tensors of shape (total, heads, head_dim).
 
-    Features that need the same shape share one tensor, to save memory.
+    To save memory, all features share the tensors that have the same name and shape.
 
     Keep this object alive as long as the CUDA graphs, because a graph keeps addresses instead of tensors.
     """
@@ -144,7 +144,7 @@ def in_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def attention(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> partial[Any]:
-    """Returns the forward pass of a feature as a callable whose first three arguments are q, k and v."""
+    """Returns a partial that runs a feature's forward pass, with q, k and v as its first three bound arguments."""
     total = sum(feature.lengths)
     n_kv_heads, v_head_dim = feature.n_kv_heads or n_heads, feature.v_head_dim or head_dim
     q = inputs("q", total, n_heads, head_dim)

@@ -1,14 +1,14 @@
-"""Measures the GPU and host time of attention over packed documents that differ in every call.
+"""Measures the GPU and host time of attention over packed documents that differ from call to call.
 
     python -m scripts.bench.fresh_documents                 # 64k tokens in documents of 64 to 512 tokens.
     python -m scripts.bench.fresh_documents --rounds 5 --backends fa3 ours    # five rounds.
 
-Every call gets new cu_seqlens with a different number of documents. No attention schedule is built in advance. Calls
-are not replayed as a CUDA graph. The time per call is therefore the host time or the GPU time, whichever is longer. The
-pass `forward` is a call without gradients. The pass `forward + backward` also computes the gradients of q, k and v. The
-backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4 (`flash-attn-4`) run if
-they are installed. A sample consists of several calls without a GPU sync between them. The host time of a sample ends
-when its last call returns.
+Consecutive calls get different cu_seqlens, mostly with different numbers of documents. No attention schedule is built
+in advance. Because calls are not replayed as a CUDA graph, the time per call is the host time or the GPU time,
+whichever is longer. The pass `forward` is a call without gradients. The pass `forward + backward` also computes the
+gradients of q, k and v. The backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and
+FlashAttention-4 (`flash-attn-4`) run if they are installed. A sample consists of several calls without a GPU sync
+between them. The host time of a sample ends when its last call returns.
 """
 
 import argparse

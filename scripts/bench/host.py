@@ -8,7 +8,7 @@ a model adds. `backward's node` is the backward node alone, without autograd's e
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
 table, in random order. When the last call of a sample returns, the GPU can still have work left. A cell is marked as
-GPU-bound if the GPU needs more than a tenth of the sample's time for this work. Writes OUT.csv and OUT.md.
+GPU-bound if the remaining work takes longer than a tenth of the sample's time. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
 DOCUMENTS = 4  # number of documents of equal length, for cases with several documents
-WARM_UP = 5  # untimed calls: the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
+WARM_UP = 5  # number of untimed calls; the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
 GPU_BOUND = 0.1  # a row is GPU-bound if the median of Sample.left is larger than this
 MOST_CALLS = 500  # maximum number of calls in a sample
 NOTHING = "a Function that does nothing"
@@ -74,7 +74,7 @@ class Candidate:
     attend: Callable[[Tensor, Tensor, Tensor], Any]  # returns o, or a tuple that starts with o
     layout: Literal["tokens heads", "batch tokens heads", "batch heads tokens"]
     has_backward: bool = True
-    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered once per sample, outside the timing
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # context manager in which a sample runs
 
     def calls(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[Pass, Call]:
         """Returns the function to time for each pass."""
@@ -114,7 +114,7 @@ class Candidate:
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)
         gradients = do, *[None] * (len(outputs) - 1)
-        if hasattr(outputs[0].grad_fn, "apply"):  # keep `outputs`: without them, the node would be freed
+        if hasattr(outputs[0].grad_fn, "apply"):  # the node lives as long as `outputs`, which the lambda holds
             return lambda: outputs[0].grad_fn.apply(*gradients)
         return partial(outputs[0].grad_fn, *gradients)
 
@@ -137,7 +137,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Row:
-    """One result in microseconds. The numbers are None unless the outcome is "ok" or "GPU-bound"."""
+    """One result. The times are None unless the outcome is "ok" or "GPU-bound"."""
 
     candidate: str
     direction: Pass
@@ -154,7 +154,7 @@ class Row:
 
 
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
-    """Returns the grad mode in which a pass must be called."""
+    """Returns a context manager: the backward node runs without autograd, and the other passes run with autograd."""
     return torch.set_grad_enabled(direction != NODE)
 
 
@@ -283,7 +283,7 @@ def _cell(row: Row) -> str:
 
 
 def host() -> str:
-    """Describes the host CPU, its Python version and its load."""
+    """Returns a text with the host's CPU, the load of the host and the Python version."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     model, *_ = models or [platform.machine()]

@@ -7,18 +7,18 @@ Writes OUT.md. The problem is one sequence of N tokens in bf16, with n_heads * h
 own KV head. Elements are counted per head.
 
 S denotes the scores, and P the softmax of S. The forward of naive attention moves `4 * N**2 + 4 * N * d` elements. The
-first kernel reads Q and K and writes S. The second kernel reads S and writes P. The third kernel reads P and V and
-writes O. A causal mask adds three transfers: reading S, reading one byte of mask per score, and writing S.
+three kernels of the naive forward compute S from Q and K, P from S, and O from P and V. In the forward, a causal mask
+adds three transfers: reading S, reading one byte of mask per score, and writing S.
 
-If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. Its five kernels
-compute dV from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and Q. A causal mask adds
-the same transfers to the backward as to the forward.
+If P is kept from the forward, the backward of naive attention moves `7 * N**2 + 8 * N * d` elements. The five kernels
+of the naive backward compute dV from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and
+Q. In the backward, a causal mask adds three transfers: reading dS, reading one byte of mask per score, and writing dS.
 
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
-attention moves O(`N**2 * d**2 / M`) elements. M is the number of elements that fast memory holds. The formulas for
-flash attention count the bytes that the multiprocessors load. Most of these bytes come from the L2 cache. The column
-`least` shows the traffic if each tensor moves only once. Tile sizes are those of the portable or of the Hopper kernels.
+attention moves O(`N**2 * d**2 / M`) elements, where M is the number of elements that fast memory holds. The formulas
+for flash attention count all bytes that the multiprocessors load, although most of them come from the L2 cache. The
+column `least` shows the traffic if each tensor moves only once. Tiles are those of the portable or the Hopper kernels.
 """
 
 import argparse
@@ -66,7 +66,7 @@ KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]]
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
     "dv": (("K",), ("lse",), ("dV",)),
 }
-# Units: bytes of device memory, 32-byte sectors between L2 and the multiprocessors, nanoseconds.
+# Units: bytes from and to device memory, 32-byte sectors between L2 and the multiprocessors, nanoseconds.
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_sectors_srcunit_tex.sum", "gpu__time_duration.sum")
 SEPARATOR = "spin_kernel"  # name of the kernel of torch.cuda._sleep, which marks the end of a case
 
@@ -171,7 +171,7 @@ def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
     """Returns the bytes of a backward in which every pass recomputes the scores. One pass goes over query tiles, and
-    the others go over key tiles.
+    the other passes go over key tiles.
 
     key_blocks: {pass over key tiles: keys per tile}. query_blocks: (queries per tile, keys per block) of the pass over
     query tiles.
@@ -233,7 +233,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of K a head's query tiles load in total. The last block of keys ends with the sequence."""
+    """Returns how many rows of K a head's query tiles load in total. Rows after the last key are not counted."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -241,7 +241,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of Q a head's key tiles load in total. A causal tile skips rows before its first key."""
+    """Returns how many rows of Q a head's key tiles load. A causal key tile skips the queries before its first key."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 

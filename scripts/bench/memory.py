@@ -13,13 +13,15 @@ activations and the tensors of an offloaded optimizer.
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
-Combinations with bf16-true, or with an optimizer other than adamw, run at the first length only: the optimizer's time
-does not depend on the number of tokens. Combinations that are compared with each other run one after the other. Every
-second round runs in reverse order, so that a GPU that slows down over time affects all combinations equally.
+Combinations with bf16-true, or with an optimizer other than adamw, run only at the first of --seq-lens, because the
+optimizer's time does not depend on the number of tokens. Combinations that are compared with each other run one after
+the other. Every second round runs in reverse order, so that a GPU that slows down over time affects all combinations
+equally.
 
-The option --profile profiles one step with offload and one without, at the first length. The profile shows what share
-of the copies overlaps with kernels, and how long the compute stream is idle. After every measurement, the script writes
-memory.md and memory.json to the folder OUT, and traces for https://ui.perfetto.dev.
+The option --profile profiles one step with offload and one step without offload, at the first of --seq-lens. The
+profile shows what share of the copies overlaps with kernels, and how long the compute stream is idle. With --profile,
+the script also writes traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes
+memory.md and memory.json to the folder OUT.
 """
 
 import argparse
@@ -87,9 +89,9 @@ def configuration(case: Case) -> DictConfig:
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process and returns its row. If the case runs out of memory, the row says so.
+    """Runs the case in this process and returns its row.
 
-    All other errors are raised.
+    If the case runs out of memory, the outcome is "out of memory". Errors other than out of memory are raised.
     """
     torch.manual_seed(0)
     config, device, trace = configuration(case), torch.device(case.device), Path(case.trace)
@@ -184,7 +186,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Returns the cases of one round. Cases that run only at the first length come last."""
+    """Returns the cases of one round. Combinations that run only at the first of --seq-lens come last."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)

@@ -76,16 +76,17 @@ class Case:
     attention: str
     compiled: bool
     steps: int  # number of timed steps
-    slow_step: float  # seconds; if a step takes longer, only `FEWEST_STEPS` steps are timed
+    slow_step: float  # seconds; if the second step takes longer, at most `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
-    trace: str = ""  # if set: run one more step and write its trace to this file
+    trace: str = ""  # if set: run two more steps with the profiler, and write the trace of the second to this file
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. Only rows with the outcome "ok" have measured values.
+    """One measurement.
 
-    The exception is peak_gib, which can have a value if the outcome is "out of memory".
+    If the outcome is "ok", the row has all measured values. If the outcome is "out of memory", only peak_gib can have a
+    value. All other rows have no measured values.
     """
 
     seq_len: int

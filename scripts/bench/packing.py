@@ -17,7 +17,7 @@ import numpy as np
 
 from fa_train.data.packing.best_fit import make_plan, report_plan
 
-MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # log-normal document lengths in tokens, at most LONGEST
+MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # document lengths in tokens are log-normal, at most LONGEST
 
 
 def lengths_of(documents: int, seed: int) -> np.ndarray:

@@ -1,19 +1,20 @@
-"""A training step of Hugging Face transformers' LlamaForCausalLM, which scripts/bench/step.py compares with ours.
+"""A training step of Hugging Face transformers' LlamaForCausalLM, for the comparison in scripts/bench/step.py.
 
 The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are two
 peers, and a third variant with our attention.
 
-The peer `hf` uses Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. torch chooses the SDPA kernel.
+The peer `hf` uses Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. In `hf`, torch chooses the SDPA kernel.
 
-In the peer `hf-compiled`, torch.compile compiles each decoder layer into one graph, and SDPA uses cuDNN. The layers
-contain no Liger kernels, because these would prevent fusions. Liger's fused linear cross entropy is still used. If
-cuDNN cannot run, torch chooses the SDPA kernel, and the row's note gives the reason.
+In the peer `hf-compiled`, torch.compile compiles each decoder layer into one graph, and SDPA uses cuDNN. The compiled
+layers contain no Liger kernels, because Liger kernels would prevent fusions. Only the loss uses a Liger kernel, the
+fused linear cross entropy. If cuDNN cannot run, torch chooses the SDPA kernel, and the row's note gives the reason.
 
 The third variant, `hf-fa_train`, equals `hf`, except that our attention replaces SDPA.
 
 With adapter=lora, the peer has adapters like peft's LoRA. The weights are frozen. Each linear layer that
 adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B use the dtype of the
-layer's input, or autocast's dtype if autocast is on. With optimizer=adamw_8bit, both sides use torchao's AdamW8bit.
+layer's input, or autocast's dtype if autocast is on. With optimizer=adamw_8bit, our variants and the peers use
+torchao's AdamW8bit.
 """
 
 import time
@@ -48,7 +49,8 @@ class Peer:
 
     loss: computes the mean loss over random tokens, in nats per label.
     sdpa: returns a context manager that selects the SDPA kernel. Run forward and backward inside this context manager.
-    note: text for the results: the SDPA kernel of a compiled model, and why the model does without Liger's kernels.
+    note: text for the results page. If the model is compiled, the text names the SDPA kernel. If Liger's kernels are
+    not used, the text gives the reason.
     """
 
     model: nn.Module
@@ -133,7 +135,7 @@ def head_dim(config: DictConfig) -> int:
 
 
 def use_liger(device: torch.device, variant: Variant) -> str:
-    """Makes transformers use Liger's kernels. Returns an empty string, or the reason why this is impossible."""
+    """Makes transformers use Liger's kernels. Returns why Liger's kernels cannot be used, or an empty string."""
     if find_spec("liger_kernel") is None:
         return "plain transformers: liger-kernel is not installed"
     if device.type != "cuda":
@@ -158,9 +160,9 @@ def compile_layers(model: Any, **options: Any) -> None:
 
 
 def without_cudnn(config: DictConfig, device: torch.device) -> str:
-    """Returns why cuDNN cannot compute this attention, or an empty string if it can.
+    """Returns why cuDNN cannot compute the model's attention, or an empty string if cuDNN can compute it.
 
-    On a GPU, attention runs once with cuDNN, forward and backward, on tensors of the model's sizes.
+    On a GPU, this function tries cuDNN's attention, forward and backward, on tensors of the model's sizes.
     """
     if device.type != "cuda":
         return "cuDNN needs a GPU"

@@ -2,8 +2,8 @@
 
 Each configuration runs two training steps of train.py's loop, with one document per micro-batch
 (scripts/bench/training_case.py). The peak is torch.cuda.max_memory_allocated since the start of training. Writes OUT.md
-and OUT.json. Save OUT.json as tests/memory/planner/peaks_<gpu>.json to let test_planner.py compare the planner with
-these peaks.
+and OUT.json. To let test_planner.py compare the planner with the measured peaks, save OUT.json as
+tests/memory/planner/peaks_<gpu>.json.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def measure(run: Run, device: Device) -> tuple[Plan, float, float]:
         compiled=run.compiled,
     )
     times = StepTimes(1, warmup=STEPS - 1)
-    torch._dynamo.reset()  # frees the graphs of earlier runs; `measure_ours` frees their weights and optimizer states
+    torch._dynamo.reset()  # frees compiled code of earlier runs; `measure_ours` has freed weights and optimizer states
     measure_ours(config, torch.device(device), times)
     return plan, memory_gib(torch.device(device))[0], times.milliseconds[0] / 1e3
 

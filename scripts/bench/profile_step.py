@@ -6,18 +6,19 @@
 
 The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script writes no checkpoint.
 The defaults are data=synthetic, logger=csv and batch_size=1 (one micro-batch per step). In a folder that is not a git
-checkout, pass +commit=HASH to show the commit on the page. On several GPUs, start the script with torchrun. Only rank 0
-is then profiled.
+checkout, pass +commit=HASH to show the commit in profile.md. On several GPUs, start the script with torchrun. The
+script profiles only rank 0.
 
 The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive time of each part.
 Exclusive means that each moment of the step counts for at most one part. The exclusive times and the idle time add up
-to the step's time. A copy or communication counts only while no kernel computes. The column `kernels ms` shows the full
-time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev. `memory.png` shows the
-allocated memory of each component over time. The time is host time, because the host allocates and frees memory.
+to the step's time. In the exclusive times, copies and communication count only while no kernel computes. The column
+`kernels ms` shows the full time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev.
+`memory.png` shows the allocated memory of each component over host time, because the host allocates and frees memory.
 
-A kernel belongs to the part of the step that launched it (attention, loss or optimizer). If none of these parts
-launched the kernel, its name determines its part. On a CPU, the script times torch's operators instead of kernels. On a
-CPU, the time of an operator excludes the operators that it calls.
+If attention, the loss or the optimizer launched a kernel, the kernel belongs to that part of the step. The part of
+every other kernel depends on the kernel's name. Copies and communication always belong to the parts `copies` and
+`communication`. On a CPU, the script times torch's operators instead of kernels. On a CPU, the time of an operator
+excludes the operators that it calls.
 """
 
 import csv
@@ -163,7 +164,7 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
         for value in state.values()
         if isinstance(value, Tensor) and value.device == module.device
     ]
-    # On a CPU, gradients are left out, because the allocator does not report that older memory is freed.
+    # On a CPU, gradients are left out: when memory from before the profile is freed, the allocator does not report it.
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {
@@ -221,7 +222,7 @@ def report(step: Step, head: dict[str, str]) -> str:
 def profile_step(cfg: DictConfig, folder: Path) -> None:
     """Trains until one step has been profiled, and writes the results to `folder`."""
     cfg.max_steps = WARMUP + 2
-    cfg.callbacks.checkpoint = None  # nobody needs the trained weights
+    cfg.callbacks.checkpoint = None  # the trained weights are not needed
     run_config.check(cfg)
     trainer, lit_gpt, data = training.build(cfg)
     assert isinstance(lit_gpt, LitGPT)

@@ -2,14 +2,14 @@
 
     python -m scripts.bench.scaling                                         # llama_1b and llama_8b on all GPUs.
     python -m scripts.bench.scaling --cases llama_1b:8192:ddp llama_1b:32768:fsdp --parallel    # two cases.
-    python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # ignored on one GPU.
-    python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # shared rows.
+    python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # one override.
+    python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # context group.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
-A run on one GPU ignores the strategy and overrides of strategy.*. Cases that differ only in these settings share their
-run on one GPU. In each step, every GPU trains on --rows rows of random tokens. With strategy.context=N, N GPUs share
-these rows. Each run is a new process with logger=csv, without validation and without checkpoints. The order of the runs
-is random.
+A run on one GPU ignores STRATEGY and overrides of strategy.*. Cases that differ only in STRATEGY and overrides of
+strategy.* share one run on one GPU. In each step, every GPU trains on --rows rows of random tokens. With
+strategy.context=N, every group of N GPUs trains on --rows rows together. Each run is a new process with logger=csv,
+without validation and without checkpoints. The order of the runs is random.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
 log entries of the timed steps. The first third of the steps is not timed. The columns of step time, data wait,
@@ -63,7 +63,7 @@ CASES = (
     "llama_8b:8192:fsdp,trainer.precision=bf16-true,optimizer=adamw_bf16,memory=selective",
 )
 STRATEGIES = "ddp", "fsdp"
-CONTEXT = "strategy.context"  # the number of GPUs that share their rows
+CONTEXT = "strategy.context"  # sets the number of GPUs that share their rows
 ONE = ("auto",)  # the strategy of runs on one GPU
 LOGS = 12  # number of log entries in a run, if the run has enough steps
 FAILED_LINES = 15  # how many lines are printed from the end of a failed run's log
@@ -93,7 +93,7 @@ class Workload:
 @dataclass(frozen=True)
 class Case:
     workload: Workload
-    strategy: tuple[str, ...]  # the name, and the case's overrides of strategy.*
+    strategy: tuple[str, ...]  # the strategy's name, and the case's overrides of strategy.*
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def parse_case(text: str) -> Case:
 
 
 def sets_strategy(override: str) -> bool:
-    """Returns whether an override sets a key of strategy.*. A run on one GPU leaves out such overrides."""
+    """Returns whether an override sets a key of strategy.*. A run on one GPU leaves out overrides of strategy.*."""
     return key_of(override).startswith("strategy.")
 
 
@@ -211,7 +211,7 @@ class Process:
 
     def __init__(self, run: Run, gpus: Sequence[int], timeout: float, folder: Path) -> None:
         self.run, self.gpus, self.timeout, self.folder = run, gpus, timeout, folder
-        shutil.rmtree(folder, ignore_errors=True)  # results of an earlier run
+        shutil.rmtree(folder, ignore_errors=True)  # removes the results of an earlier run
         folder.mkdir(parents=True)
         self.log = folder / "output.log"
         command = [sys.executable, str(REPOSITORY / "train.py"), *run.arguments(), f"hydra.run.dir={folder}"]

@@ -19,8 +19,8 @@ HEAD = (
 class Row:
     """The result of one run. If the run failed, it has no metrics and no peaks. An unknown metric is None.
 
-    Fields whose names end with _max hold the largest value of any rank. The exception is tokens_per_s_max, the value of
-    the fastest log entry. Peaks are in GiB, one for each rank.
+    Fields whose names end with _max, except tokens_per_s_max, hold the largest value of any rank. tokens_per_s_max is
+    the tokens/s of the fastest log entry. Peaks are in GiB, one for each rank.
     """
 
     model: str
@@ -57,7 +57,8 @@ class Row:
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
     """Returns the tokens/s of a run on N GPUs, divided by the ideal. Returns None if a value is missing.
 
-    The ideal is N times the tokens/s of one GPU. With --every-gpu, it is N times the mean of all runs on one GPU.
+    The ideal is N times the tokens/s of one GPU. With --every-gpu, the ideal is N times the mean tokens/s of all runs
+    on one GPU.
     """
     alone = [
         x.tokens_per_s
@@ -81,7 +82,7 @@ def plan_error(row: Row) -> float | None:
 
 
 def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of a table line. The cell `of ideal` needs the runs on one GPU in `rows`."""
+    """Returns the cells of a table line. The cell `of ideal` is computed from the runs on one GPU in `rows`."""
     name = " ".join([row.model, f"{row.seq_len:,}", *([row.strategy] if row.gpus > 1 else []), row.overrides]).strip()
     logs = f" ({row.tokens_per_s_min:,.0f} to {row.tokens_per_s_max:,.0f})" if row.tokens_per_s_min is not None else ""
     return [

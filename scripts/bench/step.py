@@ -3,24 +3,24 @@
     python -m scripts.bench.step                                            # llama_1b at 8k, 32k and 128k, one GPU.
     python -m scripts.bench.step --seq-lens 8192 --variants ours-none-compiled hf    # one length, two variants.
     python -m scripts.bench.step --cases 8192:ours-none 131072:hf-checkpointing model.n_layers=8    # two cases.
-    python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048    # packed.
+    python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048    # packing.
     python -m scripts.bench.step --model llama_8b --seq-lens 8192 adapter=lora trainer.precision=bf16-true    # LoRA.
 
 Each step trains on seq_len random tokens. The random tokens are one document, or packed documents of data.document_len
-tokens. Our variants and the peer (transformers) have the same precision, optimizer and adapters. Overrides such as
-`adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` apply to both. The default is fp32 weights and
-bf16 autocast. A step of our variants is a training step of train.py, which runs LitGPT in Lightning's loop, with
-gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop: forward, backward,
-optimizer. Each case runs in a new process. Times are host times, with a device sync after each step. Peak memory and
-reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of the process. MFU counts
-FLOPs as fa_train/flops.py does, without recomputation.
+tokens. All variants, ours and those of transformers, have the same precision, optimizer and adapters. Overrides such as
+`adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` apply to all variants. The default precision is
+fp32 weights with bf16 autocast. A step of our variants is a training step of train.py, which runs LitGPT in Lightning's
+loop, with gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop: forward,
+backward, optimizer. Each case runs in a new process. Times are host times, with a device sync after each step. Peak
+memory and reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of the process.
+MFU counts FLOPs as fa_train/flops.py does, without recomputation.
 
 Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
-(FLASH_ATTENTION_BACKEND). Variants whose names start with hf are transformers with Liger's kernels:
-scripts/bench/peers.py describes hf, hf-compiled and hf-fa_train. Each of these three variants also exists with the
-suffix `-checkpointing`. The script writes OUT.csv and OUT.md after every case. For each length, OUT.md compares the
-fastest peer with the fastest of our variants that do not use float8. A peer is a variant without our attention.
+(FLASH_ATTENTION_BACKEND). Variants whose names start with hf are transformers with Liger's kernels (see
+scripts/bench/peers.py). hf, hf-compiled and hf-fa_train also exist with the suffix `-checkpointing`. The script writes
+OUT.csv and OUT.md after every case. For each length, OUT.md compares the fastest peer with the fastest of our variants
+that do not use float8. A peer is a variant without our attention.
 """
 
 import argparse
@@ -82,16 +82,17 @@ class Case:
     device: Device
     attention: str  # attention of our variants
     steps: int  # number of timed steps
-    slow_step: float  # seconds; if a step takes longer, only `FEWEST_STEPS` steps are timed
+    slow_step: float  # seconds; if the second step takes longer, at most `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Row:
-    """One result. Only rows with the outcome "ok" have measured values.
+    """One result.
 
-    The exceptions are peak_gib and reserved_gib, which can have values if the outcome is "oom". mfu is also None if the
-    peak FLOP/s of the device is unknown.
+    If the outcome is "ok", the row has all measured values, except that mfu is None if the device's peak FLOP/s is
+    unknown. If the outcome is "oom", only peak_gib and reserved_gib can have values. All other rows have no measured
+    values.
     """
 
     seq_len: int
@@ -128,9 +129,10 @@ def configuration(case: Case) -> DictConfig:
 
 
 def measure(case: Case) -> Row:
-    """Runs the case in this process and returns its row. If the case runs out of memory, the row says so.
+    """Runs the case in this process and returns its row.
 
-    All other errors are raised.
+    If the variant cannot run on this machine, the outcome is "missing: REASON". If the case runs out of memory, the
+    outcome is "oom". All errors except CannotRunError and out of memory are raised.
     """
     torch.manual_seed(0)
     config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)
@@ -281,7 +283,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
-    """Returns the fastest of our variants at this length, or None if none has been measured.
+    """Returns the fastest of our variants at this length, or None if no variant of ours has been measured.
 
     Variants with float8 do not count, because no peer computes in float8.
     """
@@ -290,7 +292,7 @@ def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
 
 
 def best_peer(rows: list[Row], seq_len: int) -> Row | None:
-    """Returns the fastest variant without our kernels at this length, or None if none has been measured."""
+    """Returns the fastest peer at this length, or None if no peer has been measured."""
     return _fastest([row for row in rows if row.seq_len == seq_len and variant_of(row.variant).is_peer])
 
 

@@ -88,7 +88,7 @@ def memory_over_time(
 def draw_memory(moments: Sequence[float], over_time: dict[str, list[int]], start: float, title: str) -> Figure:
     """Draws the memory of all components as a stacked plot over the milliseconds since `start`.
 
-    Between two changes, the memory is constant.
+    The plot is a step function, because memory is constant between two changes.
     """
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots()

@@ -22,7 +22,7 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # copies and communication can run during computation, which then hides their time
+ASIDE = (COPIES, COMMUNICATION)  # copies and communication do not count while a kernel computes
 # Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
 # match wins.
 NAMES = tuple(
@@ -49,7 +49,8 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# If a kernel is launched within one of these host ranges, it belongs to the given part, whatever its name is.
+# A kernel that is launched within one of these host ranges belongs to the range's part. Copies and communication are
+# exceptions: their names determine their part.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
@@ -176,8 +177,8 @@ def step_of(events: Sequence[Event]) -> Step:
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A kernel and its launch have the same correlation id. The operator that launched a kernel is the one that ran in
-    # the same host thread at that time.
+    # A kernel and its launch have the same correlation id. A kernel belongs to the operator that ran in the launch's
+    # host thread at the time of the launch.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

@@ -21,7 +21,7 @@ def require_gpu(script: str) -> None:
 
 
 def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """Captures a CUDA graph of the function that `prepare` returns. The time of a replay then shows only GPU time.
+    """Captures a CUDA graph of the function that `prepare` returns. The time of a replay contains no host time.
 
     `prepare` is called on the stream of the graph, because autograd runs a backward pass on the stream of its forward
     pass. If a function cannot be captured, the function itself is returned, and a message on stderr says so.
@@ -56,8 +56,8 @@ def median_ms(runs: Mapping[str, Callable[[], object]], *, rep: float = 60) -> d
     The candidates run in random order, which is the same in every process.
 
     A hot GPU lowers its clock, so a kernel seems slower if it runs after a kernel that heats the GPU. On an H200, the
-    times of equal kernels in a fixed order differ by up to 2%. In a random order, these times differ by at most 0.3%.
-    The L2 cache is cleared before each run of a candidate.
+    times of equal kernels differ by up to 2% if the order is fixed, and by at most 0.3% if the order is random. The L2
+    cache is cleared before each run of a candidate.
 
     Units: `rep` is the total time per candidate in milliseconds. Each candidate runs at least `FEWEST` times after two
     warm-up runs.

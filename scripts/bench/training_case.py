@@ -24,7 +24,7 @@ from scripts.composed import composed
 
 REPOSITORY = Path(__file__).parents[2]
 WARMUP = 2  # number of untimed steps; the first allocates the optimizer's state and compiles kernels
-FEWEST_STEPS = 2  # number of timed steps if a step is slow
+FEWEST_STEPS = 2  # maximum number of timed steps if the second step is slow
 VOCABULARY = 50257  # vocabulary size of models whose config does not set one
 Device = Literal["cuda", "cpu"]
 Loss = Callable[[], Tensor]
@@ -33,8 +33,9 @@ Loss = Callable[[], Tensor]
 class StepTimes:
     """Collects the times and the losses of a case's steps.
 
-    steps: number of timed steps. warmup: number of steps before them, which are not timed.
-    slow_step: seconds. If the second step takes longer, it is timed too, and at most `FEWEST_STEPS` steps are timed.
+    steps: number of timed steps. warmup: number of untimed steps before the timed steps.
+    slow_step: if the second step takes more seconds than `slow_step`, the second step is timed too, and at most
+    `FEWEST_STEPS` steps are timed.
     limit: seconds from the end of the first step. A step does not start if it would probably end after the limit. At
     least one step is timed.
     """
@@ -123,14 +124,14 @@ def measure(config: DictConfig, device: torch.device, times: StepTimes, callback
     """Trains as train.py does, with LitGPT, Lightning's loop and the data of the config. Fills `times`.
 
     The planner does not check beforehand whether the run fits in memory. Nothing is logged or saved. On a GPU, the
-    peak memory of the process afterwards covers the training, because the callback Monitor resets the peak before it.
-    callbacks: what else to measure. Their hooks run after those that time a step.
+    peak memory of the process covers only the training, because the callback Monitor resets the peak at the start.
+    callbacks: additional callbacks, for other measurements. The hooks of `callbacks` run after the hooks of StepTimer.
     """
     require_backend(instantiate(config.attention), device)
     if config.lit_gpt.float8 is not None:
         require_float8_gpu(device)
     data: PackedDataModule = instantiate(config.data)
-    timer = StepTimer(times)  # must be the first callback, so that the times do not include other callbacks
+    timer = StepTimer(times)  # must be the first callback, so that a timed step ends before other callbacks run
     trainer: L.Trainer = instantiate(
         config.trainer,
         callbacks=[timer, *callbacks, instantiate(config.callbacks.monitor)],

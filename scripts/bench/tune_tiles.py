@@ -12,15 +12,15 @@ candidate must fit in shared memory (tiles.shared_bytes), and its fp32 tiles mus
 --near, the script tries only the table's entry and the candidates that differ from this entry by one step in one value.
 With --tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates.
 After compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads *
-head_dim = 2048 or slightly less. The TFLOP/s count 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for dv and 3 for
-dq. Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and dv to
-the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is
-three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 inputs when
+head_dim = 2048 or slightly less. TFLOP/s count 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for dv and 3 for dq.
+Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and dv to the
+table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three
+TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 inputs when
 torch.backends.cuda.matmul allows TF32. A candidate counts only if its results are correct (`check`). Writes OUT.md: its
 header, a table for each head_dim and pass, and the entries for tiles.py. The fastest tiles are added to OUT.json,
 except with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it. With
 --install, the script also adds the fastest tiles to a file in the user's cache folder (tuned_tiles.installed_file).
-fa_kernels loads this file if the variable is not set.
+fa_kernels loads the file in the cache folder if FLASH_ATTENTION_TILES is not set.
 """
 
 import argparse
@@ -68,8 +68,8 @@ WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
 # limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
-# Limits for 4-byte dtypes. Each element is split in two halves, which doubles the shared memory. The products of the
-# lower halves need their own accumulators, so a thread can hold only half as many elements.
+# Limits for 4-byte dtypes. Each fp32 element is split into an upper and a lower half, which doubles the shared memory.
+# The products of the lower halves need their own accumulators, so a thread can hold only half as many elements.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -83,7 +83,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Result:
-    """The median time of one candidate. ms is None if the candidate failed; in that case, `error` gives the reason."""
+    """The median time of one candidate. If the candidate failed, ms is None and `error` gives the reason."""
 
     candidate: Candidate
     ms: float | None
@@ -134,7 +134,8 @@ def near(
 ) -> Iterator[TileConfig]:
     """Yields the table's entry, and then the candidates that differ from that entry by one step in one value.
 
-    If the table has no dk and dv entries for a head_dim, the search starts from those of the next larger head_dim.
+    If the table has no dk and dv entries for a head_dim, the search starts from the entries of the next larger head_dim
+    that has them.
     """
     itemsize = ITEMSIZE[products]
     worthwhile = list(candidates(arch, head_dim, direction, limit, products))
@@ -204,7 +205,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # attention_backward also launches the kernel of the other pass. That kernel gets no tiles, so it does nothing.
+    # `half` has no tiles for the kernel of the other pass, so attention_backward does not launch that kernel
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -222,7 +223,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
     """Computes the outputs of a pass in `dtype` with torch.
 
-    Each key is the position of this output in the results of the launched kernel (see `launcher`).
+    Returns {index: output}, where `index` is the output's place in the result of the function that `launcher` returns.
 
     tensors: q, k, v and do, as `inputs` returns them.
     """
@@ -247,10 +248,11 @@ def largest(x: Tensor) -> float:
 def check(candidate: Candidate, device: str = "cuda") -> str:
     """Compiles a candidate into Triton's cache and checks its outputs. Returns an error message, or an empty string.
 
-    An error is a difference from the result in fp64. It is compared with the error of torch in the same dtype. The
-    root mean square of the errors may be twice as large, and the largest error four times as large, plus rounding.
-    The largest error needs the larger limit because it depends on chance: a correct dq in fp32 on an AMD CPU had up to
-    2.9 times the largest error of torch, but only 1.4 times the root mean square.
+    An error is the difference of an output element from its value in fp64. The candidate's errors are compared with the
+    errors of torch in the same dtype. The root mean square of the candidate's errors may be twice that of torch, plus
+    rounding. The candidate's largest error may be four times the largest error of torch, plus rounding, because the
+    largest error depends on chance. In a correct dq in fp32 on an AMD CPU, the largest error was up to 2.9 times that
+    of torch, but the root mean square was only 1.4 times that of torch.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()
@@ -304,7 +306,7 @@ def best(results: list[Result]) -> dict[tuple[int, Pass], Result]:
 
 
 def entries(results: list[Result], name: str) -> str:
-    """Formats the results as lines of the table in tiles.py.
+    """Formats the fastest result for each head_dim and pass as a line of the table in tiles.py.
 
     `name` is the name of the GPU architecture in tiles.py.
     """
@@ -426,7 +428,7 @@ def main() -> None:
     today = date.today()
     device = torch.device("cuda", torch.cuda.current_device())
     arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # the type stubs lack shared_memory_per_block_optin
     limit = properties.shared_memory_per_block_optin
     name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
     tried = near if args.near else candidates

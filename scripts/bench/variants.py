@@ -37,12 +37,12 @@ class Variant:
 
     @property
     def is_peer(self) -> bool:
-        """Whether the variant runs without our kernels. Our variants are compared with the fastest peer."""
+        """Whether the variant runs without our attention. Our variants are compared with the fastest peer."""
         return not self.ours and not self.fa_train
 
 
 def variant_of(name: str) -> Variant:
-    """Parses a variant's name. Raises: ValueError if there is no such variant."""
+    """Parses a variant's name. Raises: ValueError if `name` is not the name of a variant."""
     kind, *settings = name.split("-")
     memories = options("memory")
     if kind == "hf" and settings in ([*first, *last] for first in _KINDS for last in ([], ["checkpointing"])):
