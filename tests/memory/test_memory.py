@@ -41,7 +41,7 @@ def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | No
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# attention=flash with offload is left out, because test_all_levers_work_around_compiled_blocks has this combination
+# flash attention with a chunked FFN is left out, because test_all_levers_work_around_compiled_blocks covers it
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "offload", "mlp_chunk"),
     [("sdpa", *levers) for levers in COMBINATIONS]

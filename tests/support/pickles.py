@@ -1,4 +1,4 @@
-"""A pickled program, for tests that damaged or hostile files run no code."""
+"""A pickled program, for tests which check that no code of a damaged or hostile file runs."""
 
 import os
 from pathlib import Path

@@ -63,8 +63,8 @@ def copy_adapters(ours, llama):
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_both_sides_train_the_same_model(adapter):
-    """With equal weights and adapters, our model and transformers have equal logits. This shows that sizes, theta, the
-    norm's eps and the scale of the adapters are equal.
+    """With equal weights and adapters, our model and transformers have equal logits. Equal logits show that sizes,
+    theta, the norm's eps and the scale of the adapters are equal.
     """
     config = configuration(replace(CASE, overrides=(*TINY, f"adapter={adapter}")))
     ours = build_model(config, config.model.vocab_size)
