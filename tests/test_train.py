@@ -51,7 +51,9 @@ def test_validation_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
-    """With bf16 weights, Lightning converts floating-point buffers to bf16. bf16 cannot represent most counts above 256.
+    """With bf16 weights, Lightning converts floating-point buffers to bf16.
+
+    The dtype bf16 cannot represent most counts above 256.
     """
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
         trainer, lit_gpt, _ = training.build(cfg)

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# stands in for a device function, of which the interpreter uses only __globals__
+# replaces the device function that the interpreter expects; the interpreter reads only __globals__
 LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
