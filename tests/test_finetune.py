@@ -1,5 +1,5 @@
-"""Tests experiment=finetune, from chats and a checkpoint to an exported folder, and compares it with transformers'
-training loop. Also tests experiment=extend_context.
+"""Tests experiment=finetune, from chats and a checkpoint to an exported folder, and compares its losses with those of
+transformers' training loop. Also tests experiment=extend_context.
 """
 
 import json

@@ -105,8 +105,9 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path) -> None:
-    """Asserts that two runs have bitwise equal losses except in the bad step. One run skips this step, and the other
-    run undoes it.
+    """Asserts that two runs have bitwise equal losses except in the bad step.
+
+    The run `skipping` skips the bad step, and the run `undone` undoes it.
     """
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, STEPS + 1))

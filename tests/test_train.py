@@ -125,7 +125,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
-    """A killed run cannot save its last steps. A resumed run continues from the newest checkpoint and repeats them."""
+    """A killed run cannot save its last steps. A resumed run repeats the steps after the newest checkpoint."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
     overrides = [*tiny(tmp_path, *settings, "run_name=killed", "max_steps=16"), *RECORDED]
     _, folder = run(tmp_path, *settings, "max_steps=16", *RECORDED)

@@ -1,6 +1,6 @@
 """Tests how a run measures the time that its ranks wait for data and for each other.
 
-tests/parallel/test_launch.py tests these times in a run with two ranks.
+tests/parallel/test_launch.py tests the measured times of a run with two ranks.
 """
 
 import mmap

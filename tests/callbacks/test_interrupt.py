@@ -1,6 +1,6 @@
 """Tests the handler of Ctrl-C and SIGTERM by calling it directly.
 
-tests/test_train.py sends these signals to real runs.
+tests/test_train.py sends signals to real runs.
 """
 
 import signal

@@ -27,7 +27,7 @@ def _short_epochs(monkeypatch):
 @pytest.fixture(autouse=True)
 def _frozen_again():
     """conftest.py calls gc.freeze to make garbage collections faster. A run with data workers calls gc.unfreeze when it
-    ends. This fixture calls gc.freeze again after such a run.
+    ends. This fixture calls gc.freeze again after a run with data workers.
     """
     yield
     if not gc.get_freeze_count():
@@ -156,9 +156,9 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
-    """The first run stops after 20 micro-batches of 2 rows each.
+    """The first run stops after 5 steps, which are 20 micro-batches of 2 rows each.
 
-    20 micro-batches are not a whole number of steps, because a step has 8 micro-batches.
+    With one row per micro-batch, a step of the resumed run has 8 micro-batches, and 20 is not a multiple of 8.
     """
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
@@ -303,7 +303,7 @@ def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, c
 
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
-    """If one of the two paths has no document with text, no document of the other path is used in its place."""
+    """If data.path or data.val_path has no document with text, documents of the other path do not replace it."""
     paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}
     write_jsonl(paths[empty], [{"text": "no chat"}] * 3)
     tokenizer = save_tokenizer(tmp_path / "tokenizer")

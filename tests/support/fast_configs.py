@@ -89,7 +89,7 @@ REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (Metadata, "__deepcopy__", _copy_metadata),
     (registry, "entry_points", cache(registry.entry_points)),
     (omegaconf.omegaconf, "get_omega_conf_dumper", _dumper),
-    (yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),  # OmegaConf looks it up at each load
+    (yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),  # OmegaConf looks up SafeLoader at each load
     (config_loader_impl, "create_defaults_list", _create_defaults_list),
     (ConfigLoaderImpl, "_compose_config_from_defaults_list", _compose),
 ]

@@ -35,7 +35,7 @@ def start_server() -> None:
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
-        # the server imports these modules in this order; each run with W&B needs wandb.apis.public
+        # the server imports the modules in the order of this list; each run with W&B needs wandb.apis.public
         forkserver.set_forkserver_preload([
             "tests.support.garbage_collection_off", "train", "fa_train.training", "wandb.apis.public",
             "tests.support.frozen",

@@ -1,4 +1,4 @@
-"""Documents whose tokens are all different, and data modules that pack them."""
+"""Documents in which no token occurs twice, and data modules that pack these documents."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ OPTIONS = dict(
 
 
 class Numbered:
-    """Documents whose tokens are all different: token i of document d is 1000 * d + i."""
+    """Documents in which no token occurs twice: token i of document d is 1000 * d + i."""
 
     loss_mask = None
 
@@ -28,7 +28,7 @@ class Numbered:
 
 
 class NumberedSource:
-    """A source of documents of given lengths. No token occurs twice in these documents."""
+    """A source of documents of given lengths. All tokens of a source are different."""
 
     vocab_size, pad_id, cache_dir = 10**9, PAD, None
 

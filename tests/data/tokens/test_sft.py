@@ -1,4 +1,4 @@
-"""In a chat, only the assistant's messages have labels. The tokens equal those of the rendered template."""
+"""In a chat, only the assistant's messages have labels. The tokens of a chat equal those of its rendered template."""
 
 from datetime import datetime
 from types import SimpleNamespace

@@ -226,7 +226,7 @@ CASES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
     # Fewer tokens or a larger vocabulary would move the peak to where autograd adds the two gradients of the tied
-    # embedding. Autograd adds them in place, except on fake tensors.
+    # embedding. Autograd adds these two gradients in place, except on fake tensors.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},

@@ -196,7 +196,7 @@ def finetune(folder: Path) -> None:
 
 
 def difference(case: Case, rank: int, *callbacks: L.Callback) -> str:
-    """Trains, and compares the weights of ranks after each step. Returns the error message, or "" if they are equal."""
+    """Trains, and compares the weights of ranks after each step. Returns the error message, or "" without an error."""
     try:
         train(case, rank, *callbacks, EqualWeights(every_n_steps=1))
     except DivergedError as error:

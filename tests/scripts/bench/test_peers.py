@@ -50,7 +50,7 @@ def copy_weights(ours, llama):
 
 
 def copy_adapters(ours, llama):
-    """Sets each matrix B of the peer's adapters to random values. Then copies these adapters to our model."""
+    """Sets each matrix B of the peer's adapters to random values, and then copies the adapters to our model."""
     for block, layer in zip(ours.blocks, llama.layers, strict=True):
         for joined in (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down):
             for name in joined.rows:

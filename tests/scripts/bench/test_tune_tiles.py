@@ -78,8 +78,8 @@ def test_measured_precisions_are_those_of_launches(dtype):
 
 
 def test_candidates_of_4_bytes_have_a_score_a_thread_and_half_the_numbers():
-    """For head_dim 128, 32 x 32 with four warps was fastest on an H200. The candidates must include this tile, although
-    each warp has only 8 rows.
+    """For head_dim 128, 32 x 32 with four warps was fastest on an H200. The candidates must include 32 x 32 with
+    four warps, although each warp has only 8 rows.
     """
     found = list(candidates("sm90", 128, "dkdv", SHARED_LIMIT["sm90"], "float32"))
     assert TileConfig(32, 32, 4, 1) in found and TileConfig(32, 32, 8, 1) in found
@@ -110,8 +110,8 @@ def test_near_are_the_entry_and_candidates_one_step_from_it(head_dim, direction)
     if direction in APART and head_dim < WIDE:
         assert not found
         return
-    # For head_dim 192, the table has no entries "dk" and "dv". The candidates for these two passes therefore start from
-    # the entries for head_dim 256.
+    # For head_dim 192, the table has no entries "dk" and "dv". For these passes, `near` starts from the entries for
+    # head_dim 256.
     entry = tile_config("sm90", 256 if direction in APART else head_dim, direction, 2)
     assert found[0] == entry and 2 <= len(found) <= 9 and len(set(found)) == len(found)
     every = list(candidates("sm90", head_dim, direction, limit))
