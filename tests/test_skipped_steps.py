@@ -46,7 +46,7 @@ ON_TWO_RANKS = ["ddp", "fsdp"]
 class InfiniteLoss(Callback):
     """Makes the loss of the last rank infinite, so that every gradient of that rank is not finite.
 
-    steps: the values of trainer.global_step with an infinite loss. The first step has 0.
+    steps: the values of trainer.global_step with an infinite loss. The first step has the value 0.
     """
 
     def __init__(self, steps: list[int]) -> None:

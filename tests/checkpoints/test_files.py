@@ -162,7 +162,7 @@ def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
 
 
 class Attribute:
-    """An object that pickle replaces by torch.Size.numel, with a call of getattr."""
+    """An object whose pickle contains a call of getattr, which returns torch.Size.numel."""
 
     def __reduce__(self):
         return getattr, (torch.Size, "numel")

@@ -303,7 +303,7 @@ def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, c
 
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
-    """If data.path or data.val_path has no document with text, documents of the other path do not replace it."""
+    """If data.path or data.val_path has no document with text, no document of the other path is used in its place."""
     paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}
     write_jsonl(paths[empty], [{"text": "no chat"}] * 3)
     tokenizer = save_tokenizer(tmp_path / "tokenizer")

@@ -212,9 +212,9 @@ def test_the_embedding_may_be_frozen(device):
     assert_equal(results[2], results[0])
 
 
-@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # 32, 48, 64: rows of a weight (dim, ffn_dim, qkv)
+@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # weights have dimensions of 32 (dim), 48 (ffn_dim) and 64 (qkv)
 def test_weights_stay_on_the_device(tokens, device, monkeypatch):
-    """Weights are never offloaded, even if they have as many rows as there are tokens."""
+    """Weights are never offloaded, even if a dimension of a weight has as many elements as there are tokens."""
     sent, send = [], offload._State.send
 
     def watched(state, *args):

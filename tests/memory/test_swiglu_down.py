@@ -230,8 +230,8 @@ def test_other_activations_keep_their_path(activation, device, passes):
 
 @pytest.mark.gpu
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
-    """SwiGLU's backward kernel overwrites the gradient of the activations with the activations. torch.compile first
-    copies the gradient only if the gradient is needed later.
+    """SwiGLU's backward kernel overwrites the gradient of the activations with the activations. torch.compile
+    copies the gradient beforehand, but only if the gradient is needed later.
     """
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)

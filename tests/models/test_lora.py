@@ -129,7 +129,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Offload happens outside the compiled graphs, so it is tested only in the case `all`."""
+    """Offload happens outside the compiled graphs, so only the case `all` offloads."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 

@@ -338,8 +338,8 @@ def allocated(run):
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The formula gives a minimum, and the measured peak is not below it.
 
-    The upper bound is the sum of this minimum and a second mask of N^2 bytes, plus 3%. The formula leaves out terms
-    linear in N. Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
+    The peak is at most 3% above the sum of the formula's minimum and a second mask of N^2 bytes. The formula leaves out
+    terms linear in N. Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

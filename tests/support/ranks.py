@@ -1,4 +1,4 @@
-"""Checks whether ranks can communicate on this machine, builds their environment variables, and starts them."""
+"""Checks whether ranks can communicate on this machine, builds the environment variables of ranks, and starts ranks."""
 
 import socket
 from pathlib import Path

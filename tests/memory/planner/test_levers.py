@@ -131,7 +131,7 @@ def test_auto_takes_chunks_before_host_memory(tokens):
 def test_copies_save_no_time_where_chunks_are_computed_again(plan):
     """With offload=all, tiled_mlp keeps the output of the FFN's first matmul, and its backward skips this matmul.
 
-    An FFN with adapters or GeGLU does not use tiled_mlp. In such an FFN, offload=all does not save any recomputation.
+    An FFN with adapters or GeGLU does not use tiled_mlp, so offload=all saves no recomputation in this FFN.
     """
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies

@@ -6,8 +6,8 @@ By default, the tests leave out some cases. In most tests, the cases that run by
 any two settings. Some tests leave out cases of offload or compiled blocks. With PLANNER_CASES=all, all cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. `first` marks a first step, in which the
-optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. `keys` is given only if this
-number is below the planner's upper bound.
+optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. `keys` is given only if it is
+below the upper bound that the planner uses.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Trains a small model for two steps under a strategy, in one process or in several, and records losses and weights."""
+"""Trains a small model for two steps under a strategy, in one process or in several, and records the results."""
 
 import json
 import os

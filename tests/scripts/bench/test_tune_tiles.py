@@ -110,8 +110,7 @@ def test_near_are_the_entry_and_candidates_one_step_from_it(head_dim, direction)
     if direction in APART and head_dim < WIDE:
         assert not found
         return
-    # For head_dim 192, the table has no entries "dk" and "dv". For these passes, `near` starts from the entries for
-    # head_dim 256.
+    # For the passes "dk" and "dv" with head_dim 192, the table has no entries. `near` starts from the entries for 256.
     entry = tile_config("sm90", 256 if direction in APART else head_dim, direction, 2)
     assert found[0] == entry and 2 <= len(found) <= 9 and len(set(found)) == len(found)
     every = list(candidates("sm90", head_dim, direction, limit))
