@@ -63,11 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-@pytest.hookimpl(optionalhook=True)  # this hook exists only if pytest-xdist is installed
+@pytest.hookimpl(optionalhook=True)  # only pytest-xdist calls this hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Lets one worker run the tests that train with several ranks, while other workers run the other tests.
 
-    Ranks wait for each other often. If the ranks of two tests shared the cores, these waits would be far longer.
+    Ranks often wait for each other. If the ranks of two tests shared the CPU cores, ranks would wait far longer.
     """
     if config.getoption("dist") != "loadfile":
         return None

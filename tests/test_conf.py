@@ -30,7 +30,7 @@ NEEDED = {
 
 
 TOGETHER = ("attention", "callbacks", "data", "logger", "memory", "scheduler", "trainer")
-ALONE = ("adapter", "optimizer", "strategy")  # each option has its own run, because some exclude others
+ALONE = ("adapter", "optimizer", "strategy")  # each option has its own run, because some options exclude others
 
 
 def options():
@@ -78,7 +78,7 @@ def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
                 found.append(OmegaConf.to_yaml(cfg) + OmegaConf.to_yaml(HydraConfig.instance().cfg))
         return found
 
-    for cached in ("_lists", "_configs"):  # together, because keys of _configs are ids of objects in _lists
+    for cached in ("_lists", "_configs"):  # replace both, because the keys of _configs are ids of objects in _lists
         monkeypatch.setattr(fast_configs, cached, {})
     for owner, name, original in fast_configs.ORIGINALS:
         if original is None:
@@ -88,7 +88,7 @@ def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
     expected = configs()
     assert not fast_configs._lists and len({*expected}) == len(cases)
     monkeypatch.undo()
-    for cached in ("_lists", "_configs"):  # together, because keys of _configs are ids of objects in _lists
+    for cached in ("_lists", "_configs"):  # replace both, because the keys of _configs are ids of objects in _lists
         monkeypatch.setattr(fast_configs, cached, {})
     assert configs() == expected
     assert len(fast_configs._lists) == len(cases)

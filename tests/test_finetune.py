@@ -1,5 +1,5 @@
-"""Tests experiment=finetune, from chats and a checkpoint to an exported folder, and compares it with transformers'
-training loop. Also tests experiment=extend_context.
+"""Tests experiment=finetune, from chats and a checkpoint to an exported folder, and compares its losses with those of
+transformers' training loop. Also tests experiment=extend_context.
 """
 
 import json
@@ -226,7 +226,7 @@ def test_bytes_are_refused_if_the_checkpoint_has_another_vocabulary(tmp_path):
 
     build(of_bytes)
     build(base, f"data.tokenizer={base}")
-    build(base, "model.vocab_size=400")  # the user says that the checkpoint's vocabulary is meant
+    build(base, "model.vocab_size=400")  # the override confirms the size of the checkpoint's vocabulary
     for data, got in (("text", "data.tokenizer=null"), ("stdlib", "data=stdlib")):
         message = (
             f"data.tokenizer must be the tokenizer of {base}, whose vocabulary has 400 tokens; got {got}, which uses"

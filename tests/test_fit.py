@@ -23,7 +23,7 @@ class Batches(L.LightningDataModule):
 
 
 class Ends(Callback):
-    """Records whether the model and the optimizer hold values when training ends. Then raises `error` (if any)."""
+    """Records whether the model and the optimizer hold values when training ends, and then raises `error`, if any."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.held = error, False
@@ -72,7 +72,7 @@ def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch)
 
 
 def test_ctrl_c_before_training_is_no_status_1(tmp_path):
-    """Lightning would end the process with status 1."""
+    """After Ctrl-C, Lightning would end the process with status 1."""
 
     class Interrupted(Callback):
         def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

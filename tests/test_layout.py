@@ -1,4 +1,4 @@
-"""Test folders mirror source folders, what test modules share is in `support` folders, and no file is too long."""
+"""Test folders mirror source folders, shared code of test modules is in `support` folders, and no file is too long."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ FOLDERS = ("fa_train", "kernels", "scripts", "tests", "docs")
 LONGEST = 500  # lines
 TEST_MODULE = re.compile(r"\btests(?:\.\w+)*\.test_\w+")
 IMPORT = re.compile(r"\bfrom (tests[\w.]*) import (\([^)]*\)|.*)")
-# source folders of folders in tests/; every other folder mirrors one of fa_train
+# the source folders of tests/kernels and tests/scripts; every other test folder mirrors a folder of fa_train
 SOURCE_FOLDERS = {"kernels": "kernels/fa_kernels", "scripts": "scripts"}
 NOT_MIRRORED = {"support", "gpu_check", "aot"}  # test folders without a source folder
 ACROSS = {"tests/test_resume.py"}  # tests of whole runs that have the name of a module in a subfolder

@@ -134,7 +134,7 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
 def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
     """The batch's mean_seqlen determines the length class of documents.
 
-    In the first layer, the window of 10 tokens limits this length.
+    In the first layer, the window of 10 tokens limits the mean length.
 
     If mean_seqlen is missing, the mean length is estimated from cu_seqlens. In this test, padding makes the estimated
     mean too small, so both layers get the class "short".

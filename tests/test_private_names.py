@@ -34,7 +34,7 @@ def test_an_assignment_never_makes_a_new_attribute():
 
 
 def interrupted(connector: SimpleNamespace, epoch_loop: SimpleNamespace) -> SimpleNamespace:
-    """Builds a stand-in for a trainer with one process. It has only the parts that GracefulInterrupt uses."""
+    """Builds a stand-in for a trainer with one process, with only the attributes that GracefulInterrupt uses."""
     return SimpleNamespace(
         world_size=1, _signal_connector=connector, fit_loop=SimpleNamespace(epoch_loop=epoch_loop)
     )  # fmt: skip

@@ -235,7 +235,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 def remove_a_state(run: Path, changed: Path) -> None:
-    """Copies a checkpoint, except the optimizer's state of one parameter, as if it had never had a gradient."""
+    """Copies a checkpoint without the optimizer state of one parameter, as if the parameter never had a gradient."""
     name = "checkpoints/step_0000003.ckpt"
     checkpoint = torch.load(run / name, weights_only=True)
     del checkpoint["optimizer_states"][0]["state"][1]

@@ -60,7 +60,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of one of these keys sele
 def is_own(raw: Any, key: str) -> bool:
     """Returns whether the key has its own value, and does not copy another key.
 
-    An interpolation copies another key. If it copies a node, all keys inside this node are copies.
+    An interpolation copies another key. If an interpolation copies a node, all keys inside the node are copies.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -136,7 +136,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             values = wrong_values(hint)
             for number, value in enumerate(values):
                 with pytest.raises(ValueError) as raised:
-                    if number == 0 and f"${{{key}}}" in str(raw):  # other keys that copy this key are wrong, too
+                    if number == 0 and f"${{{key}}}" in str(raw):  # the keys that copy the changed key are wrong, too
                         wrong, came = overridden(cfg, key, value)
                         run_config.check(wrong)
                     else:
@@ -424,7 +424,7 @@ def test_other_names_lead_to_keys(tmp_path):
     ],
 )
 def test_why_a_target_cannot_be_imported_is_said(module, reason, tmp_path, monkeypatch):
-    shorter = tmp_path.name[:-1]  # a module that does not exist, although the target's name begins like this
+    shorter = tmp_path.name[:-1]  # no module has this name, but the name of the target's package begins with it
     texts = {"__init__": "", "needs": "import not_installed", "shorter": f"import {shorter}"}
     texts |= {"wrong": "from json import nothing", "fine": ""}
     for name, text in texts.items():

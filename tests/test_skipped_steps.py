@@ -26,7 +26,7 @@ from tests.support.training import column, composed, quiet_environment, tiny, wr
 pytestmark = pytest.mark.slow
 
 STEPS = int(os.environ.get("SKIPPED_STEPS", "16"))  # steps of a run
-BAD = 6  # the step whose loss is infinite
+BAD = 6  # trainer.global_step in the step whose loss is infinite; the logs call this step 7
 SMALL = (
     "model.n_layers=1", "seq_len=16", "batch_size=2", "trainer.val_check_interval=12", "data.val_rows=2",
     "data.micro_batch_size=2", "callbacks.checkpoint=null",
@@ -44,8 +44,9 @@ ON_TWO_RANKS = ["ddp", "fsdp"]
 
 
 class InfiniteLoss(Callback):
-    """Makes the loss of the last rank infinite at the given steps, so that every gradient of that rank is not
-    finite.
+    """Makes the loss of the last rank infinite, so that every gradient of that rank is not finite.
+
+    steps: the values of trainer.global_step with an infinite loss. The first step has the value 0.
     """
 
     def __init__(self, steps: list[int]) -> None:
@@ -60,7 +61,7 @@ class InfiniteLoss(Callback):
 
 
 class Undo(Callback):
-    """After the given step, restores the weights and the optimizer's state from before that step."""
+    """After the step with trainer.global_step=step, restores weights and optimizer state from before that step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -104,8 +105,9 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 
 
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path) -> None:
-    """Asserts that two runs have bitwise equal losses except in the bad step. One run skips this step, and the other
-    run undoes it.
+    """Asserts that two runs have bitwise equal losses except in the bad step.
+
+    The run `skipping` skips the bad step, and the run `undone` undoes it.
     """
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, STEPS + 1))
@@ -144,7 +146,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
                 training.train(cfg)
-            # the start, the end and validations have barriers: 12 in a run of 16 steps, 14 in one of 32
+            # the start, the end and validations have barriers: 12 in a run of 16 steps, and 14 in a run of 32 steps
             assert barrier.call_count < STEPS // 2 + 8, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 

@@ -66,8 +66,9 @@ def test_validation_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
-    """With bf16 weights, Lightning converts floating-point buffers to bf16. This dtype cannot represent most counts
-    above 256.
+    """With bf16 weights, Lightning converts floating-point buffers to bf16.
+
+    The dtype bf16 cannot represent most counts above 256.
     """
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
         trainer, lit_gpt, _ = training.build(cfg)
@@ -139,7 +140,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
-    """A killed run cannot save its last steps. It continues from its newest checkpoint, and repeats these steps."""
+    """A killed run cannot save its last steps. A resumed run repeats the steps after the newest checkpoint."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
     overrides = [*tiny(tmp_path, *settings, "run_name=killed", "max_steps=16"), *RECORDED]
     _, folder = run(tmp_path, *settings, "max_steps=16", *RECORDED)
@@ -183,7 +184,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
     Each rank is forked from a server that has done the imports, because the imports of a new process would take
     seconds.
     """
-    processes.start_server()  # start the server now, because otherwise each of the two threads would start one
+    processes.start_server()  # start one server now, because otherwise each of the two threads would start a server
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(command_line, tmp_path, *arguments, **environment) for environment in ranks_of_torchrun(2)]
@@ -195,7 +196,8 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 @pytest.mark.slow
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_the_number_of_processes_may_change(tmp_path):
-    """One process runs nine steps. Two processes resume it after step 3. One process resumes their run after step 5.
+    """A first run has nine steps and one process. Two processes resume the first run after step 3. One process resumes
+    the run of the two processes after step 5.
 
     The rows and the losses of both resumed runs are those of the first run.
 

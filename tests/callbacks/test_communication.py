@@ -1,6 +1,6 @@
 """Tests how a run measures the time that its ranks wait for data and for each other.
 
-tests/parallel/test_launch.py tests the same with two ranks.
+tests/parallel/test_launch.py tests the measured times of a run with two ranks.
 """
 
 import mmap
@@ -95,7 +95,8 @@ def group():
     dist.destroy_process_group()
 
 
-# forward, recomputation and backward make one exchange each; flash gathers keys once more in backward
+# The forward, the recomputation and the backward exchange keys once each. Flash attention gathers keys once more in
+# its backward.
 @pytest.mark.parametrize(
     ("attention", "compiled", "n_exchanges"),
     [
@@ -114,7 +115,7 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
             exchange.wait()
             now[0] += 5
 
-        now[0] += 1  # copies take this time, and the span must not contain it
+        now[0] += 1  # the copies take one unit of time, which the span must not contain
         return SimpleNamespace(wait=wait)
 
     monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)
@@ -171,7 +172,7 @@ def test_the_progress_line_summarises_waiting():
 
 def test_host_memory_is_what_this_process_holds(monkeypatch):
     before = resident_bytes()
-    with mmap.mmap(-1, 64 * 2**20) as held:  # mmap gets new pages, whereas a bytearray could reuse old ones
+    with mmap.mmap(-1, 64 * 2**20) as held:  # mmap allocates new pages; a bytearray could reuse old ones
         held[:: 2**12] = b"x" * len(held[:: 2**12])  # touches each page
         assert 48 * 2**20 < resident_bytes() - before < 128 * 2**20
     monkeypatch.setattr("fa_train.callbacks.monitor.Path", lambda path: SimpleNamespace(exists=lambda: False))

@@ -1,6 +1,6 @@
 """Tests the handler of Ctrl-C and SIGTERM by calling it directly.
 
-tests/test_train.py sends these signals to real runs.
+tests/test_train.py sends signals to real runs.
 """
 
 import signal
@@ -21,7 +21,7 @@ def test_ctrl_c_before_training_is_one_line(capsys):
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
     """A signal within one second of the first one is ignored, because torchrun repeats each signal once.
 
-    A later signal ends the process at once. Data workers ignore all signals.
+    A later signal ends the process at once. In a forked data worker, the handler ignores every signal.
     """
     now, exits = [100.0], []
     monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -1,5 +1,5 @@
-"""Monitor logs each value under the step that it belongs to. It reads the values of a step after the next micro-batch
-has been launched.
+"""Monitor logs each value under the step that the value belongs to. Monitor reads the values of a step after the next
+micro-batch has been launched.
 """
 
 import json
@@ -90,8 +90,7 @@ def test_logged_values_belong_to_the_logged_step(validates_every, tmp_path, caps
     [
         pytest.param([UNSAVED], [9, 17, 20], id="the-next-micro-batch"),
         pytest.param([UNSAVED, "trainer.val_check_interval=4"], [8, 16, 20], id="a-validation-reads-first"),
-        # at steps 8 and 10, the host waits a second time, because the checkpoint measures how long training stands
-        # still
+        # at steps 8 and 10, the host waits a second time, because Checkpoint measures how long a save delays training
         pytest.param(
             ["callbacks.checkpoint.every_n_train_steps=8"], [9, 16, 16, 20, 20], id="a-checkpoint-reads-first"
         ),
@@ -171,8 +170,8 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
     monkeypatch.setattr("fa_train.callbacks.timestamp.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr("fa_train.callbacks.monitor.RECENT_LOGS", 2)
     trainer = fit(tmp_path, Synchronous(), UNSAVED, "trainer.val_check_interval=2")
-    # The run starts at 0 s. It logs step 4 at 3 s, step 8 at 8 s and step 10 at 11 s. The training time leaves out four
-    # validations: from 1 to 2 s, from 4 to 5 s, from 6 to 7 s and from 9 to 10 s.
+    # The run starts at 0 s. Step 4 is logged at 3 s, step 8 at 8 s and step 10 at 11 s. The training time leaves out
+    # four validations: from 1 to 2 s, from 4 to 5 s, from 6 to 7 s and from 9 to 10 s.
     assert column(tmp_path, "perf/step_ms") == pytest.approx({4: 2e3 / 4, 8: 3e3 / 4, 10: 2e3 / 2})
     assert monitor_of(trainer).latest_step == STEPS
     rates = column(tmp_path, "perf/tokens_per_s")

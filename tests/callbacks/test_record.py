@@ -1,4 +1,4 @@
-"""A run that ends before its last step says why."""
+"""A run that ends before its last step prints the reason."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Tests checkpoint files and folders: writing, reading, refusing damaged ones, and finding the newest."""
+"""Tests checkpoint files and folders: writing and reading them, refusing damaged ones, and finding the newest one."""
 
 import errno
 import os
@@ -90,7 +90,7 @@ def test_a_damaged_or_foreign_file_is_one_line(damage, file):
     ("name", "damage"),
     [
         *((name, damage) for name in ("__0_0.distcp", "meta.pt") for damage in ("one-bit", "cut", "empty", "text")),
-        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # the next test changes its bits
+        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # the next test changes bits of .metadata
     ],
 )
 def test_a_damaged_folder_is_one_line(name, damage, folder):
@@ -153,7 +153,7 @@ def test_a_value_that_is_no_tensor_runs_no_code(folder, tmp_path):
 
 
 def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
-    """Python 3.11.0 to 3.11.3 pickle the members of an enum in this way."""
+    """Python 3.11.0 to 3.11.3 pickle the members of an enum as calls of getattr."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -162,7 +162,7 @@ def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
 
 
 class Attribute:
-    """When this object is unpickled, pickle returns an attribute of torch.Size instead."""
+    """An object whose pickle contains a call of getattr, which returns torch.Size.numel."""
 
     def __reduce__(self):
         return getattr, (torch.Size, "numel")
@@ -255,7 +255,10 @@ def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
 
 
 def test_no_copy_is_made_in_memory_or_elsewhere(tmp_path, monkeypatch):
-    """The checkpoint has 64 MB, and memory may grow by at most 32 MB. The folder for temporary files does not exist."""
+    """The checkpoint has 64 MB, and memory may grow by at most 32 MB.
+
+    No temporary file can be made, because Python's folder for temporary files does not exist.
+    """
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
     weights = torch.ones(2**24)
     with peak_growth() as peak:

@@ -30,7 +30,7 @@ EACH_STEP = ("callbacks.checkpoint.every_n_train_steps=1", "max_steps=5", "train
 
 
 def run(folder: Path, tmp_path: Path, *overrides: str) -> list[str]:
-    """Trains in this process and returns the names of the remaining checkpoints."""
+    """Trains in this process and returns the names of the checkpoints that are left at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     with composed(folder, *tiny(tmp_path, *overrides)) as cfg:
         training.train(cfg)
@@ -274,7 +274,8 @@ def test_a_damaged_checkpoint_is_one_line(damage, trained, tmp_path):
 )
 def test_a_checkpoint_of_another_model_is_one_line(override, difference, trained, tmp_path):
     start = f"ckpt_path={trained}/runs/first/checkpoints/step_0000002.ckpt"
-    steps = "max_steps=2" if override == "model.n_layers=3" else "max_steps=3"  # with 2 steps, nothing is left to do
+    # after the checkpoint of step 2, a run of 2 steps has no step left
+    steps = "max_steps=2" if override == "model.n_layers=3" else "max_steps=3"
     with pytest.raises(ValueError, match=rf"^\S+step_0000002.ckpt does not fit the model: .*{difference}") as caught:
         run(tmp_path / "run", trained, *TWO_STEPS, steps, start, override)
     assert "\n" not in str(caught.value) and not list(tmp_path.rglob("*.ckpt*")), "no half-restored state is saved"

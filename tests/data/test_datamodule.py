@@ -27,7 +27,7 @@ def _short_epochs(monkeypatch):
 @pytest.fixture(autouse=True)
 def _frozen_again():
     """conftest.py calls gc.freeze to make garbage collections faster. A run with data workers calls gc.unfreeze when it
-    ends. This fixture then calls gc.freeze again.
+    ends. This fixture calls gc.freeze again after a run with data workers.
     """
     yield
     if not gc.get_freeze_count():
@@ -156,9 +156,9 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
-    """The first run stops after 20 micro-batches of 2 rows each.
+    """The first run stops after 5 steps, which are 20 micro-batches of 2 rows each.
 
-    20 micro-batches are not a whole number of steps, because a step has 8 micro-batches.
+    With one row per micro-batch, a step of the resumed run has 8 micro-batches, and 20 is not a multiple of 8.
     """
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
@@ -191,7 +191,7 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. The last item tells how many MiB a garbage collection in the worker copies."""
+    """A dataset of four items. The last item is the number of MiB that a garbage collection in the worker copies."""
 
     def __getitem__(self, index):
         return copied_by_a_collection() if index == 3 else None
@@ -202,7 +202,7 @@ def test_a_garbage_collection_copies_no_memory_that_workers_share():
     data = make(num_workers=1)
     data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     heap = [[number] for number in range(400_000)]  # about 35 MiB
-    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks the worker; the last item is not requested yet
+    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks the worker, which does not load the last item yet
     try:
         assert copied_by_a_collection() < 5
         assert [*worker][3] < 5
@@ -267,7 +267,10 @@ def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
 
 
 def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_path):
-    """best_fit gives the lowest numbers to rows with long documents. Here, a minority of the rows have one."""
+    """best_fit gives the lowest numbers to rows with long documents.
+
+    In this test, a minority of the rows contain a long document.
+    """
     rows = [{"prompt": "2?", "completion": "4" * n} for n in [30] * 20 + [2] * 200]
     train, val = (write_jsonl(tmp_path / f"{name}.jsonl", rows) for name in ("train", "val"))
     tokenizer, options = save_tokenizer(tmp_path / "tokenizer"), OPTIONS | {"seq_len": 64, "val_rows": 10}
@@ -300,7 +303,7 @@ def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, c
 
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
-    """If one of the two paths has no document with text, no document of the other path is used in its place."""
+    """If data.path or data.val_path has no document with text, no document of the other path is used in its place."""
     paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}
     write_jsonl(paths[empty], [{"text": "no chat"}] * 3)
     tokenizer = save_tokenizer(tmp_path / "tokenizer")

@@ -32,7 +32,7 @@ def _registered() -> None:
 def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: str = "eager", **inputs: Any) -> None:
     """Requires errors of at most twice those of eager attention in fp32.
 
-    An error is the difference from an fp64 result. `exact` names the attention that computes this result.
+    An error is the difference from a result in fp64. `exact` names the attention that computes the fp64 result.
     """
     results = {}
     for name, dtype, implementation in (
@@ -270,7 +270,7 @@ def test_masks_of_a_static_cache_tell_how_many_keys_it_holds():
     user = torch.tensor([[0, 0, 1, 1, 1]]).bool()
     mask = key_masks.encoded(user, 1, 8, 0, 5, user.device)
     assert mask.dtype == key_masks.RUNS and mask.tolist() == [[[[0, 0, 6, 6, 6, 0, 0, 0]]]]
-    assert key_masks.encoded(user, 1, 3, 2, 3, user.device) is None  # no key of this window is padding
+    assert key_masks.encoded(user, 1, 3, 2, 3, user.device) is None  # none of the keys 2 to 4 is padding
 
 
 @pytest.mark.slow

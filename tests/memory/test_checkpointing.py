@@ -25,8 +25,8 @@ OTHER_ATTENTIONS = ("naive", "sdpa", "chunked")  # flash attention has a separat
 
 
 CASES = [(*case, False) for case in product(OTHER_ATTENTIONS, ("selective", "full"))]
-# Naive and chunked attention are compiled in one case each. Selective checkpointing keeps no results of naive
-# attention, and chunked attention is never compiled.
+# Compiled blocks have one case with naive attention and one with chunked attention. Selective checkpointing keeps no
+# results of naive attention, so full checkpointing would do the same. Chunked attention itself is never compiled.
 CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "full", True), ("chunked", "full", True)]
 
 
@@ -93,7 +93,7 @@ def test_recomputation_repeats_torchs_attention_only_as_chosen(documents, checkp
     batch = stream(device)
     if documents == "one":
         del batch["cu_seqlens"]
-    # no grouped heads: with them, torch's CPU kernel would materialise the scores
+    # no grouped heads, because with grouped heads, torch's CPU kernel would materialise the scores
     model = small_gpt(levers(checkpointing), device, "sdpa", N_LAYERS, n_kv_heads=None)
     with Operators() as operators:
         step(model, batch)

@@ -1,4 +1,4 @@
-"""Host memory for pinned copies is on pages of its own, which forked processes do not get."""
+"""Host memory for pinned copies has its own pages, which forked processes do not get."""
 
 import mmap
 import re
@@ -19,4 +19,4 @@ def flags_of(address: int) -> list[str]:
 def test_forked_processes_do_not_get_the_pages():
     buffer = own_pages(5000)
     assert buffer.shape == (5000,) and not buffer.any() and buffer.data_ptr() % mmap.PAGESIZE == 0
-    assert "dc" in flags_of(buffer.data_ptr())  # "do not copy the area on fork"
+    assert "dc" in flags_of(buffer.data_ptr())  # the Linux manual defines dc as "do not copy area on fork"

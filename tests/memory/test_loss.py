@@ -204,7 +204,7 @@ def tanh(x):
 
 
 class Scalar(float):
-    """A float with the method `to`, which a kernel calls. Triton's interpreter passes plain floats, which lack it."""
+    """A float with the method `to`. A kernel calls `to`, but Triton's interpreter passes floats, which have no `to`."""
 
     def to(self, dtype):
         return self

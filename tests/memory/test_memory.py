@@ -33,7 +33,7 @@ GROUPS = sorted(path.stem for path in (CONF / "memory").glob("[!_]*.yaml"))
 def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | None) -> None:
     """Requires `ours` to equal the results of a step without memory levers.
 
-    A chunked FFN adds in another order, so its results can differ by rounding.
+    With a chunked FFN, sums are added in another order, so the results can differ by rounding.
     """
     if mlp_chunk is None:
         return assert_equal(ours, none)
@@ -41,7 +41,7 @@ def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | No
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-# attention=flash with a chunked FFN is left out, because a test below compiles this combination
+# flash attention with a chunked FFN is left out, because another test in this file compiles it
 @pytest.mark.parametrize(
     ("attention", "checkpointing", "offload", "mlp_chunk"),
     [("sdpa", *levers) for levers in COMBINATIONS]

@@ -1,4 +1,4 @@
-"""Offload gives bitwise equal results, and copies states back before they are needed. It reuses host memory within a
+"""Offload gives bitwise equal results, copies states back before they are needed, and reuses host memory within a
 budget.
 
 In these tests, a state is the storage of a tensor that a block saves for its backward.
@@ -84,8 +84,8 @@ class Watched(nn.Module):
 def test_states_leave_the_device(checkpointing, compiled, device):
     """With offload, only the state of the last block stays on the device, because the backward needs it first.
 
-    Without offload, all states stay on the device, except those of compiled blocks without checkpointing. Such a block
-    keeps a sum of its inputs, but the test watches the first input.
+    Without offload, all states stay on the device, except those of compiled blocks without checkpointing. A compiled
+    block without checkpointing keeps a sum of its inputs, but the test watches only the first input.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
@@ -212,9 +212,9 @@ def test_the_embedding_may_be_frozen(device):
     assert_equal(results[2], results[0])
 
 
-@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # 32, 48, 64: rows of a weight (dim, ffn_dim, qkv)
+@pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # weights have dimensions of 32 (dim), 48 (ffn_dim) and 64 (qkv)
 def test_weights_stay_on_the_device(tokens, device, monkeypatch):
-    """Weights are never offloaded, even if they have as many rows as there are tokens."""
+    """Weights are never offloaded, even if a dimension of a weight has as many elements as there are tokens."""
     sent, send = [], offload._State.send
 
     def watched(state, *args):
@@ -252,7 +252,7 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch):
-    """When the error is raised, only the first block has saved its states."""
+    """When offload=all runs out of host memory, only the first block has saved its states."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated

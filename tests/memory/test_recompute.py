@@ -1,4 +1,4 @@
-"""Recomputation has the default dtype of the forward pass."""
+"""Recomputation uses the same default dtype as the forward pass."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def gradient(run, passes=1):
 
 
 def test_torchs_checkpoint_finds_another_dtype():
-    """If torch no longer raises this error, `recomputed` is not needed."""
+    """If torch no longer raises a CheckpointError in this test, `recomputed` is not needed."""
     with pytest.raises(CheckpointError, match="different metadata"):
         gradient(partial(checkpoint, use_reentrant=False))
 

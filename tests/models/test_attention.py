@@ -174,7 +174,7 @@ def test_chunks_must_hold_a_token(device):
 
 
 def test_the_interpreter_does_not_compute_bf16(monkeypatch):
-    """Triton's interpreter would return wrong numbers without an error."""
+    """In bf16, Triton's interpreter would compute wrong results without an error."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
     for attend in (

@@ -57,7 +57,7 @@ def built_on(device: torch.device, config: dict[str, Any], adapter: LoRA | None)
 
 
 def sharded(model: GPT, precision: str = "32-true") -> GPT:
-    """Shards a model that is on the meta device. Each rank then holds its rows of the weights."""
+    """Shards a model that is on the meta device, so that each rank holds its rows of the weights."""
     assert all(parameter.is_meta for parameter in model.parameters())
     if precision == "bf16-true":
         model.bfloat16()
@@ -190,7 +190,7 @@ def test_drawing_leaves_torchs_generator_alone():
 @pytest.mark.gpu
 def test_a_cpu_can_hold_what_a_gpu_draws():
     """Weights can be drawn on a GPU and held in host memory. A GPU and a CPU draw different weights from the same seed.
-    If training drew the base weights on a GPU, the export of an adapter must do the same.
+    If training drew the base weights on a GPU, the export of an adapter must draw them on a GPU, too.
     """
     with drawn_on(torch.device("cuda")):
         held = build(LLAMA)

@@ -102,8 +102,8 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """An adapter is merged into rows of W, whose gradient is dW. The formulas are `dA = scale * B.T @ dW` and `dB =
-    scale * dW @ A.T`.
+    """An adapter is merged into rows of a weight. If the gradient of these rows is dW, the gradients of the adapter's
+    matrices A and B are `dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`.
     """
     settings = lora(target_modules=targets, use_rslora=True)
     model, dense = (small(settings=settings, activation=activation) for _ in range(2))
@@ -129,7 +129,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Offload happens outside the compiled graphs, so only the case `all` has it."""
+    """Offload happens outside the compiled graphs, so only the case `all` offloads."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 
@@ -184,7 +184,7 @@ def test_peft_and_we_read_each_others_adapters(name, tmp_path):
         expected = theirs(tokens()[None]).logits[0]
         torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
         theirs.save_pretrained(tmp_path / "theirs")
-        # r and all other settings are read from the folder
+        # r and all other settings are read from the folder of the adapter, so r=1 has no effect
         again = lora(r=1, path=str(tmp_path / "theirs"))(load_pretrained(tmp_path / "base", "naive"))
         torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
 

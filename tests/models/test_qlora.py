@@ -54,7 +54,7 @@ def test_weights_are_the_nearest_of_sixteen():
     assert len(linears) == 3 * 4
     for path, linear in linears.items():
         weight = exact.get_submodule(path).weight
-        # scales have 8 bits: their error is 1/256 of the largest distance from their mean
+        # scales are rounded to 8 bits, with an error of 1/256 of the largest distance of a scale from the mean scale
         torch.testing.assert_close(linear.dense_weight(), rounded_to_nf4(weight), rtol=0.01, atol=2e-4)
         stored = [linear.weight, *linear.nf4.values()]
         assert not any(p.requires_grad for p in stored)

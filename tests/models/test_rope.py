@@ -89,7 +89,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize("parameters", SCALINGS)
 def test_scalings_equal_transformers(parameters):
-    """The sizes are those of Llama 3. The row is longer than the trained length of 8192 tokens."""
+    """head_dim, theta and the trained length are those of Llama 3. The row is longer than the trained length."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

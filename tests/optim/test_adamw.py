@@ -154,8 +154,8 @@ def test_states_are_as_small_as_promised():
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", ["8bit-bf16", "bf16"])
 def test_stochastic_rounding_lets_small_updates_count(name):
-    """Each step is 1/1024 of the distance between bf16 values. In each step, stochastic rounding moves one weight in
-    1024 to the next bf16 value. After 64 steps, one weight in 16 should have moved.
+    """Each step is 1/1024 of the distance between neighbouring bf16 values. In each step, stochastic rounding moves one
+    weight in 1024 to the next bf16 value. After 64 steps, one weight in 16 should have moved.
     """
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
@@ -264,7 +264,7 @@ def test_low_memory_optimizers_scale_or_skip_without_waiting_for_the_gpu(name, m
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", OF_TORCHAO)
 def test_low_memory_optimizers_step_like_those_of_torchao(name):
-    """Also checks that our step does not call torch.compile."""
+    """Also checks that a step of our optimizer does not call torch.compile."""
     from torchao import optim
 
     make, dtype = LOW_MEMORY[name]
@@ -337,7 +337,7 @@ def test_configs_instantiate_and_their_state_is_plain():
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_compiler")
 def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
-    """A run stops after four steps and is resumed for two. Its losses equal those of a run of six steps."""
+    """A run that stops after step 4 and is resumed for two steps has the same losses as a run of six steps."""
     losses = []
     for name, steps in (("whole", [6]), ("parts", [4, 6])):
         for max_steps in steps:

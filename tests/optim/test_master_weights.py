@@ -41,7 +41,7 @@ def of_bits(*bits: int) -> Tensor:
 
 
 def assert_exact(master: Tensor) -> None:
-    """Asserts that `split` rounds to nearest, and that `join` returns every bit."""
+    """Asserts that `split` rounds to the nearest bf16 value, and that `join` restores every bit of the fp32 values."""
     high, low = split(master)
     assert torch.equal(join(high, low).view(torch.int32), master.view(torch.int32))
     weight = high.view(torch.bfloat16)

@@ -204,7 +204,7 @@ def losses(shared) -> dict[int, float]:
 
 
 def start_ranks(number: int, shared: Path, killed: int) -> None:
-    """Runs in_processes on `number` ranks. It ends when the rank `killed` is killed."""
+    """Runs in_processes on `number` ranks, until the rank `killed` is killed."""
     start_server()
     arguments = (number, str(shared), ranks_of_torchrun(number), killed)
     with pytest.raises(ProcessExitedException, match="SIGKILL"):

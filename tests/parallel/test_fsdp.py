@@ -1,6 +1,7 @@
 """Tests runs of two processes on the CPU.
 
-The two processes train, save, resume and export with the same results as one process. They stop when they get a signal.
+The two processes train, save, resume and export with the same results as one process. Both processes stop if one of
+them gets a signal.
 """
 
 import os

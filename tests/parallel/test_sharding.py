@@ -3,7 +3,7 @@ lever.
 
 The settings of a case are strategy, accumulation, memory and compilation. By default, a few cases run, as in CI. With
 SHARDING_CASES=pairwise, the cases cover all pairs of values for any two settings. With SHARDING_CASES=all, all
-combinations run. With either of these settings, a checkpoint is also fine-tuned.
+combinations run. With SHARDING_CASES=pairwise or all, a checkpoint is also fine-tuned.
 """
 
 import json
@@ -124,8 +124,8 @@ def test_ranks_compute_what_one_process_does(case, results):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.strategy != "ddp"], ids=str)
 def test_only_what_is_needed_is_gathered(case, results):
-    """While the loss is computed, the last norm and the head are gathered. At this moment, blocks are gathered only if
-    reshard_after_forward=false.
+    """While the loss is computed, the last norm and the head are gathered. While the loss is computed, blocks are
+    gathered only if reshard_after_forward=false.
     """
     gathered = of_rank(results, case, 0)["gathered"]
     outside = {"norm.weight", "token_embedding.weight" if case.tied else "head.weight"}
@@ -149,7 +149,7 @@ def test_gradients_are_reduced_in_the_chosen_dtype(results):
     ("ranks", "last", "reference"), [pytest.param(2, 1, 0, id="ddp"), pytest.param(4, 3, 1, id="hsdp")]
 )
 def test_all_ranks_end_after_one_bit_of_the_last_rank_has_changed(ranks, last, reference, results):
-    """The bit changes in step 2. The checks before and after step 1 find equal weights."""
+    """FlipBit changes one bit in step 2. The checks before and after step 1 find equal weights."""
     for rank in range(ranks):
         assert (
             (results / f"flipped.{ranks}.{rank}.txt")
@@ -173,7 +173,7 @@ def test_ranks_generate_what_one_process_does(results):
 
 @pytest.mark.skipif(CHOSEN == "ci", reason="takes seconds: choose SHARDING_CASES=pairwise")
 def test_a_sharded_run_finetunes_samples_and_exports(results):
-    """The first sample is the greedy answer of the checkpoint. The second sample is the answer of the export."""
+    """The first sample is the greedy answer of the checkpoint, and the second is that of the exported model."""
     samples = [json.loads(line) for line in (results / "finetuned/samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [0, 2], "rank 0 writes, and no other rank"
     with composed(results / "one", *finetune_overrides(results)) as cfg:

@@ -1,7 +1,7 @@
 """Tests scripts/ablate_memory.py.
 
-One test runs a small sweep from the command line and checks its files. Others test which cases a sweep skips, and the
-time and memory that it predicts.
+One test runs a small sweep from the command line and checks its files. Other tests check which cases a sweep skips, and
+which time and memory a sweep predicts.
 """
 
 import csv
@@ -156,7 +156,7 @@ def test_chromium_shows_the_page_and_no_request_leaves_it(parts, tmp_path):
     assert requests == []
     asking = tmp_path / "asking.html"
     asking.write_text('<img src="http://127.0.0.1:9/a.png">')
-    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # proves that a request would have been recorded
+    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # shows that requests are recorded
 
 
 def opened(html, folder):
@@ -338,9 +338,8 @@ def allocated(run):
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The formula gives a minimum, and the measured peak is not below it.
 
-    The peak is at most 3% above the sum of this minimum and a second mask of N^2 bytes. The formula leaves out terms
-    linear in N.
-    Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
+    The peak is at most 3% above the sum of the formula's minimum and a second mask of N^2 bytes. The formula leaves out
+    terms linear in N. Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

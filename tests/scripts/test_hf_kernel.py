@@ -1,8 +1,8 @@
-"""Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes. This works even if the process
-has already imported fa_kernels.
+"""Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes, even if the process has
+already imported fa_kernels.
 
 `make install-dev` installs `kernels` in a folder that is not on Python's path. Only the process that
-`run_with_library` starts has this folder on its path.
+`run_with_library` starts has the folder of `kernels` on its path.
 """
 
 import json
@@ -81,7 +81,8 @@ def check_kernel(kernel, variant):
     loaded = [module.__file__ for key, module in sys.modules.items() if key.startswith(f"{name}.")]
     assert len(loaded) > 20 and all(Path(str(file)).is_relative_to(variant) for file in loaded)
 
-    older = run_path(str(variant / "fa_kernels" / "__init__.py"))  # older versions of `kernels` import this file
+    # older versions of `kernels` import fa_kernels/__init__.py
+    older = run_path(str(variant / "fa_kernels" / "__init__.py"))
     assert older["flash_attn_func"] is kernel.flash_attn_func
 
 

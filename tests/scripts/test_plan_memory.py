@@ -47,7 +47,7 @@ def test_the_table_adds_up_to_the_prediction():
 
 
 def test_a_plan_needs_no_data(tmp_path):
-    """Only the size of the vocabulary counts, and the tokenizer determines it."""
+    """A memory plan depends on the data only through the vocabulary size, which the tokenizer determines."""
     base = write_base(tmp_path / "base")
     overrides = ["experiment=finetune", f"model.pretrained={base}", "seq_len=64", "gpu_gib=80", "host_gib=10"]
     (tmp_path / "chats.jsonl").write_text("")

@@ -6,7 +6,7 @@ TOTAL = 24  # tokens of a micro-batch
 
 
 def batches(number: int) -> list[dict[str, torch.Tensor]]:
-    """Returns this number of micro-batches. Every call returns the same first ones."""
+    """Returns `number` micro-batches. Micro-batch i is the same in every call."""
     tokens = torch.randint(11, (number, TOTAL), generator=torch.Generator().manual_seed(1))
     return [
         {

@@ -1,12 +1,13 @@
 """Makes Hydra and OmegaConf compose and copy configs several times as fast. Most tests compose a config.
 
 An option is the config file that is chosen for a config group, such as `naive` in `attention=naive`. For each
-combination of options, Hydra computes the list of config files and the composed config only once. Other overrides, such
-as `seq_len=8`, are then applied to a copy of this config. OmegaConf reads and writes YAML with libyaml, parses equal
-interpolations once, and copies the metadata of a node without copy.deepcopy. Lightning looks for installed callbacks
-once.
+combination of options, Hydra computes the list of config files and the composed config only once. Overrides that choose
+no option, such as `seq_len=8`, are applied to a copy of the composed config. OmegaConf reads and writes YAML with
+libyaml, parses equal interpolations once, and copies the metadata of a node without copy.deepcopy. Lightning looks for
+installed callbacks once.
 
-train.py itself uses the libraries' own functions. tests/test_conf.py checks that both ways give the same configs.
+train.py itself uses the libraries' own functions. tests/test_conf.py checks that the replacements of this file and the
+libraries' own functions give the same configs.
 """
 
 import copy
@@ -38,7 +39,7 @@ _configs: dict[int, Any] = {}  # the key is the id of a defaults list
 def _create_defaults_list(
     repo: Any, config_name: str | None, overrides_list: list[Any], prepend_hydra: bool, skip_missing: bool
 ) -> DefaultsList:
-    """Replaces Hydra's function of this name. The list depends on the options, but not on other overrides."""
+    """Replaces Hydra's create_defaults_list. A defaults list depends on the options, but not on other overrides."""
     if {f"{x.scheme()}://{x.path}" for x in repo.get_sources()} - UNCHANGING:
         return create_defaults_list(repo, config_name, overrides_list, prepend_hydra, skip_missing)
     overrides = [x for x in overrides_list if not x.is_sweep_override()]
@@ -52,7 +53,7 @@ def _create_defaults_list(
 
 
 def _compose(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
-    """Replaces Hydra's method of this name."""
+    """Replaces Hydra's method _compose_config_from_defaults_list."""
     if not any(defaults is found.defaults for found in _lists.values()):
         return compose(self, defaults, repo)
     if id(defaults) not in _configs:
@@ -83,12 +84,12 @@ def _dumper() -> Any:
 REPLACEMENTS: list[tuple[Any, str, Any]] = [
     (omegaconf.base, "parse", cache(omegaconf.base.parse)),  # a parse tree never changes
     (omegaconf._utils, "parse", cache(omegaconf._utils.parse)),
-    # a copy, because Hydra sets an attribute of each override
+    # returns a copy of the parsed override, because Hydra sets an attribute of each override
     (OverridesParser, "parse_rule", lambda self, text, rule: copy.copy(_parse_rule(text, rule))),
     (Metadata, "__deepcopy__", _copy_metadata),
     (registry, "entry_points", cache(registry.entry_points)),
     (omegaconf.omegaconf, "get_omega_conf_dumper", _dumper),
-    (yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),  # OmegaConf reads this name at each load
+    (yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader)),  # OmegaConf looks up SafeLoader at each load
     (config_loader_impl, "create_defaults_list", _create_defaults_list),
     (ConfigLoaderImpl, "_compose_config_from_defaults_list", _compose),
 ]

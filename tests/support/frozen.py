@@ -1,8 +1,8 @@
-"""Imports modules that train.py imports only when it needs them, and composes configs that many tests need. Then
-excludes all existing objects from garbage collection.
+"""Imports modules that train.py imports only when needed, composes configs that many tests need, and then excludes all
+existing objects from garbage collection.
 
-The server of tests.support.processes imports this module once. Otherwise, each run would import these modules and
-compose its config again. Its garbage collections would also scan all imported objects.
+The server of tests.support.processes imports this module once. Without this module, each run would import the modules
+and compose its config again. The garbage collections of each run would also scan all imported objects.
 """
 
 import gc

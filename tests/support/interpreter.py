@@ -1,8 +1,8 @@
 """Makes Triton's interpreter three times as fast.
 
-The original interpreter patches Triton's language at every call of a device function. This module makes it patch the
-language once per launch. To check one integer operation for overflow, the original interpreter runs nine operators, and
-uses the result only in debug mode. This module checks with NumPy instead.
+The original interpreter patches Triton's language at every call of a device function. This module makes the interpreter
+patch the language once per launch. To check one integer operation for overflow, the original interpreter runs nine
+operators, and uses the result only in debug mode. This module checks for overflow with NumPy instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# passed to the interpreter, which expects a device function
+# replaces the device function that the interpreter expects; the interpreter reads only __globals__
 LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 

@@ -20,5 +20,5 @@ def slow_except(kept: list[str], cases: list[Any]) -> list[Any]:
 
 
 def slow_if(condition: bool) -> tuple[pytest.MarkDecorator, ...]:
-    """Returns the `marks` of a `pytest.param`. They contain `slow` if the condition is true."""
+    """Returns the `marks` of a `pytest.param`: the mark `slow` if the condition is true, and otherwise no mark."""
     return (pytest.mark.slow,) if condition else ()

@@ -1,4 +1,4 @@
-"""A pickled program, for tests that damaged or hostile files run no code."""
+"""A pickled program, for tests which check that loading a damaged or hostile file runs no code."""
 
 import os
 from pathlib import Path

@@ -35,7 +35,7 @@ def start_server() -> None:
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(paths)}):
-        # the server imports these modules in this order; each run with W&B needs wandb.apis.public
+        # the server imports the modules in the order of this list; each run with W&B needs wandb.apis.public
         forkserver.set_forkserver_preload([
             "tests.support.garbage_collection_off", "train", "fa_train.training", "wandb.apis.public",
             "tests.support.frozen",
@@ -56,9 +56,9 @@ def start(
     """Starts `python program arguments` in a new session, or `python -m program` if `program` is the name of a module.
 
     `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
-    pipes. limit_memory refuses allocations beyond 200 GiB, even if the system overcommits memory. fork_servers: whether
-    the program forks multiprocessing's fork server. If False, that server is a new interpreter, as outside the tests,
-    and imports all modules again.
+    pipes. limit_memory: whether allocations beyond 200 GiB are refused, even if the system overcommits memory.
+    fork_servers: whether the program forks multiprocessing's fork server. If False, multiprocessing's fork server is a
+    new interpreter, as outside the tests, and imports all modules again.
     """
     start_server()
     settings = limit_memory, fork_servers
@@ -97,7 +97,7 @@ def finish(
 
 
 class ForkedModule:
-    """Replaces subprocess.Popen for the command `python -m module arguments`. It runs the module with `finish`."""
+    """Replaces subprocess.Popen for the command `python -m module arguments`. Runs the module with `finish`."""
 
     def __init__(
         self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, **options: object
@@ -114,8 +114,8 @@ class ForkedModule:
 def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
     """Starts a helper process of multiprocessing, and returns its process ID.
 
-    multiprocessing's fork server is forked from the program, so it has all imported modules and starts quickly. Every
-    other helper process is a new interpreter.
+    multiprocessing's fork server is forked from the program, so the fork server has all imported modules and starts
+    quickly. Every helper process except the fork server is a new interpreter.
 
     spawn: multiprocessing's function, which starts a new interpreter. kept: file descriptors that stay open.
     """
@@ -131,7 +131,7 @@ def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str
             GlobalHydra.instance().clear()  # Hydra is not initialised in a new interpreter, but may be in this one
             exec(arguments[-1])
         finally:
-            os._exit(0)  # the server raises SystemExit at its end; it must not reach the program's own code
+            os._exit(0)  # the SystemExit that ends the fork server must not reach the program's own code
     return process
 
 

@@ -1,4 +1,4 @@
-"""Whether ranks can communicate on this machine, their environment variables, and a program that forks them."""
+"""Checks whether ranks can communicate on this machine, builds the environment variables of ranks, and starts ranks."""
 
 import socket
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.support import processes
 from tests.support.processes import REPOSITORY
 from tests.support.training import quiet_environment
 
-FORKED = REPOSITORY / "tests" / "support" / "forked_ranks.py"  # runs train.py; forks its ranks if there are several
+FORKED = REPOSITORY / "tests" / "support" / "forked_ranks.py"  # runs train.py, and forks its ranks if there are several
 
 
 def processes_can_talk() -> bool:

@@ -1,4 +1,4 @@
-"""Callbacks that change what a run saves: chosen validation losses, and a disk that is full."""
+"""Callbacks for tests of checkpoints: one replaces validation losses, and one simulates a full disk."""
 
 import errno
 
@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import Callback
 
 
 class Losses(Callback):
-    """Replaces the loss of each validation by the next of the given losses."""
+    """Replaces the validation losses of a run by the given losses, in order."""
 
     def __init__(self, losses: list[float]) -> None:
         self.losses = list(losses)

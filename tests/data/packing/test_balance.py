@@ -95,9 +95,10 @@ def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
 
     Without the document mask, a whole row counts as one document.
     """
-    data = make([8] * 6 + [4] * 4, document_mask=document_mask)  # three rows of two documents, one row of four
+    # three rows have two documents each, and one row has four documents
+    data = make([8] * 6 + [4] * 4, document_mask=document_mask)
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
     # the mean over tokens is (48 * 8 + 16 * 4) / 64 = 7: six documents have 8 tokens, and four documents have 4
     assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}
-    # int, because Lightning would move a tensor to the GPU
+    # mean_seqlen is an int and not a tensor, because Lightning would move a tensor to the GPU
     assert all(type(batch["mean_seqlen"]) is int for batch in batches)

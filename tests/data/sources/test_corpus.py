@@ -178,7 +178,7 @@ def test_bytes_round_trip():
 
 def test_a_validation_corpus_is_held_out_and_nothing_else(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("validation")
-    for number in range(100):  # about two of these would be held out without a validation corpus
+    for number in range(100):  # without a validation corpus, about two of these 100 documents would be held out
         (folder / f"{number}.txt").write_text(str(number))
     (other / "a.txt").write_text("held out")
     read = partial(TextCorpus, text_column="text")

@@ -15,7 +15,7 @@ def lengths_of(document_len, sigma, held_out=False):
 
 
 def test_documents_of_equal_length_keep_their_tokens(monkeypatch):
-    """The checksum was computed before data.length_sigma existed, so the tokens must still be the same."""
+    """The expected checksum is of tokens that were drawn before data.length_sigma existed."""
     monkeypatch.setattr(synthetic, "N_TOKENS", 2**14)
     documents = SyntheticSource(50257, 1000, 0).documents(held_out=True)
     assert documents.lengths.tolist() == [1000] * 17 and documents.lengths.dtype == np.int64
@@ -28,7 +28,7 @@ def test_lengths_are_log_normal():
     lengths = lengths_of(4096, 1.0)
     logs = np.log(lengths / 4096)
     assert abs(np.median(logs)) < 0.05
-    low, high = np.quantile(logs, [0.1587, 0.8413])  # one standard deviation below and above the median
+    low, high = np.quantile(logs, [0.1587, 0.8413])  # quantiles one standard deviation below and above the median
     assert low == pytest.approx(-1, abs=0.07) and high == pytest.approx(1, abs=0.07)
 
 
@@ -58,7 +58,7 @@ def test_an_epoch_has_enough_tokens_and_documents(document_len, sigma, monkeypat
 
 
 def test_the_first_lengths_may_be_too_short(monkeypatch):
-    """With so few documents, the lengths that are drawn first often add up to less than an epoch."""
+    """With few documents per epoch, the first block of random lengths often has fewer tokens than an epoch."""
     monkeypatch.setattr(synthetic, "N_TOKENS", 2**14)
     for document_len in range(2**11, 2**14, 2**10):
         for held_out in (False, True):

@@ -1,4 +1,4 @@
-"""Documents whose tokens are all different, and data modules that pack them."""
+"""Documents in which no token occurs twice, and data modules that pack these documents."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ OPTIONS = dict(
 
 
 class Numbered:
-    """Documents whose tokens are all different: token i of document d is 1000 * d + i."""
+    """Documents in which no token occurs twice: token i of document d is 1000 * d + i."""
 
     loss_mask = None
 
@@ -28,7 +28,7 @@ class Numbered:
 
 
 class NumberedSource:
-    """Documents of given lengths. Every token of these documents is different."""
+    """A source of documents of given lengths. All tokens of a source are different."""
 
     vocab_size, pad_id, cache_dir = 10**9, PAD, None
 
@@ -43,11 +43,11 @@ class NumberedSource:
 
 
 def lay(lengths, seq_len=16, long_documents="split", max_doc_len=None, cache_dir=None):
-    """Packs numbered documents of these lengths by best fit."""
+    """Packs numbered documents of the given lengths by best fit."""
     documents = Numbered(lengths)
     return BestFit(documents, seq_len, PAD, max_doc_len=max_doc_len, long_documents=long_documents, cache_dir=cache_dir)
 
 
 def make(lengths, **changes):
-    """Makes a data module of numbered documents, packed by best fit unless `changes` say otherwise."""
+    """Makes a data module of numbered documents, packed by best fit unless `changes` contains `packing`."""
     return PackedDataModule(NumberedSource(lengths), **({"packing": "best_fit"} | OPTIONS | changes))

@@ -1,4 +1,4 @@
-"""Loss masks stay aligned with tokens through the cache and both kinds of packing. Every lost label is counted."""
+"""Loss masks stay aligned with tokens in the cache and after both kinds of packing. Every lost label is counted."""
 
 from types import SimpleNamespace
 

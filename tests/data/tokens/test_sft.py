@@ -1,4 +1,4 @@
-"""In a chat, only the assistant's messages have labels. The tokens equal those of the rendered template."""
+"""In a chat, only the assistant's messages have labels. The tokens of a chat equal those of its rendered template."""
 
 from datetime import datetime
 from types import SimpleNamespace
@@ -135,7 +135,10 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     ("before", "begin"), [("", "<|im_start|>assistant\n"), ("<|im_start|>", "assistant\n")], ids=["role", "name"]
 )
 def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before, begin, tmp_path):
-    """The block begins with a part of the generation prompt. The earlier answer is not trained on."""
+    """The template's generation block begins with a part of the generation prompt.
+
+    The earlier answer of the assistant is not trained on.
+    """
     answer = before + "{% generation %}" + begin + "{{ message.content }}<|im_end|>{% endgeneration %}"
     template = "{% for message in messages %}{% if message.role == 'assistant' %}" + answer + "{% else %}"
     template += "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
@@ -147,15 +150,15 @@ def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before
 
 
 def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
-    # The tokens of "a: " + " b" are "a:" and " b". The token " b" cannot follow the prompt "a: ", which already ends
-    # with that space.
+    # The text "a: b" has the tokens "a:" and " b". The answer is "b", but its token " b" starts with the space at the
+    # end of the prompt "a: ".
     assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
-    # here, the offsets of the tokens leave out spaces
+    # in the next two cases, the offsets of the tokens leave out spaces
     assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
     assert starts_in_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside
     assert starts_in_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
-    # here, two tokens share one character
+    # in the next case, two tokens share one character
     assert starts_in_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
 
 
@@ -228,7 +231,7 @@ def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):
 
 
 def test_a_tokenizer_of_special_tokens_alone_is_refused(tmp_path):
-    """For such a folder, transformers returns a tokenizer with one token, and no error."""
+    """For a folder without a tokenizer, transformers returns a tokenizer with one token instead of an error."""
     Qwen2Config().save_pretrained(tmp_path)
     message = f"data.tokenizer must be a folder or hub name with a tokenizer; got {tmp_path}, whose tokenizer has only"
     with pytest.raises(ValueError, match=message):

@@ -110,8 +110,8 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """Neither chunks nor offload takes measurable time. Chunks are preferred, because offload takes pinned host memory,
-    which the whole machine shares.
+    """Neither an FFN in chunks nor offload takes measurably longer. memory=auto prefers chunks, because offload takes
+    pinned host memory, which the whole machine shares.
     """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (
@@ -129,9 +129,9 @@ def test_auto_takes_chunks_before_host_memory(tokens):
     ],
 )
 def test_copies_save_no_time_where_chunks_are_computed_again(plan):
-    """With offload=all, tiled_mlp keeps the output of the FFN's first matmul. Its backward recomputes only the rest.
+    """With offload=all, tiled_mlp keeps the output of the FFN's first matmul, and its backward skips this matmul.
 
-    An FFN with adapters or GeGLU does not use tiled_mlp. Offload does not change how it recomputes its chunks.
+    An FFN with adapters or GeGLU does not use tiled_mlp, so offload=all saves no recomputation in this FFN.
     """
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies
@@ -196,8 +196,8 @@ def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
     ("ranks", "sizes", "smaller"), [(1, (22, 20, 17), "adamw_8bit"), (8, (9, 6, 5), "adamw_bf16")], ids=["one", "eight"]
 )
 def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
-    """If memory is short, the plan recommends adamw_master. It recommends less exact optimizers only if adamw_master
-    does not fit. adamw_master cannot train adapters.
+    """If memory is short, the plan recommends adamw_master. The plan recommends less exact optimizers only if
+    adamw_master does not fit. adamw_master cannot train adapters.
     """
     plan = changed(LLAMA_1B, ranks=ranks, seq_len=2**14)
     none, master, less_exact = (next_lever(plan, GIB * gib, HOST) for gib in sizes)
@@ -210,7 +210,10 @@ def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
 
 
 def test_levers_with_dropout_are_those_that_lora_accepts():
-    """LoRA refuses dropout in a model whose levers recompute. With float8, the restrictions of both apply."""
+    """LoRA refuses dropout in a model whose levers recompute.
+
+    With dropout and float8, the restrictions of LoRA and those of float8 apply together.
+    """
     plan = changed(with_adapters(LLAMA_1B, dropout=0.1)[0], seq_len=2**17, compiled=True)
     accepted = []
     for levers in COMBINATIONS:
@@ -253,7 +256,7 @@ def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
 @pytest.mark.parametrize("total", [4096, 8192, 131_072, 786_432, 1_048_576])
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_the_plan_counts_all_rows_of_the_largest_buffer(context, total):
-    """The buffer of one document has more rows than the document has keys."""
+    """If a stream is one document, the buffer of gathered keys has more rows than the document has keys."""
     boundaries = np.array([0, total])
     dealt = deal(boundaries, total, context)
     rows = max(Counts(*traffic(dealt, boundaries, rank, None).counts).rows for rank in range(context))

@@ -1,13 +1,13 @@
 """Compares the memory planner's predictions with the memory that the real model needs.
 
-The real model runs on fake tensors or on the CPU. Other tests use peaks that were measured on GPUs.
+In most tests, the real model runs on fake tensors or on the CPU. Some tests use peaks that were measured on GPUs.
 
-By default, some cases are left out. In most tests, the remaining cases cover all pairs of values for any two settings.
-The other tests leave out some cases of offload and compiled blocks. PLANNER_CASES=all runs all cases.
+By default, the tests leave out some cases. In most tests, the cases that run by default cover all pairs of values for
+any two settings. Some tests leave out cases of offload or compiled blocks. With PLANNER_CASES=all, all cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. `first` marks a first step, in which the
-optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. It is given only if it is
-below the bound that the planner uses.
+optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. `keys` is given only if it is
+below the upper bound that the planner uses.
 """
 
 import json
@@ -50,7 +50,7 @@ RECORDED = {
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, plan: Plan, keys: int) -> None:
-    """Lets the planner predict the peak of a rank whose buffers hold this many keys and values."""
+    """Makes the planner predict the peak of a rank whose buffers hold `keys` keys and as many values."""
     nbytes = 2 * keys * plan.model.kv_dim * plan.run.compute_bytes // plan.run.head_groups
     monkeypatch.setattr(Block, "_gathered", lambda block: nbytes)
 
@@ -69,10 +69,11 @@ def test_predictions_are_the_peaks_measured_on_gpus(measured, monkeypatch):
     "measured", [pytest.param(measured, id=name) for name, measured in RECORDED.items() if "ranks_gib" in measured]
 )
 def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
-    """The planner predicts the peak of the rank that gathers all keys.
+    """By default, the planner predicts the peak of the rank that gathers all keys.
 
-    In the recorded runs, one document fills each row. Other ranks gather fewer keys, so their peaks are lower. This
-    test gives the planner the number of keys of each rank. The planner must then predict how much lower each peak is.
+    In the recorded runs, one document fills each row. One rank gathers all keys. All other ranks gather fewer keys, so
+    their peaks are lower. This test gives the planner the number of keys of each rank. From these numbers, the planner
+    must predict how much lower each peak is.
 
     `ranks_gib` lists the peaks of all ranks, and `ranks_keys` lists how many keys the buffers of each rank hold.
     """
@@ -224,8 +225,8 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
-    # With fewer tokens or a larger vocabulary, the gradient of the tied embedding would determine the peak. Autograd
-    # adds this gradient to the head's gradient in place, except on fake tensors.
+    # Fewer tokens or a larger vocabulary would move the peak to where autograd adds the two gradients of the tied
+    # embedding. Autograd adds these two gradients in place, except on fake tensors.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
@@ -247,7 +248,7 @@ SIMULATED_LEVERS = {
     "offload": Levers("selective", True, 8192),
     "offload-all": Levers("none", "all", 8192),
 }
-# All cases run without levers. By default, a quarter of them also run with `offload`, and another quarter with
+# All cases run without levers. By default, a quarter of the cases also run with `offload`, and another quarter with
 # `offload-all`.
 SIMULATED = [
     pytest.param(levers, case, marks=slow_if(case not in ("default", "capped-logits")))
@@ -321,7 +322,9 @@ def test_predictions_are_the_simulated_peaks_of_many_layers(name, offload, mlp_c
 
 
 def test_a_block_frees_the_result_of_its_first_projection_before_its_second():
-    """If attention kept this result, the peak of the step would be in the second projection of a recomputed block."""
+    """If a recomputed block kept the result of its first projection, the step's peak would be in the block's second
+    projection.
+    """
     plan = changed(GPT2, n_layers=2, vocab_size=259, seq_len=131072, checkpointing="full", mlp_chunk=16384)
     assert predicted_peak(plan) == pytest.approx(simulated_peak(plan), rel=0.005)
 
@@ -339,7 +342,7 @@ def test_predictions_are_the_simulated_peaks_of_every_combination(levers):
 def test_predictions_are_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
     """Uses real fp32 tensors.
 
-    Saved-tensor hooks do not see the outputs of attention, because selective checkpointing stores them itself.
+    Saved-tensor hooks do not see the outputs of attention, because selective checkpointing has its own store for them.
     """
     tokens, saved = SMALL.run.tokens, []
     plan = changed(SMALL, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)

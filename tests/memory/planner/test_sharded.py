@@ -3,8 +3,8 @@
 FSDP2 itself runs, with a process group that sends nothing. FSDP2 frees a gathered weight by resizing its storage to 0
 bytes, so `LiveShards` follows the sizes of storages.
 
-By default, the cases in `REST` are left out. The other cases have every moment and every setting. With
-PLANNER_CASES=all, all cases run.
+By default, the cases in `REST` are left out. The cases that run by default include every moment and every setting that
+occurs in `CASES`. With PLANNER_CASES=all, all cases run.
 """
 
 import weakref
@@ -67,7 +67,7 @@ class LiveShards(Live):
 
 @contextmanager
 def two_ranks() -> Iterator[DeviceMesh]:
-    """Yields a mesh of two ranks. This process is rank 0, and the other rank does not exist."""
+    """Yields a mesh of two ranks. This process is rank 0, and no process is rank 1."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
@@ -78,9 +78,9 @@ def two_ranks() -> Iterator[DeviceMesh]:
 def simulated_peak(plan: Plan) -> int:
     """Returns the peak bytes of a micro-batch that has one document. Gathered weights are counted.
 
-    The rank's shards of the weights are not counted, and the simulation has no optimizer states. The micro-batch is the
-    second one, because FSDP2 allocates other memory in the first. If the plan accumulates, the two micro-batches form
-    one step.
+    The rank's shards of the weights are not counted, and the simulation has no optimizer states. The function runs two
+    micro-batches and measures the second one, because FSDP2 allocates other memory in the first micro-batch. If the
+    plan accumulates, the two micro-batches form one step.
     """
     run = plan.run
     autocast = autocast_of_lightning(run.precision)
@@ -132,8 +132,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# A case has the moment of the expected peak, and the changed fields of the plan. No case combines a tied embedding
-# with few tokens and a large vocabulary: only real autograd would add the embedding's two gradients in place.
+# A case has the moment of the expected peak, and the changed fields of the plan. No case has a tied embedding, few
+# tokens and a large vocabulary, because on fake tensors, autograd does not add the embedding's gradients in place.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),

@@ -1,9 +1,9 @@
 """Simulates a training step on fake tensors, and counts its memory allocation by allocation.
 
-The real model runs, so torch's storages have their real sizes and lifetimes. Caches of autograd are included. Fake
-tensors do not show allocations inside an operator. The chunked loss and the chunked FFN are operators, so the
-simulation replaces each by its Python code. `_attention_backward` makes the allocations of attention's backward pass.
-RMSNorm is one operator in the forward and one in the backward, as on CUDA.
+The real model runs, so torch's storages have their real sizes and lifetimes. Fake tensors do not show allocations
+inside an operator. The chunked loss and the chunked FFN are operators, so the simulation replaces each of these two by
+its Python code. `_attention_backward` makes the allocations of attention's backward pass. As on CUDA, RMSNorm is one
+operator in the forward and one in the backward.
 """
 
 import weakref
@@ -80,8 +80,10 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the allocations of attention's backward pass. In fp32, they are those of the portable kernels. In other
-    dtypes, they are those of the Hopper kernels.
+    """Makes the allocations of attention's backward pass.
+
+    In fp32, the allocations are those of the portable kernels. In other dtypes, the allocations are those of the Hopper
+    kernels.
     """
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
@@ -191,8 +193,8 @@ def as_on_a_gpu() -> Iterator[None]:
 def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.Module]:
     """Yields the model, wrapped in DDP unless buckets="none".
 
-    DDP runs with a single process, which never waits for others. Its first step does not depend on the values of
-    tensors, and therefore also runs on fake tensors.
+    DDP runs with a single process, which never waits for others. The first step under DDP does not depend on the values
+    of tensors, and therefore also runs on fake tensors.
     communicates: whether DDP moves gradients to its buckets in the backward pass.
     """
 
@@ -227,8 +229,8 @@ def simulate(
     """Runs a micro-batch of one document, and returns the memory that the micro-batch needs.
 
     tokens: the length of the document.
-    accumulates: whether gradients of earlier micro-batches exist. If so, more micro-batches follow in the same step,
-    and DDP does not communicate yet.
+    accumulates: whether the step has earlier and later micro-batches. If True, gradients of earlier micro-batches
+    exist, and DDP does not communicate yet.
     buckets: as in RunSize.
     """
     autocast = autocast_of_lightning(precision)

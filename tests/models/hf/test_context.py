@@ -65,8 +65,8 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Both checkpoints in the test below support 64 tokens. llama has no RoPE scaling. The config of llama-3.1 says that it
-# was trained on 32 tokens, and that RoPE scaling extends this to 64.
+# Both checkpoints in the test below support 64 tokens. llama has no RoPE scaling. According to its config, llama-3.1
+# was trained on 32 tokens, and RoPE scaling extends this length to 64 tokens.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

@@ -1,6 +1,4 @@
-"""Imports tiny random Hugging Face checkpoints of every model family. The library transformers writes these
-checkpoints.
-"""
+"""Imports tiny random Hugging Face checkpoints of every model family. transformers writes the checkpoints."""
 
 import json
 import weakref
@@ -184,7 +182,7 @@ def test_a_gemma_3_config_before_transformers_5_is_read(checkpoint):
 def test_fields_of_published_checkpoints_are_kept(name, fields, checkpoint, tmp_path):
     """Configs on the Hub have fields that the classes of transformers lack.
 
-    An import accepts these fields, and an export writes them.
+    An import accepts fields that the classes lack, and an export writes these fields again.
     """
     folder = checkpoint(name)
     before = load_pretrained(folder, attention="naive")

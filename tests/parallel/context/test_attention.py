@@ -57,7 +57,7 @@ def saved_rows(attention, group):
     return rows
 
 
-# conf/attention/flash.yaml makes a functools.partial of the function
+# conf/attention/flash.yaml makes a functools.partial of flash_attention
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", [flash_attention, partial(flash_attention)], ids=["function", "partial"])
 def test_flash_attention_keeps_no_gathered_keys(attention, group):

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 RANKS = 2
-# The fused backward computes the two KV heads of `one` together, and those of `long` one after the other.
+# The fused backward computes the two KV heads of the case "one" together, and those of "long" one after the other.
 LENGTHS = {"one": [12_000], "long": [48_000], "several": [5000, 1, 700, 0, 4000, 1100, 900], "short": [150] * 79}
 WINDOWS = (None, 1000)
 # pairs (head_dim, number of groups of KV heads); there are always two KV heads
@@ -36,7 +36,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     register_group("two", dist.new_group(range(RANKS)))
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # so that attention runs twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes attention run twice in some cases
     errors = {
         (documents, window, heads): compare(rank, lengths, window, *heads)
         for documents, lengths in LENGTHS.items()

@@ -1,4 +1,4 @@
-"""Tests which tokens each rank of a context group holds, and how this divides the work and limits the traffic."""
+"""Tests which tokens each rank of a context group holds, how the work is divided, and how traffic is limited."""
 
 import itertools
 

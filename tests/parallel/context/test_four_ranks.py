@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
 ]
 RANKS, EXCHANGE_MS = 4, 50
-TOTAL, BOUNDARIES = 60, [0, 13, 14, 30, 39, 55, 55]  # five tokens after the last document
+TOTAL, BOUNDARIES = 60, [0, 13, 14, 30, 39, 55, 55]  # the stream ends five tokens after the last document
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}}
 FEATURES = {
     "plain": {},
@@ -132,7 +132,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     os.environ.update(environments[rank])
     compile_without_inductor()
     shared = Path(folder)
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # so that attention runs twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes attention run twice in some cases
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
         with slow_exchanges() if name == "longer" else nullcontext():
@@ -243,8 +243,9 @@ def attend(rank, group, names, window, softcap, head_groups, context):
 
 
 def perturb(rank):
-    """Changes the tokens of the first document. Returns for each token whether its logits stayed bitwise equal: first
-    the tokens of this document, then all later ones.
+    """Changes the tokens of the first document. Returns for each token whether its logits stayed bitwise equal.
+
+    The first result is for the tokens of the first document, and the second result is for all later tokens.
     """
     model = gpt(naive_attention, "plain", "none")
     model.share_context(f"of {RANKS}")

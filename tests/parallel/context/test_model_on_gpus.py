@@ -83,7 +83,7 @@ def loss_of(gpt: GPT, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
 def gradients(rank: int, shared: bool, dtype: torch.dtype, traced: Path | None = None) -> dict[str, torch.Tensor]:
     """Returns a dictionary with the gradients of all parameters, and with the loss under the key "loss".
 
-    traced: a file for a trace. If it is given, a second pass runs, and the profiler writes its trace to this file.
+    traced: a file for the profiler's trace. If `traced` is given, a second pass runs under the profiler.
     """
     gpt, batch = model(), stream()
     if shared:
@@ -112,7 +112,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     os.environ.update(environments[rank])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    traffic_module.MIN_PAIRS = 0  # so that attention may run twice
+    traffic_module.MIN_PAIRS = 0  # allows attention to run twice
     register_group("two", dist.new_group(range(RANKS)))
     exact = gradients(rank, False, torch.float32)
     cases = {
@@ -161,7 +161,8 @@ def test_a_rank_receives_the_planned_bytes_only(rank, folder):
     messages = [event["args"] for event in events if event.get("cat") == "cpu_op" and "args" in event]
     received = [args for args in messages if args.get("Collective name", "").startswith("all_to_all")]
     traffic = ContextShard(rank, RANKS, [*dict.fromkeys(WINDOWS)])(stream())["traffic"]
-    # In each pass, a layer receives keys and values. In the backward pass, it also receives gradients of what it sent.
+    # In forward and backward, a layer receives keys and values of the other rank. In the backward, the layer also
+    # receives the gradients of the keys and values that it has sent.
     rows = [2 * sum(traffic[window].sizes[1]) + sum(traffic[window].sizes[0]) for window in WINDOWS]
     print(f"received {sum(rows) / (3 * LAYERS * TOTAL / RANKS):.1%} of the other rank's keys")
     assert {args["dtype"] for args in received} == {"BFloat16"}

@@ -14,7 +14,8 @@ SCALINGS = {
     "yarn": {"factor": 8.0},
     "llama3": {"factor": 32.0},
 }
-STREAMS = {"one": [0, TOTAL], "several": [0, 700, 701, 3000, 3100, TOTAL - 5]}  # five tokens after the last document
+# the stream "several" ends five tokens after its last document
+STREAMS = {"one": [0, TOTAL], "several": [0, 700, 701, 3000, 3100, TOTAL - 5]}
 
 
 def stream(boundaries):

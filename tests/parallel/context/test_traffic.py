@@ -88,7 +88,10 @@ def test_the_buffers_of_all_ranks_hold_what_their_queries_see(
 
 
 def _n_crossing(mask, own):
-    """Returns how many of a rank's queries see keys of other ranks. mask: (total, total), what each query sees."""
+    """Returns how many of a rank's queries see keys of other ranks.
+
+    mask: (total, total), True where a query sees a key.
+    """
     return np.count_nonzero(np.delete(mask[own], own, axis=1).any(axis=1))
 
 
@@ -139,7 +142,7 @@ def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class,
 
 @pytest.mark.parametrize(("documents", "window"), [("short", None), ("long", None), ("long", 512)])
 def test_a_tile_of_keys_has_few_queries_that_do_not_see_it(documents, window, monkeypatch):
-    """A tile of keys processes all queries between the first and the last one that sees it."""
+    """A tile of keys processes all queries from the first to the last query that sees one of the keys."""
     monkeypatch.setattr(traffic_module, "MAX_CROSSING", 1 / 4)
     monkeypatch.setattr(traffic_module, "MIN_PAIRS", 0)
     lengths = [150, 90] * 68 if documents == "short" else [9000, 100, 7220]

@@ -1,4 +1,4 @@
-"""Trains as one of several ranks, and a callback that makes a rank fail."""
+"""A function that trains one rank of a run, and a callback that makes a rank fail."""
 
 import os
 import signal

@@ -39,7 +39,7 @@ def test_names_are_unique_and_narrow_values_are_of_192():
 @pytest.mark.parametrize(
     ("changed", "tolerance"),
     [
-        # rounding to four bits moves a weighted mean of values near 1 by about 1/16
+        # rounding to four significant bits changes a weighted mean of values near 1 by about 1/16
         pytest.param(Feature("fp8", EQUAL, {"causal": True}, fp8=True), 0.3, id="fp8"),
         pytest.param(Feature("pages", EQUAL, {"causal": True}, page_size=16), 0.0, id="pages"),
     ],

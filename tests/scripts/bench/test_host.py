@@ -41,7 +41,7 @@ def test_all_candidates_of_one_document_compute_the_same(device):
     results = {}
     for name, candidate in candidates(SHAPE, device).items():
         if "cuDNN" in name and device.type == "cpu":
-            continue  # in the interpreter, this candidate computes nothing
+            continue  # on a CPU, the candidate of cuDNN computes nothing
         torch.manual_seed(0)
         # fp16, because Triton's interpreter computes bf16 incorrectly
         leading = 1 if candidate.layout == "tokens heads" else 2
@@ -67,7 +67,7 @@ def test_all_candidates_of_one_document_compute_the_same(device):
 
 @pytest.mark.slow
 def test_passes_run_and_give_gradients_of_q_k_and_v(device, monkeypatch):
-    monkeypatch.setitem(CALLS, "backward, of 16", 3)  # in the interpreter, 16 calls take seconds
+    monkeypatch.setitem(CALLS, "backward, of 16", 3)  # with Triton's interpreter, 16 calls take seconds
     shape = Shape(tokens=8, n_heads=2, n_kv_heads=1, head_dim=16)
     for name, candidate in candidates(shape, device).items():
         if not candidate.has_backward or ("cuDNN" in name and device.type == "cpu"):

@@ -34,7 +34,7 @@ def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
     total = 0
     for first in range(0, seqlen, own_block):
         own = range(first, min(first + own_block, seqlen))
-        start = first if causal and not own_is_query else 0  # like the kernels, skips queries that are before the tile
+        start = first if causal and not own_is_query else 0  # like the kernels, skips queries before the tile of keys
         for block in range(start, seqlen, other_block):
             other = range(block, min(block + other_block, seqlen))
             pairs = ((i, j) if own_is_query else (j, i) for i in own for j in other)

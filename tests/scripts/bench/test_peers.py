@@ -50,7 +50,7 @@ def copy_weights(ours, llama):
 
 
 def copy_adapters(ours, llama):
-    """Sets each matrix B of the peer's adapters to random values. Then copies these adapters to our model."""
+    """Sets each matrix B of the peer's adapters to random values, and then copies the adapters to our model."""
     for block, layer in zip(ours.blocks, llama.layers, strict=True):
         for joined in (block.attention.qkv, block.attention.out, block.ffn.up, block.ffn.down):
             for name in joined.rows:
@@ -63,8 +63,8 @@ def copy_adapters(ours, llama):
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_both_sides_train_the_same_model(adapter):
-    """With equal weights and adapters, our model and transformers have equal logits. This shows that sizes, theta, the
-    norm's eps and the scale of the adapters are equal.
+    """With equal weights and adapters, our model and transformers have equal logits. Equal logits show that sizes,
+    theta, the norm's eps and the scale of the adapters are equal.
     """
     config = configuration(replace(CASE, overrides=(*TINY, f"adapter={adapter}")))
     ours = build_model(config, config.model.vocab_size)

@@ -82,7 +82,7 @@ def test_a_step_from_its_command_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_step_of_two_ranks(tmp_path):
-    processes.start_server()  # start the server now, because otherwise each of the two threads would start one
+    processes.start_server()  # start one server now, because otherwise each of the two threads would start a server
     settings = "trainer.devices=2", "strategy=fsdp", "strategy.context=2", "data.num_workers=0"
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(profile_step, tmp_path, *settings, **rank) for rank in ranks_of_torchrun(2)]

@@ -1,7 +1,7 @@
 """Tests scripts/bench/scaling.py: its cases, the results of a run, the schedule of the runs, and the table.
 
-Measuring the speed would need several GPUs. Here, train.py runs on the CPU in this process, or a short script replaces
-it.
+Measuring the speed would need several GPUs. In these tests, train.py runs on the CPU in this process, or a short script
+replaces train.py.
 """
 
 import csv
@@ -44,7 +44,7 @@ RUN = Run(WORKLOAD, ("ddp",), gpus=2, rows=1, steps=6, cpu=True)
 ALONE = Row("nano", 64, "", "auto", 1, gpu=0, tokens_per_s=1000.0, tokens_per_s_min=900.0, tokens_per_s_max=1100.0)
 DDP = replace(ALONE, strategy="ddp", gpus=2, gpu=None, tokens_per_s=1900.0, peaks=(10.0, 8.0), predicted_gib=9.6)
 FAILED = Row("nano", 128, "", "fsdp", 2, "failed: a | b")
-# runs in place of train.py; depending on its settings, it succeeds, fails or hangs
+# replaces train.py; depending on its settings, this script succeeds, fails or hangs
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path

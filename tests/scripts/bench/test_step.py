@@ -52,13 +52,16 @@ ROWS = [
 
 
 def peer_in_this_process(case, timeout):
-    """Replaces run_apart, which would start a new process: a peer runs in this process, our case in a forked one."""
+    """Replaces run_apart, which would start a new process for each case.
+
+    The case of the peer runs in this process, and our case in a forked process.
+    """
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 
 @pytest.mark.slow
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that the processes of the cases see no GPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides GPUs from the processes of the cases
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(step, "run_apart", peer_in_this_process)
     monkeypatch.setattr(subprocess, "Popen", ForkedModule)

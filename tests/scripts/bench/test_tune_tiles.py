@@ -78,8 +78,8 @@ def test_measured_precisions_are_those_of_launches(dtype):
 
 
 def test_candidates_of_4_bytes_have_a_score_a_thread_and_half_the_numbers():
-    """For head_dim 128, 32 x 32 with four warps was fastest on an H200. The candidates must include it, although each
-    warp has only 8 rows.
+    """For head_dim 128, 32 x 32 with four warps was fastest on an H200. The candidates must include 32 x 32 with
+    four warps, although each warp has only 8 rows.
     """
     found = list(candidates("sm90", 128, "dkdv", SHARED_LIMIT["sm90"], "float32"))
     assert TileConfig(32, 32, 4, 1) in found and TileConfig(32, 32, 8, 1) in found
@@ -110,7 +110,7 @@ def test_near_are_the_entry_and_candidates_one_step_from_it(head_dim, direction)
     if direction in APART and head_dim < WIDE:
         assert not found
         return
-    # For head_dim 192, the table has no entries "dk" and "dv". These passes start from the entries for 256.
+    # For the passes "dk" and "dv" with head_dim 192, the table has no entries. `near` starts from the entries for 256.
     entry = tile_config("sm90", 256 if direction in APART else head_dim, direction, 2)
     assert found[0] == entry and 2 <= len(found) <= 9 and len(set(found)) == len(found)
     every = list(candidates("sm90", head_dim, direction, limit))
@@ -136,8 +136,8 @@ def test_one_step(sizes, near_it):
 
 
 def test_tiles_that_spill_are_no_candidates():
-    # The tile size 64 x 128 with four warps spills registers and was slow on an H200. Four warps with half as many keys
-    # were almost five times faster.
+    # On an H200, a tile of 64 x 128 with four warps spilled registers and was slow. A tile with four warps and half as
+    # many keys was almost five times as fast.
     assert TileConfig(64, 128, 4, 2) not in candidates("sm90", 64, "dkdv", SHARED_LIMIT["sm90"])
 
 

@@ -1,4 +1,4 @@
-"""Trains a small model for two steps on streams that ranks share, and records what it computes."""
+"""Trains a small model for two steps on streams that ranks share, and records losses, gradients and weights."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ TOTAL = 60
 BOUNDARIES = {
     "one": [0, TOTAL],
     "several": [0, 13, 14, 14, 30, 39, TOTAL],
-    "padded": [0, 13, 14, 30, 39, 55, 55],  # five tokens after the last document
+    "padded": [0, 13, 14, 30, 39, 55, 55],  # the last document ends five tokens before the end of the stream
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "gqa": {"n_kv_heads": 1},
@@ -136,7 +136,7 @@ def build(case: Case, device: str) -> GPT:
         model = kind(
             attention=ATTENTIONS[case.attention], loss=memory.loss, memory=memory, **sizes | FEATURES[case.feature]
         )
-    # chunked attention is not compiled, so the graph has breaks
+    # chunked attention is not compiled, so it breaks the graph of a block
     return compile_blocks(model, fullgraph=case.attention != "chunked") if case.compiled else model
 
 
@@ -155,7 +155,7 @@ def micro_batches(packing: str, number: int) -> list[dict[str, Tensor]]:
 
 
 def train(case: Case, rank: int | None = None) -> Recorder:
-    """Trains on the streams of this rank. If rank is None, trains on all streams in this process."""
+    """Trains on the streams of `rank`. If rank is None, trains on all streams in a single process."""
     alone = rank is None
     lit_gpt = LitGPT(
         build(case, "cpu" if alone else "meta"),
@@ -187,7 +187,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     """Trains one rank of each case. Rank 0 writes the results to <case>.pt."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # so that attention runs twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes attention run twice in some cases
     with patched_once_a_launch():
         for case in cases:
             recorder = train(case, rank)
