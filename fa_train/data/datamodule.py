@@ -36,9 +36,9 @@ class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens and labels.
 
     The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
-    of step trainer.global_step, so a checkpoint stores only the settings that determine the rows. If a resumed run has
-    other settings, it prints a warning. In each step, the rows are distributed so that all ranks have similar attention
-    costs.
+    of step trainer.global_step, so a checkpoint stores only the settings that determine the rows. A resumed run prints
+    a warning if these settings differ from those in the checkpoint. In each step, the rows are distributed so that all
+    ranks have similar attention costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
     val_rows: the maximum number of rows in a validation.
@@ -91,8 +91,8 @@ class PackedDataModule(L.LightningDataModule):
         self.val_rows, self.num_workers = val_rows, num_workers
         self.packing, self.max_doc_len, self.long_documents = packing, max_doc_len, long_documents
         self._rows_per_epoch: int | None = None  # of the training documents; None until the data are packed
-        self._sources: dict[str, float] = {}  # as in `state_dict`; empty until the data are packed
-        self._resumed: dict[str, Any] = {}  # state_dict() of the run that wrote the checkpoint
+        self._sources: dict[str, float] = {}  # the entry `sources` of `state_dict`; empty until the data are packed
+        self._resumed: dict[str, Any] = {}  # the state_dict() in the checkpoint that the run resumes from
 
     @property
     def vocab_size(self) -> int:
@@ -116,7 +116,7 @@ class PackedDataModule(L.LightningDataModule):
             self.layouts(held_out=held_out)
 
     def steps_of(self, epochs: float) -> int:
-        """Returns the number of steps of `epochs` epochs, rounded up. Tokenises the data if necessary.
+        """Returns how many steps `epochs` epochs take, rounded up. Tokenises the data if necessary.
 
         Raises: ValueError if the data are a mixture. The sources of a mixture have epochs of different lengths.
         """
@@ -172,7 +172,7 @@ class PackedDataModule(L.LightningDataModule):
         trainer = self._running_trainer()
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
-        if not isinstance(self.source, Mixture):  # MixReport has the epochs of each source
+        if not isinstance(self.source, Mixture):  # a MixReport contains the epochs of each source
             trainer.print(run_line(self.max_steps, self.batch_size, rows.per_epoch))
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
@@ -190,7 +190,7 @@ class PackedDataModule(L.LightningDataModule):
         """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
-        rows in percent. Otherwise, this entry is empty.
+        rows in percent. For a single source, the entry `sources` is empty.
         """
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
         settings = {name: getattr(self, name) for name in names}
@@ -201,9 +201,10 @@ class PackedDataModule(L.LightningDataModule):
         self._resumed = state_dict
 
     def _changes(self) -> list[str]:
-        """Returns a line for each setting of `state_dict` that differs from the checkpoint's.
+        """Returns a line for each setting of `state_dict` that differs from the setting in the checkpoint.
 
-        If all settings are equal, the lines are about numbers of rows, or about the shares of a mixture's sources.
+        If all settings are equal, returns lines about numbers of rows that differ. If these numbers are equal too,
+        returns lines about the sources of a mixture.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
@@ -224,7 +225,7 @@ class PackedDataModule(L.LightningDataModule):
         progress.load_state_dict(state)
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
-        rows = PackedRows(self, held_out=True, shuffle=True)  # best_fit puts long documents first; use all lengths
+        rows = PackedRows(self, held_out=True, shuffle=True)  # shuffled, as best_fit puts the longest documents first
         if rows.counted and rows.counted < rows.per_epoch:
             self._running_trainer().print(f"validation: {rows.counted:,} of {rows.per_epoch:,} rows (data.val_rows)")
         if not rows.counted:
