@@ -61,7 +61,8 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
 
     stored: {name in LitGPT's state_dict: shape} for each weight in the checkpoint.
     content: the entries of the checkpoint, for example the reference to the base model. `content` need not contain the
-    weights. checkpoint: the checkpoint's name, for error messages.
+    weights.
+    checkpoint: the checkpoint's name, for error messages.
     Raises: CheckpointError if the checkpoint does not fit the model. The message names the first difference.
     """
     require_same_weights(model, stored, content, checkpoint)

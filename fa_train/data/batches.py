@@ -28,7 +28,8 @@ class PackedRows:
 
     If several sources are mixed, each source is shuffled separately.
     In validation, only the first `counted` rows have labels. The rows after the first `counted` rows only fill up the
-    last micro-batches. Raises: ValueError if a source has no training tokens or no labels left after packing.
+    last micro-batches.
+    Raises: ValueError if a source has no training tokens or no labels left after packing.
     """
 
     def __init__(self, data: "PackedDataModule", *, held_out: bool, shuffle: bool) -> None:

@@ -31,8 +31,7 @@ ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
 class Pieces:
     """Documents and parts of documents to pack.
 
-    Shapes: (n_pieces,) int64.  Piece i consists of the tokens start[i] to stop[i] - 1 of the document with the index
-    document[i].
+    Piece i consists of the tokens start[i] to stop[i] - 1 of document number document[i]. Shapes: (n_pieces,) int64.
     """
 
     document: np.ndarray

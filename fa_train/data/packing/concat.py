@@ -77,7 +77,7 @@ def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.nd
 def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
     """Returns the starts of the documents in a row, followed by seq_len.
 
-     cuts: the starts of all documents except the first, and of the padding. Values of seq_len or more are ignored.
+    cuts: the starts of all documents except the first, and of the padding. Values of seq_len or more are ignored.
     """
     return np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
 

@@ -27,9 +27,9 @@ class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
     tokens_in = tokens_packed + tokens_truncated + tokens_dropped. Only documents_held_out and tokens_held_out count
-    held-out documents. They are None if unknown. documents_split is None if it depends on the epoch. documents_long:
-    the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len. held_out_tail:
-    whether the end of the longest document is held out, instead of whole documents.
+    held-out documents. Both counts are None if unknown. documents_split is None if it depends on the epoch.
+    documents_long: the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len.
+    held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents. None if unknown.
     """
