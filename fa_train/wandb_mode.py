@@ -23,9 +23,9 @@ def wandb_mode() -> str:
 
 
 def require_api_key(setting: str) -> None:
-    """Raises: ValueError if no API key is set, or its format is wrong. W&B's server is not asked.
+    """Raises: ValueError if no API key is set, or its format is wrong. Does not contact W&B's server.
 
-    setting: the setting that needs the key, for the message.
+    setting: the setting that needs an API key, for the error message.
     """
     try:
         found = "a key" if wandb.login(prompt=False, verify=False) else "none"

@@ -1,7 +1,7 @@
 """Adapts torchao's low-memory optimizers to torch's schedulers, to Lightning and to checkpoints.
 
-adamw.py imports this file only if one of these optimizers is chosen. Importing torchao takes seconds, and torchao is
-not available on every system.
+adamw.py imports this file only if one of torchao's optimizers is chosen. Importing torchao takes seconds, and torchao
+is not available on every system.
 """
 
 from collections.abc import Callable
