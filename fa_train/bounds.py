@@ -1,4 +1,4 @@
-"""Type hints for bounded numbers and for names of dtypes. fa_train.settings checks the config against these hints."""
+"""Type hints for bounded numbers and dtype names. fa_train.settings checks the config against these type hints."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal

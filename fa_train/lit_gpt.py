@@ -208,8 +208,8 @@ class LitGPT(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Removes the frozen base model from a checkpoint, and resets Lightning's counters to the last optimizer step.
 
-        After a signal or an error, a checkpoint can be saved in the middle of a step. A run that resumes from this
-        checkpoint starts the step again.
+        After a signal or an error, a checkpoint can be saved in the middle of a step. A run that resumes from the
+        middle of a step starts the step again.
         """
         checkpoint[ARCHITECTURE] = self.model.config.values()
         checkpoint[ADAPTER] = adapter_values(self.model)

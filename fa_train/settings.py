@@ -1,8 +1,8 @@
 """The schema of the config: the known keys, and the values that each key accepts.
 
 `Root` lists the keys at the root. A node is a mapping whose `_target_` names a function or class. The keys of a node
-are the parameters of its target. The type hints of these parameters determine the accepted values. `BOUNDS` has
-narrower type hints for targets from other packages.
+are the parameters of its target. The type hints of the parameters determine the accepted values. `BOUNDS` has narrower
+type hints for targets from other packages.
 """
 
 import difflib
@@ -192,9 +192,9 @@ def run_folder(run_name: object) -> str:
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown key.
 
-    If options of the key's config group have the key, the message names these options. Otherwise, the message suggests
-    the key that OTHER_NAMES has for this name, or the most similar key in `known`. If there is no similar key, the
-    message lists the keys of the node.
+    If options of the key's config group have the key, the message names these options. If no option has the key, the
+    message suggests the key that OTHER_NAMES has for this name, or the most similar key in `known`. If there is no
+    similar key, the message lists the keys of the node.
     """
     if found := options_with(key):
         return f"unknown key {key}; it is a key of {', '.join(found)}"

@@ -164,7 +164,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def without_validation(done: int, max_steps: int, val_check_interval: int) -> str | None:
-    """Returns a message if a run has no validation. Otherwise returns None.
+    """Returns a message if a run has no validation, and None if it has one.
 
     done: the number of optimizer steps before the run starts.
     """

@@ -80,7 +80,7 @@ class EqualWeights(Callback):
         self._check = Check(trainer.global_step, hashes.to("cpu", non_blocking=True), Timestamp(device))
 
     def _compare(self, trainer: L.Trainer) -> None:
-        """Waits for the hashes of the last check, and compares them. All ranks call it at the same point of a run."""
+        """Waits for the hashes of the last check, and compares the hashes. All ranks call _compare at the same point."""
         check, self._check = self._check, None
         if check is None:
             return
@@ -126,9 +126,8 @@ def differences(hashes: list[int], copies: int) -> list[tuple[int, int]]:
 def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns a hash of the bits and the order of all elements, as an int64 scalar on the device.
 
-    The bits of each element, read as an integer, are multiplied by an odd number. The hash is the sum of these
-    products, modulo 2**64. A change of one element always changes the hash. No temporary tensor has more than `PIECE`
-    elements.
+    The bits of each element, read as an integer, are multiplied by an odd number. The hash is the sum of the products,
+    modulo 2**64. A change of one element always changes the hash. No temporary tensor has more than `PIECE` elements.
     """
     factors = odd_numbers(0, PIECE, device)
     integers = (tensor.view(INTEGERS[tensor.element_size()]).reshape(-1) for tensor in tensors)

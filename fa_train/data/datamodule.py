@@ -37,7 +37,7 @@ class PackedDataModule(L.LightningDataModule):
 
     The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
     of step trainer.global_step, so a checkpoint stores only the settings that determine the rows. A resumed run prints
-    a warning if these settings differ from those in the checkpoint. In each step, the rows are distributed so that all
+    a warning if the settings that determine the rows have changed. In each step, the rows are distributed so that all
     ranks have similar attention costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
@@ -48,7 +48,7 @@ class PackedDataModule(L.LightningDataModule):
     than max_doc_len, and pads each row.
     max_doc_len: "best_fit" never cuts documents of up to max_doc_len tokens. The default is seq_len.
     long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
-    counts these documents.
+    counts the documents that are split, truncated or dropped.
     Raises: ValueError if a size is not positive or an option is unknown. Also raises ValueError if max_doc_len or
     long_documents is set although packing is "concat".
     """
@@ -203,19 +203,18 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Returns a line for each setting of `state_dict` that differs from the setting in the checkpoint.
 
-        If all settings are equal, returns lines about numbers of rows that differ. If these numbers are equal too,
-        returns lines about the sources of a mixture.
+        If all settings are equal, returns lines about numbers of rows that differ. If the numbers of rows are equal
+        too, returns lines about the sources of a mixture.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
         return settings or counts or differences("data.sources", own["sources"], stored.get("sources"))
 
     def _count_from(self, done: int) -> None:
-        """Sets Lightning's counters of finished micro-batches to `done`. Lightning uses these counters to decide when a
-        step ends and when the run ends.
+        """Sets Lightning's counters of finished micro-batches to `done`.
 
-        Lightning restores the counters from the checkpoint. The run that saved the checkpoint may have had another
-        number of micro-batches per step.
+        Lightning uses the counters to decide when a step ends and when the run ends. Lightning restores the counters
+        from the checkpoint. The run that saved the checkpoint may have had another number of micro-batches per step.
         """
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()

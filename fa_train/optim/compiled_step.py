@@ -41,7 +41,7 @@ def adamw_values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a weight and its two moments after a step of AdamW (arXiv:1711.05101). All tensors are in fp32.
 
-    steps: the number of steps, including this one.
+    steps: the number of steps, including the current step.
     """
     exact = gradient / scalars.grad_scale
     mean = mean.lerp(exact, 1 - betas[0])

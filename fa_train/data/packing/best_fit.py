@@ -186,7 +186,7 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
 
 
 class BestFit:
-    """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles them.
+    """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles the rows.
 
     max_doc_len: documents of at most max_doc_len tokens are kept whole. None means seq_len.
     row_costs (n_rows,) holds the attention cost of each row (`Epoch.cost`). If every document is empty or dropped,

@@ -142,7 +142,7 @@ class Concatenation:
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
     # The first token of a document is not a label. Each later token is the label of the token before it, even if a row
-    # ends between these two tokens.
+    # ends between the two tokens.
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

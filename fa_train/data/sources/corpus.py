@@ -248,7 +248,7 @@ def require_column(column: str, columns: Iterable[str], where: str) -> None:
 
 
 def require_text(value: object, name: str, where: str) -> str:
-    """Returns `value`, or an empty text if it is null or only white space. An empty document gets no tokens.
+    """Returns `value`, or an empty text if `value` is null or only white space. An empty document gets no tokens.
 
     Raises: ValueError if `value` is neither a text nor null. name, where: the kind of `value` and its place, for the
     error message.

@@ -1,10 +1,10 @@
 """Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
 A chat is first rendered to text. The encoder then finds the answers, which are the assistant's messages. If the
-template has {% generation %} blocks, these blocks mark the answers. If the template has no such blocks, the encoder
-also renders a shorter text, which contains only the messages before an answer. The whole text must begin with the
-shorter text. The answer starts directly after the shorter text, and ends with the answer's end token. The whole text is
-tokenised at once. The tokenizer's offsets then map characters to tokens.
+template has {% generation %} blocks, these blocks mark the answers. If the template has no {% generation %} blocks, the
+encoder also renders a shorter text, which contains only the messages before an answer. The whole text must begin with
+the shorter text. The answer starts directly after the shorter text, and ends with the answer's end token. The whole
+text is tokenised at once. The tokenizer's offsets then map characters to tokens.
 """
 
 import hashlib
@@ -101,7 +101,8 @@ class ChatEncoder:
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
         """Raises: ValueError if the template omits a chat's tools or tool calls.
 
-        Some old templates omit tool calls. With such a template, the model would be trained on an empty answer.
+        Some old templates omit tool calls. With a template that omits tool calls, the model would be trained on an
+        empty answer.
         """
         without = {
             "tools": replace(chat, tools=None),
