@@ -80,7 +80,7 @@ class EqualWeights(Callback):
         self._check = Check(trainer.global_step, hashes.to("cpu", non_blocking=True), Timestamp(device))
 
     def _compare(self, trainer: L.Trainer) -> None:
-        """Waits for the hashes of the last check, and compares the hashes. All ranks call _compare at the same point."""
+        """Waits for the hashes of the last check, and compares them. All ranks call _compare at the same point."""
         check, self._check = self._check, None
         if check is None:
             return
