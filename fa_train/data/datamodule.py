@@ -298,8 +298,8 @@ class SharedHeapLoader(TimedLoader):
 def leave_signals_to_the_run(worker_id: int) -> None:
     """Makes a data worker ignore Ctrl-C, SIGUSR1 and SLURM's SIGTERM, which reach every process of a run.
 
-    An interrupted run finishes its step before it saves a checkpoint, and needs its data workers for this step. A
-    SIGTERM from the parent process still ends a data worker.
+    A run of several ranks may process more micro-batches after a signal, before it saves a checkpoint. The data workers
+    must still provide these micro-batches. A SIGTERM from the parent process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
