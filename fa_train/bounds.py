@@ -1,4 +1,4 @@
-"""Type hints for bounded numbers and for names of dtypes. fa_train.settings checks the config against these hints."""
+"""Type hints for bounded numbers and dtype names. fa_train.settings checks the config against these type hints."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -9,12 +9,12 @@ INFINITY = float("inf")
 
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
-Seed = Annotated[int, Ge(0), Lt(2**32)]  # NumPy accepts seeds in this range
+Seed = Annotated[int, Ge(0), Lt(2**32)]  # NumPy accepts seeds from 0 to 2**32 - 1
 PositiveFloat = Annotated[float, Gt(0), Lt(INFINITY)]
 AtLeastOne = Annotated[float, Ge(1), Lt(INFINITY)]
 NonNegativeFloat = Annotated[float, Ge(0), Lt(INFINITY)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[Sequence[FractionBelowOne], Len(2, 2)]
-Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 would need loss scaling
+Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 is not supported, because it would need loss scaling
 Dtype = Literal["float32", "bfloat16", "float16"]  # of stored weights

@@ -1,4 +1,7 @@
-"""Reads which options the groups of conf/ have, and which keys an option has. Error messages suggest them."""
+"""Reads which options the groups of conf/ have, and which keys an option has.
+
+Error messages suggest these options and keys.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +51,7 @@ def options(group: str) -> list[str]:
 
 
 def options_with(key: str) -> list[str]:
-    """Returns the options of the key's group that have this key, such as ["strategy=fsdp"] for strategy.context."""
+    """Returns the options in the key's config group that have `key`: ["strategy=fsdp"] for strategy.context."""
     group, *names = key.split(".")
     if not names or not group.isidentifier():
         return []
@@ -56,7 +59,7 @@ def options_with(key: str) -> list[str]:
 
 
 def _content(group: str, option: str) -> dict[str, Any]:
-    """Returns the keys of an option and of its bases.
+    """Returns the keys of an option and of the options in its defaults list.
 
     An option with a line `# @package` sets keys outside its group, so the result is empty.
     """

@@ -41,7 +41,7 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
     """Checks that no node contradicts the settings of the run.
 
     config: a config that fa_train.settings.check has checked. folder: the run's folder.
-    Raises: ValueError if a node contradicts them. The message says what to set instead.
+    Raises: ValueError if a node contradicts a setting of the run. The message says what to set instead.
     """
     for key, original in COPIES.items():
         value, wanted = value_of(config, key), value_of(config, original)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def has_gpu() -> bool:
-    """Returns whether a CUDA build of torch could use a GPU. In a CPU build of torch, returns False.
+    """Returns whether the installed torch can use a GPU. A CPU build of torch cannot.
 
     The result equals torch.cuda.is_available(). GPUs that CUDA_VISIBLE_DEVICES hides do not count. Like
     torch.cuda.is_available(), has_gpu() initialises CUDA in this process.
@@ -30,7 +30,7 @@ def has_gpu() -> bool:
 
 
 def torch_cuda_version() -> str | None:
-    """Returns torch.version.cuda, for example "12.8". In a CPU build of torch, the result is None."""
+    """Returns torch.version.cuda, for example "12.8". The result is None for a CPU build of torch."""
     torch = find_spec("torch")
     assert torch is not None and torch.origin is not None
     cuda: str | None = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]

@@ -15,7 +15,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
-    """Makes all checks of this file.
+    """Runs all checks of this file.
 
     config: a config that fa_train.settings.check has checked. world_size: the number of devices on all machines.
     Raises: ValueError if a check fails.
@@ -46,14 +46,15 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
 def is_fsdp(strategy: Mapping[str, Any]) -> bool:
     """Returns whether the node `strategy` is that of strategy=fsdp, or of a user's own option that is based on fsdp.
 
-    Only these nodes have the key reshard_after_forward, which FullyShardedStrategy requires.
+    Only nodes of FullyShardedStrategy have the key reshard_after_forward, which is required.
     """
     return "reshard_after_forward" in strategy
 
 
 def require_checkpoint_name(pretrained: str | None, key: str = "model.pretrained") -> None:
-    """Checks the value of model.pretrained without internet access. key: what the error calls the value.
+    """Checks the value of model.pretrained without internet access.
 
+    key: the name of the config key, for the error message.
     Raises: ValueError if the value is neither null, nor a folder with a config.json, nor a possible name on the hub.
     """
     if pretrained is None:
@@ -157,7 +158,7 @@ def require_device_count(devices: Any, accelerator: str) -> None:
 
 
 def require_cuda(optimizer: str, accelerator: str) -> None:
-    """Checks that the run is on a GPU. With accelerator=gpu or cuda, Lightning itself checks this.
+    """Checks that the run is on a GPU. With accelerator=gpu or cuda, Lightning itself checks that there is a GPU.
 
     optimizer: the name of an optimizer that needs a CUDA GPU. accelerator: trainer.accelerator.
     Raises: ValueError if the run is on the CPU.

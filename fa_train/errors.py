@@ -34,7 +34,7 @@ class RankFailedError(RuntimeError):
 
 @contextmanager
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """If an error of these types or Ctrl-C occurs, prints one line and ends the program.
+    """If Ctrl-C or an error of a type in `mistakes` occurs, prints one line and ends the program.
 
     HYDRA_FULL_ERROR=1 shows a traceback.
     """

@@ -1,4 +1,4 @@
-"""Trains with Lightning's fit. Handles signals, divergence and lack of memory."""
+"""Trains with Lightning's fit. Handles signals, divergence and out-of-memory errors."""
 
 import sys
 
@@ -35,7 +35,7 @@ def fit(
         trainer.strategy.barrier()
         sys.exit(exit_status(trainer))
     except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning exits with status 1
+        if isinstance(end.__context__, KeyboardInterrupt):  # after Ctrl-C, Lightning exits with status 1
             raise end.__context__ from None
         raise
     except DivergedError:
@@ -51,11 +51,11 @@ def fit(
 
 
 def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> None:
-    """Frees weights and optimizer states at the end of the run. Lightning would copy them to host memory.
+    """Frees weights and optimizer states at the end of the run, because Lightning would copy them to host memory.
 
-    The copies would take seconds, and as much host memory as weights and states have GPU memory. Lightning makes them
-    when it tears down the strategy, also after an error or a signal. No checkpoint is saved after this point. With
-    fsdp, Lightning copies nothing.
+    The copies would take seconds, and as much host memory as weights and states have GPU memory. Lightning would make
+    the copies when it tears down the strategy, also after an error or a signal. No checkpoint is saved after the
+    teardown begins. With fsdp, Lightning copies nothing.
     """
     teardown = trainer.strategy.teardown
 

@@ -25,7 +25,7 @@ from fa_train.models.lora import adapter_values
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
-# each seed is computed from one of these numbers, so that micro-batches and updates get different random numbers
+# FOR_MICRO_BATCH or FOR_UPDATE is part of each seed, so that micro-batches and updates get different random numbers
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2
 
 
@@ -68,7 +68,7 @@ class LitGPT(L.LightningModule):
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
 
     def configure_model(self) -> None:
-        """Shards the model if the run has a FullyShardedStrategy. Lightning may call this more than once."""
+        """Shards the model if the run has a FullyShardedStrategy. Lightning may call this method more than once."""
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
             if strategy.context > 1:
@@ -97,7 +97,7 @@ class LitGPT(L.LightningModule):
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        # all ranks that share a stream count its lengths, so each rank adds only its fraction
+        # all ranks that share a stream count all of its documents, so each rank adds only its fraction of the sum
         squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
@@ -127,7 +127,8 @@ class LitGPT(L.LightningModule):
         norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and strategy.replicas > 1:
-            # Replicas may sum in different orders and get slightly different norms. Their weights would then differ.
+            # Replicas may sum in different orders and get slightly different norms. Without the broadcast, the weights
+            # of replicas would then differ.
             dist.broadcast(norm, src=0)
         self.step_grad_norm = norm * scale
         if gradient_clip_val:
@@ -167,7 +168,10 @@ class LitGPT(L.LightningModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Updates the weights and then frees the gradients. Lightning would keep them during the next forward pass."""
+        """Updates the weights and then frees the gradients.
+
+        Lightning would keep the gradients during the next forward pass.
+        """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad(set_to_none=True)
 
@@ -187,8 +191,9 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the frozen base model's weights to the checkpoint. Prints which settings have changed.
+        """Adds the frozen base model's weights to the checkpoint.
 
+        Prints the settings of the run that differ from the settings in the checkpoint.
         Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
         model.
         """
@@ -203,8 +208,8 @@ class LitGPT(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Removes the frozen base model from a checkpoint, and resets Lightning's counters to the last optimizer step.
 
-        After a signal or an error, a checkpoint can be saved in the middle of a step. A run that resumes from this
-        checkpoint starts the step again.
+        After a signal or an error, a checkpoint can be saved in the middle of a step. A run that resumes from the
+        middle of a step starts the step again.
         """
         checkpoint[ARCHITECTURE] = self.model.config.values()
         checkpoint[ADAPTER] = adapter_values(self.model)

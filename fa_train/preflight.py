@@ -1,6 +1,6 @@
 """Checks a run's settings before the run starts. A check that fails raises a ValueError.
 
-The checks of this file need the model. fa_train.early_checks has those that do not.
+The checks of this file need the model. fa_train.early_checks has the checks that need no model.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
 
 
 def require_tokenizer(model: GPT, source: str, data: Mapping[str, Any]) -> None:
-    """Checks that bytes are used as tokens only if the vocabulary of model.pretrained has the size for them.
+    """Checks that a pretrained model gets bytes as tokens only if its vocabulary has the size of the byte tokenizer's.
 
     source: the name of the chosen option of conf/data. data: the node `data` of the config.
-    Raises: ValueError if the tokens are bytes, and the checkpoint's vocabulary has another size than the byte
-    tokenizer's.
+    Raises: ValueError if the tokens are bytes, and the vocabulary of the checkpoint differs in size from that of the
+    byte tokenizer.
     """
     is_stdlib = source == "stdlib"
     if model.origin is None or model.config.vocab_size == ByteTokenizer.vocab_size:
@@ -54,7 +54,7 @@ def reach_of(model: GPT) -> int | None:
 
 
 def longest_row(model: GPT, max_doc_len: int | None, reset_positions: bool) -> int | None:
-    """Returns the longest seq_len that the model supports, or None if there is no limit.
+    """Returns the largest seq_len that the model supports, or None if there is no limit.
 
     There is no limit if documents are cut at max_doc_len and their positions start at 0.
     """
@@ -93,13 +93,14 @@ def chooses_reshard(strategy: Mapping[str, Any], attention: str) -> bool:
     """Returns whether the planner chooses the value of strategy.reshard_after_forward.
 
     strategy: the node `strategy` of the config. attention: the name of the chosen option of conf/attention. With any
-    attention other than flash, "auto" means true, because the planner predicts only the memory of flash attention.
+    attention other than flash, reshard_after_forward=auto means true, because the planner predicts only the memory of
+    flash attention.
     """
     return early_checks.is_fsdp(strategy) and strategy["reshard_after_forward"] == "auto" and attention == "flash"
 
 
 def require_settings(plan: Plan, attention: str, *, sharded: bool, samples: bool) -> None:
-    """Checks the combinations of settings that fa_train.early_checks describes, and those that depend on the model.
+    """Repeats some checks of fa_train.early_checks, and checks settings that depend on the model.
 
     attention: the name of the chosen option of conf/attention. sharded: whether the run has strategy=fsdp. samples:
     whether callbacks.sample is set.

@@ -25,7 +25,8 @@ from fa_train.parallel.ranks import has_own_launcher, told, world_size
 class OneFolder(Callback):
     """A Hydra callback that makes all ranks of a run use one folder.
 
-    Without it, an interpolation such as ${now:%H-%M-%S} in hydra.run.dir could have a different value on each rank.
+    Without OneFolder, an interpolation such as ${now:%H-%M-%S} in hydra.run.dir could have a different value on each
+    rank.
     """
 
     def on_run_start(self, config: DictConfig, **others: Any) -> None:
@@ -116,7 +117,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def require_start(cfg: DictConfig, n_ranks: int) -> None:
-    """Checks a config that `check` has checked, before ranks start. The ranks of train.py need no second check.
+    """Checks a config that `check` has checked, before ranks start. Does nothing in a rank that train.py has started.
 
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
     Raises: ValueError if settings exclude each other, or W&B must log online but has no API key.

@@ -1,8 +1,8 @@
 """The schema of the config: the known keys, and the values that each key accepts.
 
 `Root` lists the keys at the root. A node is a mapping whose `_target_` names a function or class. The keys of a node
-are the parameters of its target. The type hints of these parameters determine the accepted values. `BOUNDS` has
-narrower type hints for targets from other packages.
+are the parameters of its target. The type hints of the parameters determine the accepted values. `BOUNDS` has narrower
+type hints for targets from other packages.
 """
 
 import difflib
@@ -86,11 +86,11 @@ class Root(TypedDict):
     lit_gpt: Node
 
 
-# Each of these config groups must have exactly one option. Hydra would merge several options into one node.
+# The config groups that must have exactly one option. Hydra would merge several options into one node.
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
-# a config may lack these keys, because train.py itself passes their values when it instantiates the nodes
+# keys that a config may lack, because train.py itself passes their values when it instantiates the nodes
 GIVEN_LATER = {"model.vocab_size", "lit_gpt.model"}
 # {class of another package: {parameter: type hint}}
 BOUNDS: dict[str, dict[str, Any]] = {
@@ -172,8 +172,9 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields each key of a config with its value and its type hint. Replaces each node by the keys inside it.
+    """Yields each key of a config with its value and its type hint.
 
+    Yields the keys inside a node instead of the key of the node.
     Raises: ValueError if a key is unknown or a required key is missing.
     """
     return _entries_of_node("", config, _keys_of_typed_dict(Root))
@@ -191,8 +192,9 @@ def run_folder(run_name: object) -> str:
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown key.
 
-    The message names the options of the key's group that have this key. If no option has it, the message suggests the
-    key for this name in OTHER_NAMES, or the most similar key in `known`, or lists the keys of the node.
+    If options of the key's config group have the key, the message names these options. If no option has the key, the
+    message suggests the key that OTHER_NAMES has for this name, or the most similar key in `known`. If there is no
+    similar key, the message lists the keys of the node.
     """
     if found := options_with(key):
         return f"unknown key {key}; it is a key of {', '.join(found)}"
@@ -273,10 +275,10 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 
 
 def _hidden_error(target: Any) -> ImportError | None:
-    """If the target's module fails to import something, returns this error. Otherwise returns None.
+    """Returns the ImportError of an import inside the target's module, or None if there is no such error.
 
     For example, the module may need a package that is not installed. For a module inside a package,
-    pkgutil.resolve_name does not show this error.
+    pkgutil.resolve_name hides the ImportError.
     """
     try:
         importlib.import_module(str(target).rpartition(".")[0])
@@ -294,7 +296,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     """Returns the keys that a node accepts, from the parameters of its `_target_`.
 
     node: the node's key, for error messages.
-    partial: whether the node has `_partial_: true`. The config may omit the positional parameters of such a node,
+    partial: whether the node has `_partial_: true`. The config may omit the positional parameters of a partial node,
     because they are passed later.
     """
     try:

@@ -49,8 +49,8 @@ class SweepTable(Callback):
 def print_tables() -> None:
     """Prints the table of each multirun whose table is not printed yet, and the path of its sweep.csv.
 
-    Call this function after a multirun, also if it has raised an error. Hydra calls on_multirun_end only if no job has
-    failed.
+    Call this function after a multirun, even if the multirun has raised an error. Hydra calls on_multirun_end only if
+    no job has failed.
     """
     while _unprinted:
         path, rows = _unprinted.popitem()
@@ -64,13 +64,13 @@ def row_of(config: DictConfig, job_return: JobReturn) -> Row:
     metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     outcome = "oom" if "oom" in metrics else "ok"
     if job_return.status == JobStatus.FAILED:
-        error = job_return._return_value  # the property return_value would raise this error
+        error = job_return._return_value  # the property return_value would raise the error
         outcome = f"{type(error).__name__}: {error}"
     return {"job": config.hydra.job.num, **overrides, "outcome": outcome, **metrics}
 
 
 def write(rows: list[Row], path: Path) -> None:
-    """Writes all rows to a CSV file. A job without a value has an empty cell."""
+    """Writes all rows to a CSV file. If a job has no value for a column, the cell is empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)

@@ -33,7 +33,8 @@ from fa_train.run_config import in_sweep, to_container
 for library in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(library).setLevel(logging.WARNING)  # Lightning sets the level INFO when it is imported
 logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # trainer.profiler logs its report
-# with memory=selective or offload, torch warns that compiled blocks must have no in-place operators; ours have none
+# with memory=selective or offload, torch warns that compiled blocks must have no in-place operators. Our blocks have
+# none.
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 # Lightning 2.6 uses a deprecated function of torch in every run
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
@@ -41,7 +42,7 @@ warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 # val/loss is already a mean over all ranks
 warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
-# the data module says itself that nothing is held out
+# the data module itself prints that nothing is held out
 warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
 # the CSV logger deletes no files, because each run has a new folder
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
@@ -53,7 +54,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     cfg: a config that fa_train.run_config.check has checked.
     """
     L.seed_everything(cfg.seed, verbose=False)
-    if cfg.model.get("pretrained") is not None:  # checked first, because data.tokenizer is often a copy
+    if cfg.model.get("pretrained") is not None:  # checked first, because data.tokenizer often copies the name
         from fa_train.models.hf.import_ import require_checkpoint  # the import takes a second
 
         require_checkpoint(cfg.model.pretrained)
@@ -61,7 +62,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):  # `anonymous` has no effect, and wandb warns of it
+        if isinstance(logger, WandbLogger):  # wandb warns that `anonymous` has no effect
             private("lightning", logger, "_wandb_init").pop("anonymous", None)
     communication.configure(trainer)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
@@ -98,7 +99,7 @@ def rebuild_model(cfg: DictConfig, vocab_size: int) -> GPT:
 
 
 def fill_in_steps(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule) -> None:
-    """Computes how many steps cfg.epochs needs. Writes the number to the config, the trainer and the data module.
+    """Computes how many steps cfg.epochs needs. Writes the number of steps to config, trainer and data.
 
     Every rank calls this function before the ranks can communicate. One rank tokenises the data, and the others wait
     until the tokens are in the cache.
@@ -163,7 +164,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def without_validation(done: int, max_steps: int, val_check_interval: int) -> str | None:
-    """Returns a message if a run has no validation. Otherwise returns None.
+    """Returns a message if a run has no validation, and None if it has one.
 
     done: the number of optimizer steps before the run starts.
     """
@@ -212,7 +213,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
-        if trainer.global_step == done and ckpt_path is not None:  # trainer.max_time was already over, for example
+        if trainer.global_step == done and ckpt_path is not None:  # for example, trainer.max_time had already passed
             export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)
         else:
             export_last(trainer, partial(rebuild_model, cfg), config)

@@ -16,16 +16,17 @@ TIMEOUT = 5  # the server must accept the API key within this number of seconds
 def wandb_mode() -> str:
     """Returns the `mode` for wandb.init, which is $WANDB_MODE if this variable is set.
 
-    Otherwise, the mode is "offline" if there is no API key or the login fails, and "online" if the login succeeds.
+    If $WANDB_MODE is not set, the mode is "offline" if there is no API key or the login fails, and "online" if the
+    login succeeds.
     """
     mode: str = decided_by_rank_zero("wandb_mode", _mode)
     return mode
 
 
 def require_api_key(setting: str) -> None:
-    """Raises: ValueError if no API key is set, or its format is wrong. W&B's server is not asked.
+    """Raises: ValueError if no API key is set, or its format is wrong. Does not contact W&B's server.
 
-    setting: the setting that needs the key, for the message.
+    setting: the setting that needs an API key, for the error message.
     """
     try:
         found = "a key" if wandb.login(prompt=False, verify=False) else "none"
@@ -55,7 +56,7 @@ def _mode() -> str:
 def _require_login() -> None:
     """Raises an error if the server does not answer or does not accept the API key.
 
-    If there is an API key, this function does not use wandb.Api. wandb.Api asks the server through wandb's service
+    If there is an API key, _require_login does not use wandb.Api. wandb.Api asks the server through wandb's service
     process. If the server does not answer, the service process can still be waiting when the program ends. The program
     then waits for the service process.
     """

@@ -1,1 +1,1 @@
-"""Lightning callbacks: metrics, progress, checkpoints, interrupts, lack of memory, and records of runs."""
+"""Lightning callbacks: metrics, progress, checkpoints, interrupts, out-of-memory errors, and records of runs."""

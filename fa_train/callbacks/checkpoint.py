@@ -47,24 +47,24 @@ class Save:
 class Checkpoint(CheckpointCallback):
     """Saves a checkpoint every every_n_train_steps steps and at the end of a run.
 
-    run_name: the run's name. It determines the folder that ckpt_path=last searches.
+    run_name: the run's name, which determines the folder that ckpt_path=last searches.
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
-    the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss. For this
-    purpose, a step's checkpoint is saved after the step's validation if both are due at the same step.
-    save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With this
-    setting, a run of one process also saves a checkpoint after an error, unless the error occurred while the weights
-    were updated.
-    asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores this setting. The
+    the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss. With
+    keep_best, if a checkpoint and a validation are due at the same step, the checkpoint is saved after the validation.
+    save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With
+    save_on_exception, a run of one process also saves a checkpoint after an error, unless the error occurred while the
+    weights were updated.
+    asynchronous: whether training goes on while a checkpoint is written. A run of one rank ignores `asynchronous`. The
     ranks first copy the checkpoint to CPU memory. The next save and the end of a run wait until the checkpoint is
-    written. If a rank cannot write its part, the run ends.
+    written. If a rank cannot write its part of the checkpoint, the run ends.
     A checkpoint gets its final name when it is completely on the disk. Older checkpoints are removed only when the new
     one is complete. Weights with NaN or infinity are never saved.
     Logs perf/save_s, the duration of a save in seconds. Logs perf/save_stall_s, the seconds for which the save paused
     training.
     """
 
-    current_score = None  # Lightning's loggers ignore last_model_path if this attribute is missing
+    current_score = None  # Lightning's loggers ignore last_model_path if current_score is missing
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Checkpoint(CheckpointCallback):
         return trainer.global_step % self.every_n_train_steps == 0
 
     def _save_best(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: float) -> None:
-        lowest, self.best_model_score = self.best_model_score, loss  # before the save, because the save stores it
+        lowest, self.best_model_score = self.best_model_score, loss  # before _save, which stores best_model_score
         if not self._save(trainer, pl_module):
             self.best_model_score = lowest
         elif self._save_in_flight is not None:
@@ -153,8 +153,8 @@ class Checkpoint(CheckpointCallback):
             self._save(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt ensures this.
-        # Diverged weights must not replace an older checkpoint.
+        # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt stops all ranks at
+        # the same step. Diverged weights must not replace an older checkpoint.
         self._logs_times = False  # the callback Record has already closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
         # An update of the weights increases global_step at its end. If global_step has not increased since the newest
@@ -163,7 +163,7 @@ class Checkpoint(CheckpointCallback):
         alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)
         try:
-            if stopped or isinstance(exception, DivergedError):  # all ranks raise these at the same step
+            if stopped or isinstance(exception, DivergedError):  # all ranks raise these two exceptions at the same step
                 self._end_background(trainer)
             else:
                 self._finish_alone()
@@ -179,9 +179,9 @@ class Checkpoint(CheckpointCallback):
             trainer.print(f"checkpoint: {newest}; {resume.override_for(newest, self.runs)} resumes from it")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves the current step unless it is already saved. The save may go on in the background.
+        """Saves a checkpoint of the current step unless there is one. The save may go on in the background.
 
-        Returns whether the step is saved, or its save goes on. The result is equal on all ranks.
+        Returns whether a checkpoint of the current step exists or is being written. The result is equal on all ranks.
         """
         if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
@@ -255,7 +255,7 @@ class Checkpoint(CheckpointCallback):
             self._background = None
 
     def _complete(self, trainer: L.Trainer, save: Save, seconds: float) -> None:
-        """Records a checkpoint that has its final name, and removes older checkpoints."""
+        """Records a complete checkpoint, and removes older checkpoints."""
         self.saved.append(save.path)
         self._saved_step = save.step
         if save.is_best:
@@ -268,7 +268,7 @@ class Checkpoint(CheckpointCallback):
             logger.after_save_checkpoint(proxy(self))
 
     def _prune(self, trainer: L.Trainer) -> None:
-        """Removes the checkpoints that this process has saved, except the newest save_top_k and the best one."""
+        """Removes the checkpoints that this process has saved, except the newest save_top_k and the best checkpoint."""
         old = [] if self.save_top_k == -1 else self.saved[: -self.save_top_k]
         for path in old:
             if str(path) != self.best_model_path:
@@ -300,7 +300,7 @@ def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:
 
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # Lightning's own checkpoint callback does not count
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # export_last cannot use Lightning's own callback
         raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
 
 
@@ -308,7 +308,7 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
     """Exports a finished run on rank 0.
 
     The weights are read from the last checkpoint, because no rank of a sharded run has all weights in memory.
-    Raises: ValueError if the last step was not saved, or there was no step. Also raises the errors of
+    Raises: ValueError if the last step was not saved, or the run trained no step. Also raises the errors of
     fa_train.models.hf.export.export_run.
     """
     checkpoint = trainer.checkpoint_callback

@@ -23,9 +23,10 @@ class CommunicationTimer:
     """Measures one step: collects the time spans during which the device only waits for communication.
 
     With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
-    of a function in `FSDP_STEPS` is a span. If ranks share streams (strategy.context), each wait for keys, for values
-    or for their gradients is a span. Waits during recomputation count as well. A span includes the time until the other
-    ranks are ready. Communication that overlaps with computation does not count. The host never waits for a GPU.
+    of a function in `FSDP_STEPS` is a span. If strategy.context is greater than 1, each wait for keys, for values or
+    for gradients of keys and values is a span. Waits while activations are recomputed are spans as well. A span
+    includes the time until the other ranks are ready. Communication that overlaps with computation does not count. The
+    host never waits for a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +91,7 @@ def compare(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """For each number, returns the mean over the ranks as <name> and the largest value as <name>_max.
 
     A rank's time is the sum of perf/compute_ms and perf/data_wait_ms. perf/slowest_rank is the rank with the largest
-    time. perf/slowest_over_mean is this time divided by the mean time of all ranks.
+    time. perf/slowest_over_mean is the largest time divided by the mean time of all ranks.
     """
     summary: dict[str, float] = {}
     for name in ranks[0]:

@@ -16,13 +16,16 @@ from fa_train.errors import DivergedError
 from fa_train.parallel.fsdp import FullyShardedStrategy, local
 
 PIECE = 2**22  # elements that are hashed at a time
-SPREAD = -7046029254386353131  # an odd number whose multiples modulo 2**64 are spread evenly
+SPREAD = -7046029254386353131  # 2**64 / golden ratio, read as int64; its multiples modulo 2**64 are spread evenly
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: dtype}
 
 
 @dataclass(frozen=True)
 class Check:
-    """Hashes of the weights after a step. hashes: (ranks,) int64 in host memory. Wait for `end` before reading them."""
+    """Hashes of the weights after a step.
+
+    hashes: (ranks,) int64 in host memory. Wait for `end` before reading `hashes`.
+    """
 
     step: int
     hashes: Tensor
@@ -34,7 +37,7 @@ class EqualWeights(Callback):
 
     With DDP, all ranks must have equal weights. With HSDP, the ranks that hold the same shard must have equal shards.
     Without replicas, each shard exists only once, so nothing is compared. With optimizer=adamw_master, the low bits of
-    the weights must be equal too.
+    the fp32 master weights must be equal too.
     Each rank computes the hash on its device. The host reads the hashes of all ranks after it has launched the next
     micro-batch, or before a checkpoint is saved.
     Raises: DivergedError on all ranks if hashes differ.
@@ -77,7 +80,7 @@ class EqualWeights(Callback):
         self._check = Check(trainer.global_step, hashes.to("cpu", non_blocking=True), Timestamp(device))
 
     def _compare(self, trainer: L.Trainer) -> None:
-        """Waits for the hashes of the last check, and compares them. All ranks call this at the same point of a run."""
+        """Waits for the hashes of the last check, and compares them. All ranks call _compare at the same point."""
         check, self._check = self._check, None
         if check is None:
             return
@@ -123,9 +126,8 @@ def differences(hashes: list[int], copies: int) -> list[tuple[int, int]]:
 def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns a hash of the bits and the order of all elements, as an int64 scalar on the device.
 
-    The bits of each element, read as an integer, are multiplied by an odd number. The hash is the sum of these
-    products, modulo 2**64. A change of one element always changes the hash. No temporary tensor has more than `PIECE`
-    elements.
+    The bits of each element, read as an integer, are multiplied by an odd number. The hash is the sum of the products,
+    modulo 2**64. A change of one element always changes the hash. No temporary tensor has more than `PIECE` elements.
     """
     factors = odd_numbers(0, PIECE, device)
     integers = (tensor.view(INTEGERS[tensor.element_size()]).reshape(-1) for tensor in tensors)

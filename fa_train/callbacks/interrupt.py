@@ -19,9 +19,9 @@ TERMINATED = 128 + signal.SIGTERM  # an exit status
 class GracefulInterrupt(Callback):
     """Ends a run on a signal: finishes the micro-batch, lets Checkpoint save, and exits.
 
-    The exit status is 128 plus the signal's number: 130 for Ctrl-C, 143 for SIGTERM and 138 for SIGUSR1. SLURM can send
-    SIGUSR1 before a job's time is over. The status 138 tells the job script to requeue the job. Any of the ranks may
-    receive the signal. A second signal ends the run immediately.
+    The exit status is 128 plus the signal's number, so Ctrl-C gives 130, SIGTERM gives 143 and SIGUSR1 gives 138. SLURM
+    can send SIGUSR1 before a job's time is over. The status 138 tells the job script to requeue the job. Any of the
+    ranks may receive the signal. A second signal ends the run immediately.
     """
 
     status = TERMINATED  # when the run ends, all ranks have the same status

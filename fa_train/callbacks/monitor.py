@@ -29,7 +29,7 @@ from fa_train.parallel.fsdp import is_sharded
 GIB = 2**30
 TOKENS, BATCH_SIZE = "tokens", "batch_size"  # a checkpoint stores the number of trained tokens and batch_size
 LR_TOLERANCE = 0.01  # a resumed run prints a warning if its learning rate differs from the checkpoint's by more than 1%
-RECENT_LOGS = 1000  # `summary` returns the median speed of this many recent logs
+RECENT_LOGS = 1000  # the number of recent logs over which `summary` takes the median of tokens_per_s
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class Reading:
 class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
-    A log needs one copy from the device to the host. Training makes no other copies to the host. The host reads this
-    copy after it has launched the next micro-batch, so the device never waits for the host. Until then, the log is
-    pending. A pending log is finished before a validation, before a checkpoint and at the end of a run. With several
-    ranks, a log also needs one small collective, which does not use the GPUs.
+    A log needs one copy from the device to the host. The host reads the copied values after it has launched the next
+    micro-batch, so the device never waits for the host. A log is pending until the host has read its values. A pending
+    log is finished before a validation, before a checkpoint and at the end of a run. With several ranks, a log also
+    needs one small collective, which does not use the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that were trained on so far. `tokens` and perf/tokens_per_s include padding. A
-    checkpoint stores `tokens`, and a resumed run continues to count from it. W&B uses `tokens` as its x-axis. The
-    metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the device's peak
-    FLOP/s are unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
+    checkpoint stores `tokens`, and a resumed run continues to count from the stored number. W&B uses `tokens` as its
+    x-axis. The metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the
+    device's peak FLOP/s are unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
     max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
     perf/compute_ms cover the logged step alone. With several ranks, step_ms, data_wait_ms, communication_ms, compute_ms
@@ -78,8 +78,8 @@ class Monitor(Callback):
         self.has_diverged = False  # True if on_exception finds that the run has diverged
         self._rates: deque[float] = deque(maxlen=RECENT_LOGS)
         self._lr = 0.0
-        self._checkpoint_lr: float | None = None  # the learning rate of the next step in the checkpoint's run
-        self._resumed_step = self._resumed_tokens = 0  # the checkpoint's step and tokens; 0 in a new run
+        self._checkpoint_lr: float | None = None  # the learning rate that the checkpoint stores for the next step
+        self._resumed_step = self._resumed_tokens = 0  # the step and tokens of the checkpoint, or 0 in a new run
         self._window_start: Timestamp | None = None  # None until the first micro-batch
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
@@ -107,7 +107,7 @@ class Monitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._window_start is None:  # other callbacks, such as Sample, may compute in on_train_start
+        if self._window_start is None:  # set here, because Sample may use the device in on_train_start
             self._window_start = Timestamp(pl_module.device)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
@@ -234,7 +234,8 @@ class Monitor(Callback):
         """Continues the count of tokens. Prints a warning if batch_size has changed.
 
         Also reads the checkpoint's learning rate, which on_train_start compares with that of this run.
-        A checkpoint of an older version has neither number. Its tokens are counted with this run's tokens per step.
+        A checkpoint of an older version stores neither `tokens` nor batch_size. The number of tokens is then computed
+        from the checkpoint's step and this run's tokens per step.
         """
         step = self._resumed_step = checkpoint["global_step"]
         self._resumed_tokens = checkpoint.get(TOKENS, step * self.tokens_per_step)
@@ -250,7 +251,7 @@ class Monitor(Callback):
             )
 
     def tokens_by(self, step: int) -> int:
-        """Returns the number of tokens trained on by the end of optimizer step `step`, including earlier runs."""
+        """Returns the number of tokens in the first `step` optimizer steps, including the steps before a resume."""
         return self._resumed_tokens + (step - self._resumed_step) * self.tokens_per_step
 
     @property
@@ -263,7 +264,7 @@ class Monitor(Callback):
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics. Also logs `tokens`, the number of tokens trained on by the end of optimizer step `step`."""
+        """Logs the metrics. Also logs `tokens`, the number of tokens in the first `step` optimizer steps."""
         metrics = metrics | {"tokens": self.tokens_by(step)}
         self.latest |= metrics
         self.latest_step = step
@@ -280,7 +281,7 @@ def monitor_of(trainer: L.Trainer) -> Monitor:
 
 
 def is_logged(trainer: L.Trainer, step: int) -> bool:
-    """Returns whether the values of this optimizer step are logged."""
+    """Returns whether the metrics of optimizer step `step` are logged."""
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
     return step % every == 0 or step == trainer.max_steps
 
@@ -291,8 +292,8 @@ def time_waited(trainer: L.Trainer) -> float:
 
 
 def resident_bytes() -> int:
-    """Returns this process's memory on the host, without its data workers."""
-    statm = Path("/proc/self/statm")  # the second number is the resident set in pages
+    """Returns the host memory of this process in bytes, without its data workers."""
+    statm = Path("/proc/self/statm")  # the second number is the size of the resident set in pages
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
@@ -303,7 +304,7 @@ def utilisation(flops_per_s: float, device: torch.device, dtype: torch.dtype) ->
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Returns a GPU's peak allocated and reserved memory in GiB. On the CPU, returns the peak resident set size."""
+    """Returns a GPU's peak allocated and peak reserved memory, or the peak resident set of a CPU process, in GiB."""
     if device.type == "cuda":
         return {
             "perf/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,

@@ -33,7 +33,7 @@ class OutOfMemory(Callback):
     def advice(self, peak_gib: float, gathered: bool = False) -> str:
         """Returns a message that names the settings that did not fit in memory, and suggests changes.
 
-        gathered: whether fsdp kept all blocks gathered between forward and backward.
+        gathered: whether fsdp kept the gathered weights of all blocks between forward and backward.
         """
         changes = [] if self.attention == "flash" else ["attention=flash"]
         changes += ["strategy.reshard_after_forward=true"] if gathered else []

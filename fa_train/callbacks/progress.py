@@ -82,7 +82,7 @@ class StepProgress(ProgressBar):
 def describe(metrics: dict[str, float], val_step: int | None = None) -> str:
     """Returns the main metrics as one line of text. Omits metrics that have not been measured yet.
 
-    val_step: the step of val/loss if it is not the step of the other metrics.
+    val_step: the step of val/loss, or None if it equals the step of the other metrics.
     """
     shown = {
         "train/loss": "loss none (no labels in this step)" if without_labels(metrics) else "loss {:.4f}",
@@ -99,7 +99,10 @@ def describe(metrics: dict[str, float], val_step: int | None = None) -> str:
 
 
 def without_labels(metrics: dict[str, float]) -> bool:
-    """Returns whether the loss is NaN because the step had no labels. NaN in the model would also be in grad_norm."""
+    """Returns whether the loss is NaN because the step had no labels.
+
+    If the model had computed NaN, grad_norm would be NaN too.
+    """
     return math.isnan(metrics.get("train/loss", 0.0)) and metrics.get("train/grad_norm") == 0
 
 

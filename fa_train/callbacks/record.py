@@ -56,7 +56,7 @@ class Record(Callback):
             run.finish(exit_code=1)
 
     def _write(self, trainer: L.Trainer) -> None:
-        """Writes result.json, or prints an error if the file cannot be written. JSON has no NaN and no infinity.
+        """Writes result.json, or prints an error if the file cannot be written. Omits NaN and infinity.
 
         The error is only printed, because an exception would change the status of a finished run. In a failed run, an
         exception would prevent the checkpoint callback from saving.
@@ -70,7 +70,7 @@ class Record(Callback):
 
 
 def reason_of_end(trainer: L.Trainer) -> str:
-    """Returns why a run has ended before max_steps. Only a callback can end a run early without an exception."""
+    """Returns why a run has ended before max_steps. Without an exception, only a callback can end a run early."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if message := getattr(callback, "stopping_reason_message", None):  # an attribute of EarlyStopping
             return str(message).removesuffix(" Signaling Trainer to stop.")

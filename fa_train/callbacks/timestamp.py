@@ -1,4 +1,4 @@
-"""Measures when a device reaches points in its work. The host does not wait for the device."""
+"""Measures when a device reaches points in its work. The host does not wait while a point is recorded."""
 
 import time
 
@@ -8,7 +8,7 @@ import torch
 class Timestamp:
     """The point at which a device has finished all work that the host launched before this object was created.
 
-    A GPU records the time when it reaches this point. A CPU reaches this point when the object is created.
+    A GPU records the time at which it has finished the work. On a CPU, the time is that of the object's creation.
     """
 
     def __init__(self, device: torch.device) -> None:

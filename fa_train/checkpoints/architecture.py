@@ -30,11 +30,12 @@ def differences(node: str, own: Mapping[str, Any], stored: Mapping[str, Any] | N
     """Returns one line of text for each setting that differs between a run and its checkpoint.
 
     node: the config node of the settings, for example "model".
-    own, stored: {name: value} in the run and in the checkpoint. stored is None for a checkpoint of an older version.
+    own, stored: the settings of the run and of the checkpoint, as {name: value}. stored is None for a checkpoint of an
+    older version.
     """
     if stored is None:
         return []
-    names = (own.keys() | stored.keys()) - {"init"}  # a resumed run gets its weights from the checkpoint
+    names = (own.keys() | stored.keys()) - {"init"}  # a resumed run ignores init, because it loads its weights
     return [
         difference(f"{node}.{name}", own.get(name), stored.get(name))
         for name in sorted(names)

@@ -42,8 +42,8 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
 def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
     """Adds the model's frozen weights to LitGPT's checkpoint if the checkpoint holds only a reference to them.
 
-    Raises: CheckpointError if the names or shapes of the weights differ from the model's, or the adapter was trained on
-    another base model.
+    Raises: CheckpointError if the names or shapes of the weights differ from those of the model's weights, or the
+    adapter was trained on another base model.
     """
     weights = checkpoint.get("state_dict")
     if weights is None:  # FullyShardedStrategy has already loaded and checked the weights
@@ -59,10 +59,11 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
 
     A checkpoint holds all weights, or only the adapters and a reference to the base model.
 
-    stored: {name in LitGPT: shape} of each stored weight.
-    content: the entries of the checkpoint, for example the reference to the base model. The weights can be missing.
+    stored: {name in LitGPT's state_dict: shape} for each weight in the checkpoint.
+    content: the entries of the checkpoint, for example the reference to the base model. `content` need not contain the
+    weights.
     checkpoint: the checkpoint's name, for error messages.
-    Raises: CheckpointError if the checkpoint does not fit. The message names the first difference.
+    Raises: CheckpointError if the checkpoint does not fit the model. The message names the first difference.
     """
     require_same_weights(model, stored, content, checkpoint)
     reference = content.get(REFERENCE)
@@ -77,7 +78,7 @@ def require_same_weights(model: GPT, stored: Shapes, content: Mapping[str, Any],
     """Checks the names and shapes of a checkpoint's weights. Does not check the base model of an adapter.
 
     stored, content, checkpoint: as in require_fit.
-    Raises: CheckpointError if the weights do not fit. The message names the first difference.
+    Raises: CheckpointError if a name or a shape differs from the model's. The message names the first difference.
     """
     require_same_head(model.config, content.get(ARCHITECTURE))
     reference = content.get(REFERENCE)

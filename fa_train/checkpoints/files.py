@@ -83,8 +83,8 @@ def flush_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or folder if it exists.
 
-    A folder first gets the suffix `.partial`. If its removal is interrupted, the rest therefore counts as an unfinished
-    checkpoint.
+    A folder first gets the suffix `.partial`. If the removal is interrupted, the remaining files therefore count as an
+    unfinished checkpoint.
     """
     if path.is_dir():
         if not path.name.endswith(PARTIAL):
@@ -95,9 +95,9 @@ def remove(path: Path) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes unfinished checkpoints from a run's checkpoint folder. A killed process may have left them.
+    """Removes the unfinished checkpoints that killed processes have left in a run's checkpoint folder.
 
-    Keeps checkpoints that cannot be removed, for example on a read-only file system.
+    Ignores checkpoints that cannot be removed, for example on a read-only file system.
     """
     for path in folder.glob(f"*{SUFFIX}{PARTIAL}"):
         with suppress(OSError):
@@ -107,7 +107,7 @@ def remove_partial(folder: Path) -> None:
 def read_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Reads a file that `write_file` has written. Unpickles only tensors and plain values.
 
-    The tensors are in CPU memory.
+    The returned tensors are in CPU memory.
     Raises: CheckpointError if the file is damaged, or was not written by `write_file`.
     """
     try:
@@ -158,7 +158,10 @@ def require_intact_slice(path: Path, offset: int, length: int) -> None:
 
 
 def newest(paths: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by time and name, newest first. Skips files that another process has just removed."""
+    """Sorts checkpoints by modification time and name, newest first.
+
+    Skips files that another process has just removed.
+    """
     ages = []
     for path in paths:
         with suppress(FileNotFoundError):
@@ -169,13 +172,13 @@ def newest(paths: Iterable[Path]) -> list[Path]:
 
 
 def newest_below(folder: Path) -> str:
-    """Returns the end of an error message about a folder: the path of its newest checkpoint, if there is one."""
+    """Returns a sentence for an error message, which names the newest checkpoint in a folder, or an empty text."""
     found = newest(folder.glob(f"**/*{SUFFIX}"))
     return f". Its newest checkpoint is {found[0]}" if found else ""
 
 
 def require_checkpoint(path: Path) -> None:
-    """Raises: CheckpointError if `path` is a folder, but not that of a sharded checkpoint."""
+    """Raises: CheckpointError if `path` is a folder, but not the folder of a sharded checkpoint."""
     if path.is_dir() and not (path / META).is_file():
         raise CheckpointError(
             f"a checkpoint must be a {SUFFIX} file, or the folder of a sharded checkpoint; got {path}, a folder "
@@ -206,7 +209,7 @@ def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
     """Checks that a checkpoint's weights have the same names and shapes as the model's weights.
 
     checkpoint: the checkpoint's name, for the error message.
-    Raises: CheckpointError if they differ. The message names the first difference.
+    Raises: CheckpointError if a name or a shape differs. The message names the first difference.
     """
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:

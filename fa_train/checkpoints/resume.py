@@ -11,12 +11,12 @@ from fa_train.parallel.sharded_checkpoint import read_parts, require_whole
 
 
 def runs_folder(run_name: object) -> Path:
-    """Returns the folder that ckpt_path=last searches. Raises: ValueError if run_name cannot be a folder's name."""
+    """Returns the folder that ckpt_path=last searches. Raises: ValueError if run_name is not a valid folder name."""
     return Path("runs", settings.run_folder(run_name))
 
 
 def override_for(checkpoint: Path, runs: Path) -> str:
-    """Returns ckpt_path=last if the checkpoint is below `runs`, and otherwise ckpt_path=<path>."""
+    """Returns the override ckpt_path=last if the checkpoint is below `runs`, and otherwise ckpt_path=<path>."""
     is_below = checkpoint.resolve().is_relative_to(runs.resolve())
     return "ckpt_path=last" if is_below else f"ckpt_path={checkpoint}"
 

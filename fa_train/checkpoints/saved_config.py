@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 
-# Only classes and functions that these packages define may be used, because others can be unsafe. For example,
+# A config may name only classes and functions that `PACKAGES` define, because others can be unsafe. For example,
 # fa_train.private_names.private_module can import any module.
 PACKAGES = "fa_train.models", "fa_train.memory"
 
@@ -12,10 +12,10 @@ PACKAGES = "fa_train.models", "fa_train.memory"
 def require_own_targets(config: object, where: str) -> None:
     """Checks that every `_target_` in a config is a class or function that one of `PACKAGES` defines.
 
-    Checking the first part of a name is not enough: fa_train.models.hf.export.shutil.rmtree would pass.
+    Checking only the start of a name is not enough: fa_train.models.hf.export.shutil.rmtree would pass.
     config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
-    Raises: ValueError for the first target that other packages define.
+    Raises: ValueError if another package defines a target. The message names the first such target.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and not _is_own(config["_target_"]):

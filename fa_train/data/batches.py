@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from fa_train.data.datamodule import PackedDataModule  # a circular import
 
 VALIDATION_SEED = 0  # shuffles the rows of validation, whatever the seed of the run is
-SAMPLED_ROWS = 256  # the number of rows that are used to estimate the mean document length
+SAMPLED_ROWS = 256  # the number of rows from which the mean document length is estimated
 
 
 class PackedRows:
     """An endless sequence of rows, one epoch after another. Each epoch is shuffled with the seed (seed, epoch).
 
     If several sources are mixed, each source is shuffled separately.
-    In validation, only the first `counted` rows have labels. The rows after them complete the last micro-batches.
+    In validation, only the first `counted` rows have labels. The rows after the first `counted` rows only fill up the
+    last micro-batches.
     Raises: ValueError if a source has no training tokens or no labels left after packing.
     """
 
@@ -46,7 +47,7 @@ class PackedRows:
                     f"packing must keep at least one label{where}; got none of {report.labels.labels_in:,}. If labels "
                     f"were cut off, raise seq_len={data.seq_len} or data.max_doc_len"
                 )
-        seed = VALIDATION_SEED if held_out else data.seed  # the same rows in all runs
+        seed = VALIDATION_SEED if held_out else data.seed  # validation uses the same rows in all runs
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
             # the seed depends on the source's name, so the order of a source's rows does not depend on the other
@@ -71,7 +72,7 @@ class PackedRows:
         return self.gather(range(first, first + count))
 
     def gather(self, indices: Sequence[int]) -> Batch:
-        """Returns the rows with these indices, concatenated."""
+        """Returns the rows with the given indices, concatenated."""
         packed = [self._row(index) for index in indices]
         return collate(
             packed, self.max_documents, self.mean_seqlen, document_mask=self.document_mask,
@@ -87,8 +88,8 @@ class PackedRows:
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows. The mean is weighted by length.
 
-        The result determines the attention kernels. It must be equal in all steps and on all ranks, because the model
-        is compiled for one choice of kernels.
+        The result determines the attention kernels. The mean must be equal in all steps and on all ranks, because the
+        model is compiled for one choice of kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
@@ -99,8 +100,8 @@ class PackedRows:
         """Assigns the rows from `first` to `first + count - 1` to micro-batches and ranks.
 
         Returns row indices, (accumulation, world_size, size). Micro-batches have similar attention costs. If all rows
-        have equal costs, the rows keep their order and go to the ranks round-robin. Without document_mask, costs are
-        always equal.
+        have equal costs, the rows keep their order and go to the ranks round-robin. Without document_mask, all rows
+        have equal costs.
         """
         indices = np.arange(first, first + count)
         if self.document_mask:
@@ -117,7 +118,7 @@ class MicroBatches(Dataset[Batch]):
     step_rows: the number of rows in a step, on all ranks together. By default, a step has one micro-batch per rank.
     context: the number of consecutive ranks that share each micro-batch.
     shard: returns the function that takes a rank's part out of a micro-batch (fa_train.models.gpt.GPT.context_shard).
-    Required if `context` is greater than 1.
+    `shard` is required if `context` is greater than 1.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens and labels.
 
     The rows of a step do not depend on the number of GPUs or on micro_batch_size. A resumed run continues with the rows
-    of step trainer.global_step, so a checkpoint stores only the settings that determine the rows. If a resumed run has
-    other settings, it prints a warning. In each step, the rows are distributed so that all ranks have similar attention
-    costs.
+    of step trainer.global_step, so a checkpoint stores only the settings that determine the rows. A resumed run prints
+    a warning if the settings that determine the rows have changed. In each step, the rows are distributed so that all
+    ranks have similar attention costs.
 
     seq_len: tokens per row. batch_size: rows per step. micro_batch_size: rows per forward pass on one GPU.
     val_rows: the maximum number of rows in a validation.
@@ -48,7 +48,7 @@ class PackedDataModule(L.LightningDataModule):
     than max_doc_len, and pads each row.
     max_doc_len: "best_fit" never cuts documents of up to max_doc_len tokens. The default is seq_len.
     long_documents: whether "best_fit" splits, truncates or drops documents longer than max_doc_len. `packing_report`
-    counts these documents.
+    counts the documents that are split, truncated or dropped.
     Raises: ValueError if a size is not positive or an option is unknown. Also raises ValueError if max_doc_len or
     long_documents is set although packing is "concat".
     """
@@ -91,8 +91,8 @@ class PackedDataModule(L.LightningDataModule):
         self.val_rows, self.num_workers = val_rows, num_workers
         self.packing, self.max_doc_len, self.long_documents = packing, max_doc_len, long_documents
         self._rows_per_epoch: int | None = None  # of the training documents; None until the data are packed
-        self._sources: dict[str, float] = {}  # as in `state_dict`; empty until the data are packed
-        self._resumed: dict[str, Any] = {}  # state_dict() of the run that wrote the checkpoint
+        self._sources: dict[str, float] = {}  # the entry `sources` of `state_dict`; empty until the data are packed
+        self._resumed: dict[str, Any] = {}  # the state_dict() in the checkpoint that the run resumes from
 
     @property
     def vocab_size(self) -> int:
@@ -116,7 +116,7 @@ class PackedDataModule(L.LightningDataModule):
             self.layouts(held_out=held_out)
 
     def steps_of(self, epochs: float) -> int:
-        """Returns the number of steps of `epochs` epochs, rounded up. Tokenises the data if necessary.
+        """Returns how many steps `epochs` epochs take, rounded up. Tokenises the data if necessary.
 
         Raises: ValueError if the data are a mixture. The sources of a mixture have epochs of different lengths.
         """
@@ -172,7 +172,7 @@ class PackedDataModule(L.LightningDataModule):
         trainer = self._running_trainer()
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
-        if not isinstance(self.source, Mixture):  # MixReport has the epochs of each source
+        if not isinstance(self.source, Mixture):  # a MixReport contains the epochs of each source
             trainer.print(run_line(self.max_steps, self.batch_size, rows.per_epoch))
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
@@ -190,7 +190,7 @@ class PackedDataModule(L.LightningDataModule):
         """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
-        rows in percent. Otherwise, this entry is empty.
+        rows in percent. For a single source, the entry `sources` is empty.
         """
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
         settings = {name: getattr(self, name) for name in names}
@@ -201,20 +201,20 @@ class PackedDataModule(L.LightningDataModule):
         self._resumed = state_dict
 
     def _changes(self) -> list[str]:
-        """Returns a line for each setting of `state_dict` that differs from the checkpoint's.
+        """Returns a line for each setting of `state_dict` that differs from the setting in the checkpoint.
 
-        If all settings are equal, the lines are about numbers of rows, or about the shares of a mixture's sources.
+        If all settings are equal, returns lines about numbers of rows that differ. If the numbers of rows are equal
+        too, returns lines about the sources of a mixture.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
         return settings or counts or differences("data.sources", own["sources"], stored.get("sources"))
 
     def _count_from(self, done: int) -> None:
-        """Sets Lightning's counters of finished micro-batches to `done`. Lightning uses these counters to decide when a
-        step ends and when the run ends.
+        """Sets Lightning's counters of finished micro-batches to `done`.
 
-        Lightning restores the counters from the checkpoint. The run that saved the checkpoint may have had another
-        number of micro-batches per step.
+        Lightning uses the counters to decide when a step ends and when the run ends. Lightning restores the counters
+        from the checkpoint. The run that saved the checkpoint may have had another number of micro-batches per step.
         """
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()
@@ -224,7 +224,7 @@ class PackedDataModule(L.LightningDataModule):
         progress.load_state_dict(state)
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
-        rows = PackedRows(self, held_out=True, shuffle=True)  # best_fit puts long documents first; use all lengths
+        rows = PackedRows(self, held_out=True, shuffle=True)  # shuffled, as best_fit puts the longest documents first
         if rows.counted and rows.counted < rows.per_epoch:
             self._running_trainer().print(f"validation: {rows.counted:,} of {rows.per_epoch:,} rows (data.val_rows)")
         if not rows.counted:
@@ -298,8 +298,8 @@ class SharedHeapLoader(TimedLoader):
 def leave_signals_to_the_run(worker_id: int) -> None:
     """Makes a data worker ignore Ctrl-C, SIGUSR1 and SLURM's SIGTERM, which reach every process of a run.
 
-    An interrupted run finishes its step before it saves a checkpoint, and needs its data workers for this step. A
-    SIGTERM from the parent process still ends a data worker.
+    A run of several ranks may process more micro-batches after a signal, before it saves a checkpoint. The data workers
+    must still provide these micro-batches. A SIGTERM from the parent process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -24,7 +24,7 @@ CYCLE = 10_000  # the order of sources repeats after this number of rows, so sha
 
 @dataclass(frozen=True)
 class WeightedCorpus:
-    """One of several corpora that are mixed, with its weight."""
+    """A corpus in a mixture, and its weight."""
 
     corpus: Corpus
     weight: float

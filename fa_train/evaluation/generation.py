@@ -130,13 +130,12 @@ class CachedAttention:
 class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
-    chats, val_path, path: paths of chats, as in data.path. The first that is not None is used. If all are None, there
-    is no sample. text_column: if it is not None, val_path and path hold texts, not chats, and are not used.
+    chats, val_path, path: paths of chats, as in data.path. The first path that is not None is used. If all paths are
+    None, there is no sample. text_column: if it is not None, val_path and path hold texts, not chats, and are not used.
     The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt comes from
-    the first held-out chat, or from the last chat if no chat is held out. Chats without messages before this answer are
-    skipped. If all chats are skipped, there is no sample. There is also no sample if the prompt and max_new_tokens
-    exceed the model's learned positions. The answer has at most max_new_tokens tokens. Each token is the most likely
-    one.
+    the first held-out chat, or from the last chat if no chat is held out. Chats without a prompt are skipped. If all
+    chats are skipped, there is no sample. There is no sample if the prompt and max_new_tokens exceed the model's
+    learned positions. The answer has at most max_new_tokens tokens. Each token of the answer is the most likely token.
     """
 
     def __init__(
@@ -155,7 +154,9 @@ class Sample:
         self.max_new_tokens = max_new_tokens
 
     def __call__(self, trainer: Any, lit_gpt: Any) -> None:
-        """Samples on rank 0. If the model is sharded, all ranks compute, because each has only a part of the weights.
+        """Samples on rank 0.
+
+        All ranks compute if the model is sharded, because each rank then has only a part of the weights.
 
         trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device.
         """
@@ -188,8 +189,8 @@ def sampled_chat(path: str) -> tuple[list[Message], list[dict[str, Any]] | None]
     """Returns the prompt of a chat as a list of messages, and the chat's tools.
 
     The prompt consists of the chat's messages before the first answer that the model is trained on. The chat is the
-    first held-out chat, or the last chat if no chat is held out. Chats without such messages are skipped. Returns None
-    if all chats are skipped.
+    first held-out chat, or the last chat if no chat is held out. Chats without a prompt are skipped. Returns None if
+    all chats are skipped.
     """
     last = None
     for key, chat in ChatCorpus(path, skip_invalid=True, say=lambda line: None).documents():
@@ -231,8 +232,8 @@ def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
 def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """Prepares the model for generation, and restores it at the end.
 
-    During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token.
-    Ranks that share streams in training do not share them here: each rank processes all tokens.
+    During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token. Each
+    rank processes all tokens, even if ranks share streams in training.
     capacity: the maximum number of tokens in each layer's cache, or None for no cache.
     """
     was_training = model.training

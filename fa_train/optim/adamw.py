@@ -39,7 +39,8 @@ def adamw_8bit(
 ) -> Optimizer:
     """Returns AdamW with 8-bit moments.
 
-    The moments have the parameter's dtype if the number of elements is below 4096 or not a multiple of 256.
+    If a parameter has fewer than 4096 elements, or a number of elements that is not a multiple of 256, its moments have
+    the dtype of the parameter.
     stochastic_rounding: whether updated bf16 weights (trainer.precision=bf16-true) are rounded stochastically.
     Stochastic rounding has no effect on fp32 weights.
     """
@@ -117,7 +118,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def _bf16_groups(model: nn.Module, weight_decay: float, optimizer: str) -> list[dict[str, Any]]:
-    """Returns `parameter_groups`. Raises: ValueError if a trained weight is not bf16, and names `optimizer`."""
+    """Returns `parameter_groups`.
+
+    Raises: ValueError if a trained weight is not bf16. optimizer: the optimizer's name, for the error message.
+    """
     groups = parameter_groups(model, weight_decay)
     others = {str(p.dtype).removeprefix("torch.") for group in groups for p in group["params"]} - {"bfloat16"}
     if others and any(not p.requires_grad for p in model.parameters()):

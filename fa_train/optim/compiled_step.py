@@ -15,9 +15,10 @@ _without_compile_limit: Any = private("torch", private_module("torch", "torch._d
 
 
 class Scalars(NamedTuple):
-    """Tensors () in fp32 that all parameters of a group share.
+    """Scalar fp32 tensors, shape (), that all parameters of a group share.
 
-    As Python numbers, they would be constants of the compiled update, and each new value would compile it again.
+    If the scalars were Python numbers, they would be constants of the compiled update, and each new value would need a
+    new compilation.
 
     decay: the learning rate times the weight decay. grad_scale, found_inf: see `CompiledStep`.
     """
@@ -40,7 +41,7 @@ def adamw_values(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a weight and its two moments after a step of AdamW (arXiv:1711.05101). All tensors are in fp32.
 
-    steps: the number of steps, including this one.
+    steps: the number of steps, including the current step.
     """
     exact = gradient / scalars.grad_scale
     mean = mean.lerp(exact, 1 - betas[0])
@@ -68,14 +69,15 @@ class CompiledStep:
     state: Any
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    # if this attribute is true, torch.amp.GradScaler and fa_train.lit_gpt.scale_or_skip set grad_scale and found_inf
+    # torch.amp.GradScaler and fa_train.lit_gpt.scale_or_skip check _step_supports_amp_scaling before they set
+    # grad_scale and found_inf
     _step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Updates the weights, as `torch.optim.Optimizer.step` does."""
         loss = run(closure)
-        with _without_compile_limit():  # there may be one compiled function for each shape
+        with _without_compile_limit():  # there may be one compiled function for each shape of a parameter
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"], dtype=torch.float32)
                 for parameter in group["params"]:
@@ -87,7 +89,7 @@ class CompiledStep:
         state, weight = self.state[parameter], local(parameter.detach())
         if not state:
             state.update(step=torch.zeros((), device=weight.device), **self._new_state(parameter))
-        if state["step"].device != weight.device:  # old checkpoints store it on the CPU
+        if state["step"].device != weight.device:  # old checkpoints store the step on the CPU
             state["step"] = state["step"].to(weight.device)
         if self.grad_scale is None or self.found_inf is None:
             self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
@@ -95,7 +97,7 @@ class CompiledStep:
         self._update(weight, local(parameter.grad), state, scalars, group)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Returns the first state of a parameter, without its number of steps."""
+        """Returns the initial state of a parameter, without the number of steps."""
         raise NotImplementedError
 
     def _update(

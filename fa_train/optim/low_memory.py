@@ -1,7 +1,7 @@
 """Adapts torchao's low-memory optimizers to torch's schedulers, to Lightning and to checkpoints.
 
-adamw.py imports this file only if one of these optimizers is chosen. Importing torchao takes seconds, and torchao is
-not available on every system.
+adamw.py imports this file only if one of torchao's optimizers is chosen. Importing torchao takes seconds, and torchao
+is not available on every system.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class _AdamWOfTorchao(CompiledStep):
     """Replaces the `step` of torchao's AdamW with a `step` that computes the same weights and needs less host time.
 
     torchao's `step` calls torch.compile for each parameter in each step, and passes DTensors to the compiled function.
-    This class uses a function that is compiled once for each shape, and passes it the shards of DTensors.
+    _AdamWOfTorchao uses a function that is compiled once for each shape, and passes it the shards of DTensors.
     The learning rate is a float, as in torch's optimizers.
     """
 

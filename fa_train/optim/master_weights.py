@@ -1,11 +1,11 @@
 """AdamW for bf16 weights, with fp32 master weights that need only 16 more bits per weight.
 
-Read as an integer, the bits of a master weight are the bits of the bf16 weight times 2**16, plus a signed 16-bit
-number, the low bits (the split weights of arXiv:2005.04680). The bf16 weight is the master weight rounded to nearest,
-and ties are rounded away from zero.
+The bits of an fp32 master weight, read as int32, equal 2**16 * high + low. `high` is the bits of the bf16 weight, read
+as int16. `low` is a signed 16-bit number, which is called the low bits. Source: the split weights of arXiv:2005.04680.
+The bf16 weight is the master weight rounded to nearest, and ties are rounded away from zero.
 
-Before the first step, the low bits are pseudo-random. If they were all 0, many bf16 weights would stay the same in the
-first steps, and would then change in the same step.
+Before the first step, the low bits are pseudo-random. If all low bits were 0, many bf16 weights would stay the same in
+the first steps, and would then change in the same step.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from fa_train.models.shards import own_rows
 from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, local, update_in_place
 
-DRAWN = 2**23  # the number of elements whose low bits are drawn at a time; each needs up to 16 bytes meanwhile
+DRAWN = 2**23  # the number of elements whose low bits are drawn at a time; each element needs up to 16 bytes meanwhile
 COLUMNS = 16  # if the number of elements is a multiple of 16, Triton uses vector loads, which are twice as fast
 
 
@@ -43,7 +43,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 
 
 def first_low_bits(parameter: Tensor) -> Tensor:
-    """Returns low bits for a bf16 parameter, in the shape of this rank's rows, int16.
+    """Returns the initial low bits of a bf16 parameter, int16, in the shape of this rank's rows.
 
     The low bits depend only on the element's place in the parameter, so any number of ranks draws the same bits.
     """
@@ -102,7 +102,7 @@ class MasterWeightsAdamW(CompiledStep, Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the states in their own dtypes. torch's method would round them to the dtype of the weights."""
+        """Loads the states in their own dtypes. torch's method would round the states to the dtype of the weights."""
         super().load_state_dict(state_dict | {"state": {}})
         for parameter, saved in zip(
             _parameters(self.param_groups), _parameters(state_dict["param_groups"]), strict=True

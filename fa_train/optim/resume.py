@@ -49,7 +49,7 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
 def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
     """Returns the optimizers that may have written the state_dict `saved`, as names in `KINDS`.
 
-    The result is empty if none of them can have written it.
+    The result is empty if no optimizer in `KINDS` can have written `saved`.
     """
     if "offloaded" in saved:
         return ["adamw_offload"]

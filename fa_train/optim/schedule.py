@@ -10,7 +10,10 @@ from fa_train.bounds import Fraction, NonNegativeInt, PositiveInt
 
 
 class LearningRateSchedule(LambdaLR):
-    """A LambdaLR that loads only the step from a checkpoint. The current config defines everything else."""
+    """A LambdaLR that loads only the step from a checkpoint.
+
+    The current config defines the learning rate of each step.
+    """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]

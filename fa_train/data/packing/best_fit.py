@@ -1,9 +1,10 @@
 """Best-fit decreasing: packs documents into rows with little padding.
 
 Documents of at most max_doc_len tokens are not cut. Longer documents are first split, truncated or dropped. The
-resulting pieces are then placed, longest first. Each piece goes to the fullest row that still has enough space for it.
-Pieces of equal length are placed together. The running time therefore depends on the number of distinct pairs (length,
-free space), not on the number of documents. Packing reads only the lengths of documents, not their tokens.
+resulting pieces are then placed into rows, longest first. Each piece goes to the fullest row that still has enough
+space for it. Pieces of equal length are placed together. The running time therefore depends on the number of distinct
+pairs (length, free space), not on the number of documents. Packing reads only the lengths of documents, not their
+tokens.
 Source: arXiv:2404.10830 ("Fewer Truncations Improve Language Modeling"), Algorithm 1. To find a row, the paper uses a
 segment tree. This file uses a sorted list of the distinct amounts of free space.
 """
@@ -28,7 +29,10 @@ ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
 
 @dataclass(frozen=True)
 class Pieces:
-    """Documents and parts of documents to pack. Piece i is document[i][start[i]:stop[i]]. Shapes: (n_pieces,) int64."""
+    """Documents and parts of documents to pack.
+
+    Piece i consists of the tokens start[i] to stop[i] - 1 of document number document[i]. Shapes: (n_pieces,) int64.
+    """
 
     document: np.ndarray
     start: np.ndarray
@@ -57,7 +61,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     lengths: the lengths of the pieces, from 1 to capacity tokens. Ties are resolved by index.
     If a row is the best fit for a piece, it is also the best fit for the next pieces of the same length. The row
-    therefore gets `room // length` pieces at once, where `room` is the row's free space.
+    therefore gets up to `room // length` pieces at once, where `room` is the row's free space.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")
@@ -117,7 +121,7 @@ def load_plan(
 ) -> np.ndarray:
     """Returns the result of `make_plan`, memory-mapped from cache_dir. Writes the plan if it is not in the cache.
 
-    The file name is a hash of the arguments. The file gets this name only when it is complete.
+    The file name is a hash of the arguments. The file gets its final name only when it is complete.
     cache_dir: the folder of the cache, or None for no cache.
     """
     if cache_dir is None:
@@ -182,7 +186,7 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
 
 
 class BestFit:
-    """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles them.
+    """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles the rows.
 
     max_doc_len: documents of at most max_doc_len tokens are kept whole. None means seq_len.
     row_costs (n_rows,) holds the attention cost of each row (`Epoch.cost`). If every document is empty or dropped,

@@ -22,11 +22,11 @@ class Batch(TypedDict):
     cu_seqlens: Tensor
     mean_seqlen: NotRequired[int]  # the mean document length in tokens, which determines the attention kernels
     first_row: NotRequired[int]  # the index of the batch's first row among all rows of the run
-    # The next three fields exist if several ranks share the stream. All tensors except cu_seqlens then hold only this
-    # rank's tokens.
+    # The next three fields exist only in a stream that several ranks share. In a shared stream, all tensors except
+    # cu_seqlens hold only this rank's tokens.
     context_rank: NotRequired[int]  # this rank's place in its context group
     traffic: NotRequired[dict[int | None, "Traffic"]]  # {attention window: the keys to send and to receive}
-    last_positions: NotRequired[Tensor]  # (total,) int64, the position of the last token in the same document
+    last_positions: NotRequired[Tensor]  # (total,) int64, the last position in each token's document
 
 
 def collate(

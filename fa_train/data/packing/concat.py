@@ -25,7 +25,7 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     if not (lengths % seq_len).any():
         return 1  # each row holds tokens of only one document
     # A row has the most whole documents if it is filled with the shortest documents. Each end of the row can cut one
-    # more document, and padding counts as another one.
+    # more document, and padding counts as another document.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -35,9 +35,9 @@ def pack_row(
 ) -> Row:
     """Returns one row of the stream that concatenates the documents in `order`.
 
-    ends: the cumulative lengths of the documents in this order, (n_documents,). row: the index of the row. Positions
-    start at 0 in each document and at the start of the row. Padding is stored as one more document, which has no
-    labels.
+    ends: the cumulative lengths of the documents in the order `order`, (n_documents,). row: the index of the row.
+    Positions start at 0 in each document and at the start of the row. Padding is stored as one more document, which has
+    no labels.
     """
     begin = row * seq_len
     end = min(begin + seq_len + 1, int(ends[-1]))
@@ -48,7 +48,7 @@ def pack_row(
     n_real = end - begin
     stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
     stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # where documents start; their first tokens are not labels
+    cuts = starts[starts > 0]  # the starts of documents; the first token of a document is not a label
     if n_real <= seq_len:
         cuts = np.append(cuts, n_real)
     labels = stream[1:].copy()
@@ -75,7 +75,10 @@ def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.nd
 
 
 def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
-    """Returns the starts of the documents in a row, followed by seq_len. Ignores cuts at or after seq_len."""
+    """Returns the starts of the documents in a row, followed by seq_len.
+
+    cuts: the starts of all documents except the first, and of the padding. Values of seq_len or more are ignored.
+    """
     return np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
 
 
@@ -139,7 +142,7 @@ class Concatenation:
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
     # The first token of a document is not a label. Each later token is the label of the token before it, even if a row
-    # ends between these two tokens.
+    # ends between the two tokens.
     counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
     n_labels = int(counts.sum())
     return LabelCounts(

@@ -14,7 +14,7 @@ class LabelCounts:
 
     labels_in, labels_packed: the number of labels before and after documents are truncated or dropped.
     pieces_unlearned: the number of packed pieces (documents or parts of documents) without labels. The model learns
-    nothing from these pieces, although they cost time.
+    nothing from pieces without labels, although they cost time.
     """
 
     labels_in: int
@@ -26,8 +26,8 @@ class LabelCounts:
 class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
-    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_held_out and tokens_held_out are None if
-    unknown. The other counts do not include held-out documents. documents_split is None if it depends on the epoch.
+    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. Only documents_held_out and tokens_held_out count
+    held-out documents. Both counts are None if unknown. documents_split is None if it depends on the epoch.
     documents_long: the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len.
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.

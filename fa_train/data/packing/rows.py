@@ -15,14 +15,14 @@ IGNORE_INDEX = -100
 
 
 class LossMask(Protocol):
-    """The loss mask of each document. Item i is (lengths[i],) bool, True for tokens that are trained on."""
+    """The loss mask of each document. Item i is (lengths[i],) bool: True for tokens that the model is trained on."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """For each i, counts the trained tokens among the tokens start[i] to stop[i] - 1 of a document.
+        """For each i, counts the tokens that the model is trained on, from start[i] to stop[i] - 1 of a document.
 
-        document[i] is the index of this document. Shapes: (n,) int64.
+        document[i] is the document's index. Shapes: (n,) int64.
         """
 
 
@@ -65,9 +65,9 @@ class Epoch(Protocol):
 class Layout(Protocol):
     """The interface of classes that pack documents into rows, such as Concatenation and BestFit.
 
-    Each epoch has n_rows rows. A row has at most max_documents documents. Both numbers are the same for every order of
-    the documents. ShuffledRows finds a row's epoch by dividing the row's index by n_rows. It shuffles the rows of each
-    epoch again.
+    Each epoch has n_rows rows. A row has at most max_documents documents. n_rows and max_documents do not depend on the
+    order of the documents. ShuffledRows finds a row's epoch by dividing the row's index by n_rows. ShuffledRows
+    shuffles the rows of each epoch again.
     """
 
     n_rows: int

@@ -15,7 +15,7 @@ HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 VALIDITY = "3"  # the version of the rules for valid chats, which is part of the cache key if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The columns of a chat. If a row has the columns of several forms, the first of these forms is used.
+# The columns of each form of a chat. If a row has the columns of several forms, the first of these forms is used.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
     ("question", "answer"), ("query", "response"), ("prompt", "response"),
@@ -54,17 +54,19 @@ class ChatCorpus:
       {"messages": [{"role", "content", ...}, ...]}
       {"conversations": [{"from", "value"}, ...]}, the format of ShareGPT
       {"prompt", "completion"}, each a text or a list of messages; the model is trained only on the completion
-      {"prompt", "response"}, which means the same
+      {"prompt", "response"}, which means the same as {"prompt", "completion"}
       {"instruction", "input", "output"}, the format of Alpaca; "input" may be missing or empty
       {"instruction", "context", "response"}, the format of Dolly; "context" may be missing, empty or named "input"
       {"question", "answer"} or {"query", "response"}
     The content of a message is a text, or a list of parts {"type": "text", "text"}, whose texts are concatenated.
-    A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. It can also have
+    A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.
     skip_invalid: whether to skip rows that are not valid chats, for example because an answer is empty or a line of a
-    .jsonl file is not valid JSON. n_skipped: the number of rows that the last complete iteration skipped. say: prints a
-    line about them.
-    Raises: ValueError if there is nothing to read at `path`. Without skip_invalid, also if a row is not a valid chat.
+    .jsonl file is not valid JSON.
+    n_skipped: the number of rows that the last complete iteration skipped.
+    say: a function that prints one line about the skipped rows.
+    Raises: ValueError if there is nothing to read at `path`. If skip_invalid is false, `documents` raises ValueError if
+    a row is not a valid chat.
     """
 
     def __init__(self, path: str, skip_invalid: bool = False, say: Callable[[str], object] = print) -> None:
@@ -120,8 +122,8 @@ class FileRows:
 class HubRows:
     """The rows of a Hugging Face dataset, as pairs (key, row). The dataset is loaded on first use.
 
-    path: hf:<name>:<split>, hf:<name>:<config>:<split>, or the folder of a saved dataset. Without hf:, the
-    split `train` of the folder is read.
+    path: hf:<name>:<split>, hf:<name>:<config>:<split>, or the folder of a saved dataset. If `path` does
+    not begin with hf:, the split `train` is read.
     """
 
     def __init__(self, path: str) -> None:
@@ -151,9 +153,9 @@ class HubRows:
 
 
 def _without_nulls_below(row: SourceRow) -> SourceRow:
-    """Removes the keys with null from the objects in the columns of a row.
+    """Removes the keys whose value is null from all objects in the columns of a row.
 
-    A column that is null stays, because the error of parse_chat lists its name.
+    A column that is null stays, because the error message of parse_chat lists the name of the column.
     """
     return replace(row, content={name: without_nulls(value) for name, value in row.value.items()})
 
@@ -161,7 +163,8 @@ def _without_nulls_below(row: SourceRow) -> SourceRow:
 def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     """Converts a row to a chat.
 
-    Raises: ValueError if a field is missing, a message is empty or a role is unknown. The message contains `where`.
+    Raises: ValueError if a field is missing, a message is empty or a role is unknown. The error message contains
+    `where`.
     """
     present = {name: _encodable(value) for name, value in row.items() if value is not None}
     trained_from = 0

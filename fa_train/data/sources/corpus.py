@@ -17,7 +17,7 @@ from fa_train.private_names import private
 Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".csv", ".parquet")
 HELD_OUT_IN_1000 = 20  # held-out documents per thousand
-TRAINING, VALIDATION = "data.path:", "data.val_path:"  # the keys of WithValidation begin with one of these
+TRAINING, VALIDATION = "data.path:", "data.val_path:"  # prefixes of the document keys of WithValidation
 
 
 @runtime_checkable  # fa_train.settings calls isinstance(value, Corpus)
@@ -63,9 +63,9 @@ class WithValidation(Generic[Document]):
 
     @classmethod
     def read(cls, read: Callable[[str], Corpus[Document]], path: str, val_path: str | None) -> Corpus[Document]:
-        """Reads the corpora at both paths. If val_path is None, returns read(path).
+        """Reads the corpora at `path` and `val_path`. If val_path is None, returns read(path).
 
-        Raises: ValueError if `read` does. If the cause is val_path, the message says so.
+        Raises: ValueError if `read` raises one. If the error concerns val_path, the message says so.
         """
         training = read(path)
         if val_path is None:
@@ -111,7 +111,7 @@ class StdlibCorpus:
         skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         paths: list[Path] = []
         for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters only these folders
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters only the remaining folders
             paths += (Path(folder, name) for name in files if name.endswith(".py"))
         self.paths = sorted(paths)
 
@@ -210,9 +210,10 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
-    """Loads a dataset from the hub or from a folder. `save_to_disk` may have written the folder.
+    """Loads a dataset from the hub or from a folder, which can be a folder that `save_to_disk` has written.
 
-    Raises: ValueError if the dataset cannot be loaded. The message contains `asked`, the user's setting.
+    asked: the user's settings, for the error message.
+    Raises: ValueError if the dataset cannot be loaded.
     """
     from datasets import load_dataset  # the import takes seconds
 
@@ -225,10 +226,10 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
 
 
 def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
-    """Loads a folder that `save_to_disk` has written. One Dataset without splits counts as the split `train`.
+    """Loads a folder that `save_to_disk` has written. A single Dataset without splits counts as the split `train`.
 
     split: the name of a split, or a part of one, such as `train[:10%]`.
-    Raises: ValueError or OSError if the dataset cannot be loaded, or has no such split or config.
+    Raises: ValueError or OSError if the dataset cannot be loaded, the split does not exist, or `config` is not None.
     """
     from datasets import DatasetDict, ReadInstruction, concatenate_datasets, load_from_disk
 
@@ -247,9 +248,10 @@ def require_column(column: str, columns: Iterable[str], where: str) -> None:
 
 
 def require_text(value: object, name: str, where: str) -> str:
-    """Returns `value`, or an empty text if it is null or only white space. An empty document gets no tokens.
+    """Returns `value`, or an empty text if `value` is null or only white space. An empty document gets no tokens.
 
-    Raises: ValueError if `value` is neither a text nor null. name, where: for the message.
+    Raises: ValueError if `value` is neither a text nor null. name, where: the kind of `value` and its place, for the
+    error message.
     """
     if not isinstance(value, str | None):
         raise ValueError(f"{name} must hold text; {where} holds a {type(value).__name__}")

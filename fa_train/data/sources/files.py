@@ -19,7 +19,8 @@ CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must no
 class SourceRow:
     """One row of a file or a dataset.
 
-    number: counted from 1 in a file, and from 0 in a dataset. where: the file and the row, for error messages.
+    number: the row's number, which starts at 1 in a file and at 0 in a dataset.
+    where: the file and the row, for error messages.
     content: the row, or the error if the row cannot be read.
     """
 
@@ -29,7 +30,7 @@ class SourceRow:
 
     @property
     def value(self) -> Mapping[str, Any]:
-        """The row as an object. Raises: ValueError if the row cannot be read."""
+        """The row as {column: value}. Raises: ValueError if the row cannot be read."""
         if isinstance(self.content, ValueError):
             raise self.content
         return self.content
@@ -38,7 +39,7 @@ class SourceRow:
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     """Finds the files to read. path: a file, a folder or a glob.
 
-    Returns the root folder of the document keys, and the sorted files.
+    Returns the folder to which document keys are relative, and the sorted files.
     Raises: ValueError if no file has one of the suffixes.
     """
     listed = ", ".join(suffixes)
@@ -59,7 +60,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
     if not files:
         raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} contains no such file")
-    if base.is_dir():  # a folder of documents often also has a .csv file that describes them
+    if base.is_dir():  # skip .csv files if there are other files, because they often only describe these files
         files = [p for p in files if p.suffix != ".csv"] or files
     return root, files
 
@@ -77,11 +78,11 @@ def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[SourceRow]:
     """Yields the rows of a file.
 
-    A .jsonl file has one object per line, and its empty lines are skipped. A .json file has a list of objects. The
-    first line of a .csv file has the names of the columns, and all values are texts.
+    A .jsonl file has one object per line, and its empty lines are skipped. A .json file contains a list of objects. The
+    first line of a .csv file contains the column names. All values of a .csv file are read as texts.
     columns: the columns to read from a .parquet file, or None to read all columns.
-    Raises: ValueError if a .json file is not a list, or a .parquet or .csv file is not valid. A line of a .jsonl file
-    that is not valid JSON, or a row that is not an object, raises no error here. The property `value` of this row
+    Raises: ValueError if a .json file is not a list, or a .parquet or .csv file is not valid. If a line of a .jsonl
+    file is not valid JSON, or a row is not an object, read_rows raises no error. The property `value` of an invalid row
     raises ValueError.
     """
     readers = {".jsonl": _lines, ".json": _items, ".csv": _csv}

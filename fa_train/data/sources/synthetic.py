@@ -12,7 +12,10 @@ LONGEST = 32  # random lengths are at most LONGEST * document_len tokens
 
 
 class SyntheticDocuments:
-    """Documents of lengths[i] random tokens. Document i is drawn with the seed (seed, i). lengths: (n,) int64."""
+    """Documents of random tokens. Document i has lengths[i] tokens, which are drawn with the seed (seed, i).
+
+    Shapes: lengths (n,) int64.
+    """
 
     loss_mask: LossMask | None = None
 
@@ -32,8 +35,8 @@ class SyntheticSource:
     """A source of documents of random tokens.
 
     document_len: the median length of the documents, in tokens.
-    length_sigma: the standard deviation of the logarithm of the lengths. With 0, all documents have document_len
-    tokens. With a positive value, `log_normal_lengths` draws the lengths.
+    length_sigma: the standard deviation of the logarithm of the lengths. If length_sigma is 0, all documents have
+    document_len tokens. If length_sigma is positive, `log_normal_lengths` draws the lengths.
     Raises: ValueError if vocab_size or document_len is not positive, or if length_sigma is negative or not finite.
     """
 
@@ -64,11 +67,11 @@ class SyntheticSource:
 def log_normal_lengths(median: int, sigma: float, seed: int) -> np.ndarray:
     """Draws document lengths until there are at least two documents and at least N_TOKENS tokens.
 
-    sigma: the standard deviation of the logarithms of the lengths. The lengths are then limited to at least
-    min(SHORTEST, median) and at most LONGEST * median tokens.
+    sigma: the standard deviation of the logarithms of the lengths. Each drawn length is limited to the range from
+    min(SHORTEST, median) to LONGEST * median tokens.
     Returns: (n,) int64, in tokens. The lengths depend only on the arguments and on N_TOKENS.
     """
-    generator = np.random.default_rng((seed, 0, 1))  # the tokens of document i use the seed (seed, i)
+    generator = np.random.default_rng((seed, 0, 1))  # differs from (seed, i), the seed of document i
     block = max(2, -(-N_TOKENS // median))
     lengths = np.empty(0, np.int64)
     while lengths.sum() < N_TOKENS:

@@ -45,7 +45,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
     Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
-    disk is full, the finished shards are kept. After any other ValueError, they are deleted.
+    disk is full, the finished shards are kept. After any other ValueError, all shards are deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -79,7 +79,7 @@ def require_tokens(name: str, n_documents: int, folder: Path) -> None:
 
 
 def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> int:
-    """Writes every shard that is not yet in the folder. Returns the number of documents."""
+    """Writes every shard that is not yet in the folder. Returns the number of documents in the corpus."""
     columns = ("tokenising", BarColumn(), MofNCompleteColumn(), "documents", TimeElapsedColumn())
     n_documents = 0
     with Progress(*columns, transient=True) as progress:

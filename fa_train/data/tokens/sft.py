@@ -1,10 +1,10 @@
 """Converts chats to tokens with a chat template. The model is trained on the assistant's messages.
 
 A chat is first rendered to text. The encoder then finds the answers, which are the assistant's messages. If the
-template has {% generation %} blocks, these blocks mark the answers. Without such blocks, the encoder also renders a
-shorter text, which contains only the messages before an answer. The whole text must begin with this shorter text. The
-answer starts directly after the shorter text, and ends with the answer's end token. The whole text is tokenised at
-once. The tokenizer's offsets then map characters to tokens.
+template has {% generation %} blocks, these blocks mark the answers. If the template has no {% generation %} blocks, the
+encoder also renders a shorter text, which contains only the messages before an answer. The whole text must begin with
+the shorter text. The answer starts directly after the shorter text, and ends with the answer's end token. The whole
+text is tokenised at once. The tokenizer's offsets then map characters to tokens.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class ChatEncoder:
         ]
 
     def render(self, chat: Chat) -> Rendered:
-        """Renders a chat, and finds its answers."""
+        """Renders a chat, and finds the answers that the model is trained on."""
         template = self._hf.get_chat_template(tools=chat.tools)
         has_blocks = GENERATION.search(template) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
@@ -92,16 +92,17 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # a block does not say which message it belongs to
+        elif trained_on != answers:  # a {% generation %} block does not say which message it belongs to
             begin = self._answer_span(template, chat, trained_on[0], text)[0]
-            # the block of a trained answer may start before the answer, for example at its role
+            # the {% generation %} block of an answer may start before the answer, for example at the role
             spans = [(start, stop) for start, stop in spans if stop > begin]
         return Rendered(text, spans)
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
         """Raises: ValueError if the template omits a chat's tools or tool calls.
 
-        Some old templates omit tool calls. With such a template, the model would be trained on an empty answer.
+        Some old templates omit tool calls. With a template that omits tool calls, the model would be trained on an
+        empty answer.
         """
         without = {
             "tools": replace(chat, tools=None),
@@ -114,7 +115,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered = self._render(template, bare, bare.messages).text
-            except ValueError:  # the template needs `name`, so it does not omit it
+            except ValueError:  # the template fails without `name`, so it does not omit `name`
                 continue
             if rendered == text:
                 raise ValueError(

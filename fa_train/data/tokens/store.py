@@ -1,4 +1,7 @@
-"""Stores tokenised documents in memory-mapped Arrow files. The folder's name is a hash of corpus and encoder."""
+"""Stores tokenised documents in memory-mapped Arrow files.
+
+The name of each folder is a hash of the corpus and the encoder.
+"""
 
 import hashlib
 import json
@@ -37,10 +40,10 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
-    document is held out. In a small corpus, this rule may select all documents or none. In this case, a corpus of
-    several chats holds out its last chat, and any other corpus holds out the last part of its longest document. Nothing
-    is held out if this part would have fewer than SHORTEST_TAIL tokens. If `divided` is true, the user has named the
-    held-out documents, and this exception for small corpora does not apply.
+    document is held out. In a small corpus, the hashes may select all documents or none. A small corpus of several
+    chats then holds out its last chat. Any other small corpus then holds out the last part of its longest document,
+    unless the last part would have fewer than SHORTEST_TAIL tokens. If `divided` is true, the user has named the
+    held-out documents, and the rules for small corpora do not apply.
     is_tail: whether the held-out document is the last part of a training document.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
@@ -89,7 +92,7 @@ class Documents:
             self.loss_mask = StoredMask(masks, self._chunk, self._start, self.lengths)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # If a data worker is not forked, it opens the files again. Pickling this object would copy all tokens.
+        # A data worker that is not forked opens the files again. Pickling the arrays would copy all tokens.
         return _open_documents, self._source
 
     def __len__(self) -> int:
@@ -107,7 +110,7 @@ class Documents:
 
 
 def _whole_shards(folder: Path) -> list[Path]:
-    """Returns the shards of a finished folder. Raises: ValueError if a shard is missing or has a wrong size."""
+    """Returns the shards of a finished folder. Raises: ValueError if a shard is missing or has the wrong size."""
     try:
         sizes = json.loads((folder / SHARDS).read_text())
     except (OSError, ValueError) as error:
@@ -147,7 +150,7 @@ class StoredMask:
         return self._values[self._chunk[index]][start : start + self._length[index]]
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """For each i, counts the tokens of document[i][start[i]:stop[i]] that are trained on. Shapes: (n,) int64."""
+        """For each i, counts the trained tokens in document[i][start[i]:stop[i]]. Shapes: (n,) int64."""
         chunk, origin = self._chunk[document], self._start[document]
         counts = np.empty(len(document), np.int64)
         order = np.argsort(chunk, kind="stable")

@@ -48,9 +48,9 @@ class HFTokenizer:
     """A tokenizer of the `transformers` library, loaded from a folder or by its hub name.
 
     hf: the wrapped tokenizer. vocab_size: the highest id plus one.
-    pad_id: the pad token. Without a pad token, pad_id is eos, or 0 if there is no eos. Padding is never a label, so any
-    token can be padding.
-    key: what error messages call the setting with the name.
+    pad_id: the pad token. If the tokenizer has no pad token, pad_id is the id of eos, or 0 if there is no eos. Padding
+    is never a label, so any token can be padding.
+    key: the config key that holds `name`, for error messages.
     Raises: ValueError if the tokenizer cannot be loaded, or has only special tokens.
     """
 
@@ -64,7 +64,7 @@ class HFTokenizer:
         except (OSError, ValueError) as error:
             raise ValueError(f"{key} must be a folder or hub name with a tokenizer; got {name}: {error}") from error
         vocabulary = self.hf.get_vocab()
-        if not vocabulary.keys() - set(self.hf.all_special_tokens):  # transformers adds these even without any file
+        if not vocabulary.keys() - set(self.hf.all_special_tokens):  # transformers adds special tokens without any file
             raise ValueError(
                 f"{key} must be a folder or hub name with a tokenizer; got {name}, whose tokenizer has only special "
                 "tokens. The tokenizer's files may be missing"
@@ -92,5 +92,5 @@ class HFTokenizer:
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
-    """Loads a tokenizer by its Hugging Face name or folder. If name is None, returns the byte tokenizer."""
+    """Loads a tokenizer by its Hugging Face name or from its folder. If name is None, returns the byte tokenizer."""
     return ByteTokenizer() if name is None else HFTokenizer(name)
