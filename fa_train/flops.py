@@ -1,5 +1,6 @@
 """The FLOPs of a training step and the peak FLOP/s of GPUs, which determine the MFU (model FLOPs utilisation)."""
 
+import re
 from typing import TypeVar
 
 import torch
@@ -7,17 +8,19 @@ from torch import Tensor
 
 from fa_train.models.config import ModelConfig
 
-# (part of the device name, peak in FLOP/s). The first entry whose name matches is used.
+# (words of the device name, peak in FLOP/s). The first entry whose words are in the name is used.
 # The peaks come from data sheets. The peaks are for products of dense bf16 or fp16 matrices with fp32 accumulation.
 PEAKS = (
     ("B200", 2250e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("GH200", 989e12),
     ("A100", 312e12),
     ("L40S", 362e12),
+    ("L40", 181e12),
     ("A40", 150e12),
     ("A10G", 70e12),
     ("L4", 121e12),
@@ -55,4 +58,4 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return None
-    return next((peak for name, peak in PEAKS if name in device_name), None)
+    return next((peak for words, peak in PEAKS if re.search(rf"\b{words}\b", device_name)), None)

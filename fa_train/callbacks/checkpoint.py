@@ -302,6 +302,8 @@ def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
     if not isinstance(trainer.checkpoint_callback, Checkpoint):  # export_last cannot use Lightning's own callback
         raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise ValueError("export=true needs checkpoints; trainer.fast_dev_run must be false, since it saves none")
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:
