@@ -4,9 +4,9 @@ In a forward pass, all layers with the same window share one schedule.
 
 The first layer that needs a schedule builds it from a source tensor, which is position_ids or cu_seqlens. The schedule
 is kept while the source tensor is alive and its version counter does not change. A new batch has a new source tensor,
-and an in-place operation increases the version counter. The replay of a CUDA graph can change the source tensor without
-increasing its version counter. After such a replay, the kept schedule is outdated. Compiled code does not keep a
-schedule: the compiler finds that several layers build the same schedule, and builds it once.
+and an in-place operation increases the version counter. After the replay of a CUDA graph, a kept schedule can be
+outdated, because the replay can change the source tensor without increasing the version counter. Compiled code does not
+keep a schedule: the compiler finds that several layers build the same schedule, and builds it once.
 """
 
 from collections.abc import Callable, Hashable
@@ -103,7 +103,7 @@ def packed_schedule(
     def build() -> Schedule | None:
         starts = F.pad(rows.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1).flatten()
         total = batch * seqlen
-        if torch.compiler.is_compiling():  # one entry of cu_seqlens per token; unused entries mean empty documents
+        if torch.compiler.is_compiling():  # cu_seqlens has one entry per token; extra entries are empty documents
             places = torch.arange(total, dtype=torch.int32, device=q.device)
             cu_seqlens = torch.where(starts, places, total).to(torch.int32).sort().values
             longest = seqlen

@@ -81,8 +81,8 @@ class YarnScaling(RopeScaling):
     original_max_position_embeddings: the original context length in tokens.
     beta_fast, beta_slow: the frequencies at the two ends of the ramp, in rotations per original context length.
     truncate: whether the ends of the ramp are rounded to whole channels.
-    attention_factor: the factor that cos and sin are multiplied by. The default attention_factor is the paper's `0.1 *
-    ln(factor) + 1`, modified by mscale and mscale_all_dim.
+    attention_factor: the factor that cos and sin are multiplied by.
+    The default attention_factor is YaRN's `0.1 * ln(factor) + 1`, modified by mscale and mscale_all_dim.
     """
 
     factor: float

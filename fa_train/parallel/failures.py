@@ -3,7 +3,8 @@
 The launcher is torchrun or train.py. The environment variable TORCHELASTIC_ERROR_FILE holds the path of an error file.
 A failing rank writes the reason to the error file, and the launcher shows the reason. The launcher ends all ranks as
 soon as one fails. On several nodes, each launcher sees only the ranks of its node. A failing rank therefore also sends
-the reason to all other ranks. Ranks that lose their connection to the failing rank report the reason that was sent.
+the reason to all other ranks. Ranks that lose their connection to the failing rank report the failing
+rank's reason.
 """
 
 import json
@@ -44,7 +45,7 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def ctrl_c_ends_at_once() -> None:
-    """Makes Ctrl-C end this process at once. Rank 0 also prints one line.
+    """Makes Ctrl-C end this process at once. On Ctrl-C, rank 0 also prints one line.
 
     While the program starts, libraries can swallow a KeyboardInterrupt. If Ctrl-C is ignored, it remains ignored.
     """
@@ -99,7 +100,7 @@ def _shared(kind: Kind, message: str) -> str:
 
     If this rank has lost its connection, the function sends nothing, and returns the reason that another rank has sent.
     """
-    if "fa_train.parallel.rank_store" not in sys.modules:  # the import takes seconds, and no store is connected yet
+    if "fa_train.parallel.rank_store" not in sys.modules:  # rank_store is slow to import, and no store is connected yet
         return message
     from fa_train.parallel import rank_store
 

@@ -159,7 +159,10 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
 
 
 def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:
-    """Returns the config, with max_seq_len=seq_len if max_seq_len is None. seq_len: the length of training rows."""
+    """Returns the config, with max_seq_len=seq_len if max_seq_len is None.
+
+    seq_len: the length of training rows in tokens.
+    """
     return config if config.max_seq_len is not None else replace(config, max_seq_len=seq_len)
 
 

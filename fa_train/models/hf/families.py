@@ -253,8 +253,8 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# `WITH_IMAGES` is the model_type of models that also read images. In the config.json of such a model, text_config and
-# the top-level fields in `SHARED_WITH_IMAGES` describe the language model.
+# `WITH_IMAGES` is the model_type of models that also read images. If model_type is `WITH_IMAGES`, text_config and the
+# top-level fields in `SHARED_WITH_IMAGES` describe the language model.
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",

@@ -17,7 +17,8 @@ from fa_train.parallel.context.traffic import Counts, Traffic
 class SharedSchedule(NamedTuple):
     """Which keys the queries of a rank see, and the moves that fill the buffer of keys.
 
-    crossing: the schedule of the queries that read the buffer. Entries after these queries are padding and see no key.
+    crossing: the schedule of the queries that read the buffer. The entries that follow in `crossing` are padding and
+    see no key.
     own: the schedule of the first run, if attention runs twice. `own` contains all queries of this rank, and the keys
     of this rank. Crossing queries see no key in `own`, because the second run processes them with `crossing`.
     """
@@ -51,7 +52,8 @@ class ContextAttention:
     """An attention function that also sees the keys and values of other ranks.
 
     If `inner` is flash attention, the call runs shared_attention, whose backward pass gathers keys and values again
-    instead of keeping them in memory. Otherwise, the call gathers keys and values, and then calls `inner`.
+    instead of keeping them in memory. If `inner` is another attention function, the call gathers keys and values, and
+    then calls `inner`.
 
     inner: an attention function of fa_train.models.attention. group: the name of the process group
     (operators.register_group). head_groups: the number of head groups. Flash attention gathers the keys and values of

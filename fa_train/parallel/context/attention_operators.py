@@ -393,8 +393,8 @@ def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[T
 def used_part(schedule: Sequence[Tensor], n_queries: int, n_keys: int) -> list[Tensor]:
     """Returns the tensors of a schedule, shortened to the first n_queries queries and the first n_keys keys.
 
-    A tile may be left out only if none of its queries sees a key, or if no query sees any of its keys. Such tiles come
-    last in the schedule.
+    A tile may be left out only if none of its queries sees a key, or if no query sees any of its keys. Tiles that may
+    be left out come last in the schedule.
     """
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     return [

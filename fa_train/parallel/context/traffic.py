@@ -8,8 +8,8 @@ copying them to the buffer.
 
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run then
 takes less time than two. If attention runs once, all queries read their keys from the buffer. All ranks make the same
-choice. If ranks made different choices, a rank that needs keys before it computes could wait for a rank that computes
-first.
+choice between one and two runs. If ranks made different choices, a rank that needs keys before it computes could wait
+for a rank that computes first.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -29,7 +29,7 @@ STEP = 128  # buffer sizes are multiples of this number of rows
 # queries, the second run and the copies of queries cost about as much time as the first run saves.
 MAX_CROSSING = 1 / 16
 # Attention runs twice only if the mean number of pairs of a query and a visible key per rank is at least this large.
-# With so many pairs, the GPU computes for longer than the host needs to start the kernels of two runs.
+# `MIN_PAIRS` pairs keep the GPU busy for longer than the host needs to start the kernels of two runs.
 MIN_PAIRS = 2**23
 
 
@@ -43,8 +43,8 @@ class Traffic(NamedTuple):
 
     key_start: Tensor  # (local,) int32, the buffer row of the first key that each crossing query sees
     key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each crossing query sees
-    own_start: Tensor  # (local,) int32, the index of the first own key that each query sees
-    own_end: Tensor  # (local,) int32, 1 + the index of the last own key; equal to own_start for crossing queries
+    own_start: Tensor  # (local,) int32, the index of each query's first own key
+    own_end: Tensor  # (local,) int32, 1 + the index of each query's last own key; own_start for crossing queries
     crossing: Tensor  # (local,) int32, the indices of own tokens whose queries read the buffer, ascending
     sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
     kept: Tensor  # (local,) int32, the indices of own tokens whose keys are in the buffer, ascending
@@ -152,8 +152,8 @@ def own_ranges(
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `shared`, `entries` and `offsets` of Traffic.
 
-    All rows to add lie in one tensor. It holds first the rows that other ranks send back, in the order of `sent`, and
-    then the rows of this rank's own buffer, in the order of `kept`.
+    All rows to add lie in one tensor: first the rows that other ranks send back, in the order of `sent`, then the rows
+    of this rank's own buffer, in the order of `kept`.
     """
     tokens = np.concatenate([sent, kept])
     shared, numbers = np.unique(tokens, return_counts=True)
