@@ -1,18 +1,18 @@
-"""Masks for padded and packed batches. transformers computes a mask once per forward pass for all layers of a kind.
+"""Masks for padded and packed batches. transformers computes one mask per forward pass for all layers of the same kind.
 
-The `generate` method of transformers computes masks itself and passes them to the model. A model uses a mask with four
-dimensions as it is. From a mask with fewer dimensions, the model would compute a new mask, even in compiled code. Masks
-of this module therefore have four dimensions.
+The `generate` method of transformers computes masks itself and passes them to the model. A model does not change a mask
+with four dimensions. If a mask has fewer dimensions, the model computes a new mask from it, even in compiled code.
+Masks of this module therefore have four dimensions.
 
 The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The element of a masked key is
-0. The element of any other key is `n + 1`, where n is the number of keys in the cache. A static cache also has places
-for later tokens, so n can be less than seqlen_k. The dtype of this mask tells the layers whether to move keys. In each
-row of a float64 mask, the unmasked keys are contiguous, so layers leave the keys in place. In a row of an int64 mask,
-masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
+0. The element of an unmasked key is `n + 1`, where n is the number of keys in the cache. A static cache also has places
+for later tokens, so n can be less than seqlen_k. The dtype of a mask of keys tells the layers whether to move keys. In
+each row of a float64 mask, the unmasked keys are contiguous, so layers leave the keys in place. In a row of an int64
+mask, masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
 
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
-A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. For a user's mask, layers also move the
+A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. If a user passes a mask, layers move the
 unmasked keys to the front, and assume that the cache is full.
 """
 
@@ -46,9 +46,9 @@ def packed_positions(
 ) -> Tensor | None:
     """Returns positions that increase by one, except where a document starts. Returns None if rows are not packed.
 
-    Some models, such as Persimmon, pass position_ids to the mask function but not to the attention function. With
-    this mask, their attention knows the documents too. In compiled code, this function returns a mask even if each row
-    is one document.
+    Some models, such as Persimmon, pass position_ids to the mask function but not to the attention function. The
+    attention function then reads the positions from the mask. In compiled code, this function returns a mask even if
+    each row is one document.
     mask_function: the mask function of causal attention without padding and without a cache.
     Shape of the result: (batch, 1, seqlen, 1) int32.
     """
@@ -124,8 +124,8 @@ def encoded(
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
     """Returns the columns of a (batch, tokens) mask that belong to seqlen_k keys, starting at key kv_offset.
 
-    A mask with at most seqlen_k tokens is padded with False. If a longer mask has no column for the last key, returns
-    its last seqlen_k columns.
+    A mask with fewer than seqlen_k columns is padded with False. If the mask has more than seqlen_k columns, but none
+    for the last key, returns the last seqlen_k columns of the mask.
     """
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
@@ -235,16 +235,17 @@ def _unmasked_queries(mask: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def _places(mask: Tensor, seqlen_q: int) -> Tensor:
-    """Returns the index of the key that belongs to the token of each query, (seqlen_q,)."""
+    """Returns for each query the index of the key of the same token, (seqlen_q,)."""
     value = mask.amax().long()
     written = torch.where(value > 1, value - 1, mask.shape[-1])
     return written - seqlen_q + torch.arange(seqlen_q, device=mask.device)
 
 
 def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Returns the first key that each query sees in its window, and 1 + the last, (batch, seqlen_q) each.
+    """Returns the start and the end of the range of keys that each query sees in its window, (batch, seqlen_q) each.
 
-    A window also counts masked keys, as in eager attention. The indices are those of the unmasked keys alone.
+    Masked keys count towards the width of a window, as in eager attention. Start and end are indices into the unmasked
+    keys of a row.
     """
     left, right = window
     before = F.pad(_counts(mask, seqlen_k).cumsum(-1), (1, 0))  # [batch, seqlen_k + 1], unmasked keys before each key
@@ -256,9 +257,10 @@ def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, 
 
 
 def _of_queries(x: Tensor, query_order: Tensor | None, n_queries: Tensor, seqlen_k: int) -> Tensor:
-    """Returns indices of keys in the flattened batch for the reordered queries, (batch * seqlen_q,) int32.
+    """Converts indices of keys in a row to indices in the flattened batch, (batch * seqlen_q,) int32.
 
-    x: (batch, seqlen_q), indices of keys in a row. Queries that are padding get the index after the last key.
+    x: (batch, seqlen_q), for each query, the index of a key in a row. The result is in the order of query_order.
+    Queries that are padding get the index after the last key of their row.
     """
     batch, seqlen_q = x.shape
     ordered = x if query_order is None else x.gather(1, query_order)
@@ -283,7 +285,7 @@ def _schedule(
 ) -> Schedule:
     """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
 
-    The padding before and after this document forms further documents, which contain only queries or only keys.
+    The padding before and after a row's document forms further documents, which contain only queries or only keys.
     """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys

@@ -2,11 +2,11 @@
 
 In a forward pass, all layers with the same window share one schedule.
 
-The first of these layers builds the schedule from a source tensor, which is position_ids or cu_seqlens. The schedule is
-kept while the source tensor is alive and its version counter does not change. A new batch has a new source tensor, and
-an in-place operation increases the version counter. The replay of a CUDA graph can change the source tensor without
-increasing its version counter. The kept schedule is then outdated. Compiled code does not keep a schedule: the compiler
-finds that several layers build the same schedule, and builds it once.
+The first layer that needs a schedule builds it from a source tensor, which is position_ids or cu_seqlens. The schedule
+is kept while the source tensor is alive and its version counter does not change. A new batch has a new source tensor,
+and an in-place operation increases the version counter. After the replay of a CUDA graph, a kept schedule can be
+outdated, because the replay can change the source tensor without increasing the version counter. Compiled code does not
+keep a schedule: the compiler finds that several layers build the same schedule, and builds it once.
 """
 
 from collections.abc import Callable, Hashable
@@ -68,8 +68,8 @@ def document_schedule(
             f"got {cu_seqlens_q.numel() - 1} and {cu_seqlens_k.numel() - 1}"
         )
     total_q, total_k = q.shape[:2].numel(), k.shape[:2].numel()
-    # A max_length on the GPU is not used, because the host would wait for it. Compiled code uses no length, because
-    # each new length would cause a recompilation.
+    # A max_length on the GPU is not used, because the host would wait for it. Compiled code never uses max_length,
+    # because each new value would cause a recompilation.
     seqlen = max_length if isinstance(max_length, int) and not torch.compiler.is_compiling() else None
 
     def build() -> Schedule:
@@ -88,9 +88,9 @@ def packed_schedule(
 ) -> Schedule | None:
     """Returns the schedule of rows with several documents, or None if each row is one document.
 
-    A new document starts where position_ids do not increase by one. The eager attention of transformers has the same
-    rule. Compiled code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if
-    each row is one document.
+    A new document starts where position_ids do not increase by one, as in the eager attention of transformers. Compiled
+    code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if each row is one
+    document.
     Shapes: position_ids (1 or batch, seqlen_q) or (batch, 1, seqlen_q, 1); q and k as for document_schedule.
     """
     batch, seqlen = q.shape[:2]
@@ -103,7 +103,7 @@ def packed_schedule(
     def build() -> Schedule | None:
         starts = F.pad(rows.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1).flatten()
         total = batch * seqlen
-        if torch.compiler.is_compiling():  # cu_seqlens gets one entry per token; unused entries are empty documents
+        if torch.compiler.is_compiling():  # cu_seqlens has one entry per token; extra entries are empty documents
             places = torch.arange(total, dtype=torch.int32, device=q.device)
             cu_seqlens = torch.where(starts, places, total).to(torch.int32).sort().values
             longest = seqlen

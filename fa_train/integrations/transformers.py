@@ -6,12 +6,13 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fa_train")
 
 Most models that work with flash_attention_2 also work with fa_train. Models with their own attention classes, such as
-Falcon, do not use it. fa_train supports GQA, sliding windows, soft caps, attention sinks, padding, rows packed by
+Falcon, do not use fa_train. fa_train supports GQA, sliding windows, soft caps, attention sinks, padding, rows packed by
 position_ids or cu_seqlens, and generation with a dynamic or static cache.
-Unlike flash_attention_2, fa_train accepts fp32 inputs. Most layers do not wait for the GPU. Only `key_mask` and
-`packed_rows` copy values from the GPU, and the host then waits. All layers with the same window share one copy per
-forward pass. In compiled code, they copy nothing. Under torch.inference_mode, however, each layer copies the same
-values from the GPU again. Use torch.no_grad instead of torch.inference_mode to avoid the additional copies.
+
+Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only where `key_mask` and
+`packed_rows` copy values from the GPU. All layers with the same window share the values of one copy per forward pass.
+Compiled code copies no values. Under torch.inference_mode, however, each layer copies the same values from the GPU
+again. Use torch.no_grad instead of torch.inference_mode to avoid the additional copies.
 """
 
 import os
@@ -85,15 +86,15 @@ def key_mask(
             f"got {kv_length + kv_offset}"
         )
     refuse_other_masks(mask_function, use_vmap)
-    # transformers never skips the mask of rows that can be packed. Packed rows have no padding and no cache.
+    # If rows can be packed, transformers sets allow_is_causal_skip to False. Packed rows have no padding and no cache.
     can_be_packed = allow_is_causal_skip is False and attention_mask is None and mask_function is not None
     if can_be_packed and q_length == kv_length and isinstance(q_offset, int) and q_offset == 0:
         packed = packed_positions(mask_function, batch_size, q_length, torch.device(device))
         if packed is not None:
             return packed
     written: int | Tensor = kv_length
-    # transformers passes allow_is_bidirectional_skip only for bidirectional masks. With these masks, all kv_length keys
-    # are already in the cache.
+    # transformers passes allow_is_bidirectional_skip only for bidirectional masks. If a mask is bidirectional, all
+    # kv_length keys are already in the cache.
     if allow_is_bidirectional_skip is None:
         written = q_offset + q_length - kv_offset
     return encoded(attention_mask, batch_size, kv_length, kv_offset, written, torch.device(device))
@@ -133,7 +134,7 @@ def attention(
         softcap: replaces a score by softcap * tanh(score / softcap).
         s_aux: (n_heads,) attention sinks, in nats.
         position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where position_ids do not increase by
-            one. If the mask says where documents start, position_ids are ignored.
+            one. If attention_mask contains the document starts, position_ids are ignored.
         cu_seq_lens_q, cu_seq_lens_k: (n_docs + 1,), the document boundaries in the flattened batch.
         max_length_k: the number of keys of the longest document, which determines the choice of kernels.
 

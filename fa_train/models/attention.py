@@ -41,9 +41,9 @@ class Attention(Protocol):
 
 
 def require_backend(attention: Attention, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Raises: ValueError if `attention` cannot run on `device` or cannot compute in `dtype`. None is not checked.
+    """Raises: ValueError if `attention` cannot run on `device` or cannot compute in `dtype`.
 
-    Call it before training.
+    A dtype of None is not checked. Call this function before training.
     """
     if function_of(attention) is flash_attention:
         require_flash_backend(device, dtype)
@@ -240,7 +240,7 @@ def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """Returns a mask of the queries after the last document, (total,) bool. They see no key."""
+    """Returns a mask of the queries that see no key, which come after the last document, (total,) bool."""
     return schedule.key_start >= schedule.key_end
 
 

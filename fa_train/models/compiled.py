@@ -13,8 +13,8 @@ class EagerOrCompiled(Generic[P, R]):
     """A function that calls `eager` in eager mode and `compiled` under torch.compile.
 
     `eager` and `compiled` return the same result, but may save different tensors for the backward pass. Every call
-    chooses again, because a module may be compiled after it was built, and a compiled module may still run in eager
-    mode.
+    chooses between `eager` and `compiled`, because a module may be compiled after it was built, and a compiled module
+    may still run in eager mode.
     """
 
     def __init__(self, eager: Callable[P, R], compiled: Callable[P, R]) -> None:

@@ -18,8 +18,8 @@ Value = TypeVar("Value")
 class Family:
     """Features of the decoder that only some families of checkpoints use. By default, all these features are off.
 
-    qkv_bias, out_bias, ffn_bias: whether these projections have biases; by default ModelConfig.bias. In Qwen 2, only
-    the projection to queries, keys and values has a bias.
+    qkv_bias, out_bias, ffn_bias: whether attention.qkv, attention.out and the linear layers of the FFN have biases. The
+    default is ModelConfig.bias. In Qwen 2, only the projection to queries, keys and values has a bias.
     windows: for each layer, the number of tokens that a query sees, including its own, or None for all earlier tokens
     (Mistral, Gemma).
     rope_layers: for each layer, whether it applies RoPE to queries and keys (in SmolLM 3, every fourth layer does not).
@@ -27,8 +27,8 @@ class Family:
     use local_rope_theta.
     softmax_scale: the factor that attention scores are multiplied by, or None for head_dim**-0.5.
     softcap, logit_softcap: the soft caps of the scaled scores and of the logits (Gemma 2), or 0 for no cap.
-    embedding_scale: the factor that token embeddings are multiplied by. The factor is rounded to the embeddings' dtype.
-    Gemma multiplies embeddings by `sqrt(dim)`.
+    embedding_scale: the factor that token embeddings are multiplied by. embedding_scale is rounded to the embeddings'
+    dtype. Gemma multiplies embeddings by `sqrt(dim)`.
     post_norms: whether the outputs of attention and FFN are normalised before the residual addition (Gemma 2 and 3).
     """
 

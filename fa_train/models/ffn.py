@@ -144,7 +144,7 @@ def _swiglu_down_compiled(projected: Tensor, down: nn.Linear) -> Tensor:
     return _swiglu_down(projected, down)
 
 
-# eager mode uses torch's autograd functions, whose memory the planner predicts
+# eager mode uses torch's autograd functions, because the planner predicts their memory
 ACTIVATED_DOWN: dict[Activation, Callable[[Tensor, nn.Linear], Tensor]] = {
     "swiglu": EagerOrCompiled(_swiglu_down, _swiglu_down_compiled),
     "gelu": _gelu_down,

@@ -35,9 +35,9 @@ SplitHeads = Callable[["SelfAttention", Tensor, RotaryTable | None], QKV]
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face checkpoint of the model's weights. An export makes its config files from these.
+    """The Hugging Face checkpoint of the model's weights. An export writes `config` and `generation_config` to files.
 
-    config: config.json with the run's RoPE settings, and without the part for images.
+    config: config.json with the run's RoPE settings, and without the part for the image encoder.
     """
 
     config: Mapping[str, Any]
@@ -49,16 +49,16 @@ class Origin:
 class GPT(nn.Module):
     """A decoder-only transformer.
 
-    A model that is built on the meta device has no values until `materialise` is called. Any other model has initial
-    values, which depend on torch.initial_seed() and on the parameters' names.
+    A model that is built on the meta device has no values until `materialise` is called. A model that is built on
+    another device has random initial values, which depend on torch.initial_seed() and on the parameters' names.
 
     memory: the settings that reduce GPU memory, or None to use none of them.
-    config: the fields of fa_train.models.config.ModelConfig. YAML files in conf/model set these fields.
+    config: the fields of fa_train.models.config.ModelConfig, which the YAML files in conf/model set.
     Raises: ValueError if ModelConfig rejects a value, or `attention` does not support the model's soft cap.
     """
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
-    random_base_hash: str | None = None  # the hash of the frozen weights if they are random; LoRA sets it
+    random_base_hash: str | None = None  # set by LoRA: the hash of the frozen weights if they are random
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any
@@ -71,8 +71,8 @@ class GPT(nn.Module):
         self.is_flash = function_of(attention) is flash_attention
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # A checkpointed or offloaded block saves its input as one tensor, so the previous block must compute its last
-        # residual addition.
+        # A checkpointed or offloaded block saves its input as one tensor. The previous block must therefore compute all
+        # its own residual additions.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -109,8 +109,7 @@ class GPT(nn.Module):
     def materialise(self, device: torch.device) -> None:
         """Allocates the parameters of a model on the meta device and gives them their initial values.
 
-        If the model is sharded, each rank allocates only its rows. Each rank then holds at most one whole parameter at
-        a time.
+        If the model is sharded, each rank allocates only its rows, and holds at most one whole parameter at a time.
         """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             self.to_empty(device=device)
@@ -130,7 +129,7 @@ class GPT(nn.Module):
     def add_source(self, source: "Callable[[GPT], None]") -> None:
         """Registers a function that sets parameters, and calls it.
 
-        If the model is on the meta device, `materialise` calls the function later.
+        If the model is on the meta device, `materialise` calls `source` later.
         """
         self.sources.append(source)
         if not self.token_embedding.weight.is_meta:
@@ -185,16 +184,16 @@ class GPT(nn.Module):
         except -100.
         cu_seqlens: the start of each document and the end of the last document, or None for one document.
         position_ids: the position of each token; by default, positions are counted from the start of each document.
-        mean_seqlen: a mean document length in tokens, which determines attention's kernels. The default is total /
-        n_docs. The data pipeline passes a mean that is weighted by length.
+        mean_seqlen: a mean document length in tokens, which determines attention's kernels. By default, mean_seqlen is
+        total / n_docs. The data pipeline passes a mean in which each document is weighted by its length.
         traffic: for each attention window, the keys that this rank of a context group sends and receives. See
         `share_context`. With `traffic`, cu_seqlens describes the whole stream, and the other tensors hold only the
         rank's own tokens.
         last_positions: the last position in each token's document; by default it is found in position_ids. Ranks of a
         context group do not hold whole documents, so last_positions must be given with `traffic`.
         Raises: ValueError if shapes do not match, traffic is given without last_positions, or a single document has
-        more tokens than the model has learned positions. If there are several documents, their lengths are not checked,
-        because these lengths are on the GPU. Call `require_seq_len` before training.
+        more tokens than the model has learned positions. The lengths of several documents are not checked, because
+        cu_seqlens is on the GPU. Call `require_seq_len` before training.
         """
         require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels, last_positions=last_positions)
         if traffic is not None and last_positions is None:
@@ -253,11 +252,13 @@ class GPT(nn.Module):
             block.ffn = ffn.train(block.ffn.training)
 
     def context_shard(self, rank: int, ranks: int) -> ContextShard:
-        """Returns the function that takes one rank's part out of a batch that `ranks` ranks share."""
+        """Returns a function that selects the part of one rank from a batch. `ranks` ranks share the batch."""
         return ContextShard(rank, ranks, _distinct(self.windows), may_split=self.is_flash)
 
     def share_context(self, group: str, head_groups: int = 1) -> None:
-        """Makes attention gather the keys that other ranks hold. Calls of `forward` must then pass `traffic`.
+        """Makes attention gather the keys that other ranks hold.
+
+        After a call of share_context, each call of `forward` must pass `traffic`.
 
         group: the name of a process group (fa_train.parallel.context.operators.register_group).
         head_groups: the number of groups of KV heads, as in ContextAttention.
@@ -269,8 +270,8 @@ class GPT(nn.Module):
         """Compiles each block with torch.compile(**options).
 
         Blocks share one graph, because their code and shapes are equal. A compiled block leaves out its last residual
-        addition, unless blocks are checkpointed or offload their inputs. The next block computes this sum together with
-        its first norm.
+        addition, unless blocks are checkpointed or offload their inputs. The next block computes the missing addition
+        together with its first norm.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:
@@ -303,7 +304,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns two tensors whose sum is the hidden states. The second one may be None.
+        """Returns two tensors whose sum is the hidden states. The second result may be None.
 
         x, added: two tensors whose sum is the input, (total, dim) each. If `added` is None, the block computes all its
         residual additions, and the second result is also None.
@@ -351,8 +352,8 @@ class Head(nn.Linear):
 class SelfAttention(nn.Module):
     """Self-attention: the projection to queries, keys and values, an attention function, and the output projection.
 
-    One matrix computes queries, keys and values. Under autocast, the backward therefore needs only one rounded copy of
-    x, not three. Queries, keys and values have the same dtype.
+    One matrix computes queries, keys and values. Under autocast, the backward pass therefore needs only one rounded
+    copy of x instead of three. Queries, keys and values have the same dtype.
     rotates: whether the layer has RoPE. checkpointed: whether activation checkpointing recomputes the block.
     """
 
@@ -371,7 +372,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""
-        # a local variable would keep the result of the projection while attention runs
+        # the result of self.qkv is not kept in a local variable, which would keep it in memory while attention runs
         q, k, v = self.split_heads(self, self.qkv(x).unflatten(-1, (sum(self.heads), -1)), rotary)
         return self.out(self.attention(q, k, v, schedule, **self.scores).flatten(1))
 
@@ -397,7 +398,7 @@ def _rotated(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> Q
 
 
 def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    """Rotates q and k within qkv, and then splits the result. q, k and v are views of this result."""
+    """Rotates q and k within qkv, and then splits the result. q, k and v are views of the rotated tensor."""
     assert rotary is not None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 

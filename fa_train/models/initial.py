@@ -75,7 +75,7 @@ def drawn(distribution: Distribution, shape: Sequence[int], device: torch.device
 def drawing_device(parameter: Tensor) -> torch.device:
     """Returns the device that draws a parameter's values.
 
-    It is the parameter's device, unless `drawn_on` sets a device of another type.
+    The result is the parameter's device, unless `drawn_on` sets a device of another type.
     """
     other = _DRAWN_ON.get()
     return parameter.device if other is None or other.type == parameter.device.type else other

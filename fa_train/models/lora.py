@@ -48,17 +48,18 @@ class LoRA:
     """The settings of LoRA adapters. `LoRA(...)(model)` freezes the model and adds adapters to its linear layers.
 
     r: the rank. A has r rows, and B has r columns.
-    lora_alpha: the product `B A` is multiplied by `lora_alpha / r`, or by `lora_alpha / sqrt(r)` with use_rslora
+    lora_alpha: the product `B A` is multiplied by `lora_alpha / r`, or by `lora_alpha / sqrt(r)` if use_rslora is true
     (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
     target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
-    linear layers of the blocks. Any other string in target_modules is a regular expression that full module names must
-    match.
+    linear layers of the blocks. If target_modules is another string, it is a regular expression that full module names
+    must match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
-    path: the folder of a peft adapter that is trained further, or None for new adapters. Its adapter_config.json
+    path: the folder of a peft adapter to train further, or None for new adapters. The adapter_config.json in the folder
     replaces r, lora_alpha, use_rslora and target_modules.
-    A is initialised like nn.Linear's weight. B is 0, so that training starts from the base model. A and B are stored in
-    fp32, as in peft, because bf16 would lose small updates. Matrix products with A and B use the dtype of x.
+    A is initialised like nn.Linear's weight. B starts as 0, so that training starts from the base model. A and B are
+    stored in fp32, as in peft, because bf16 would lose small updates. Matrix products with A and B use the dtype of the
+    layer's input.
     Raises: ValueError if a setting is out of range, a name in target_modules matches no layer, or torchao is not
     installed but quantization needs it.
     """
@@ -140,7 +141,7 @@ class LoRA:
             )
 
     def _require_no_recomputation(self, model: GPT) -> None:
-        """Checks that dropout is not combined with recomputation. Recomputation would draw other random numbers."""
+        """Checks that dropout is not combined with recomputation. Recomputation would draw a different dropout mask."""
         memory = model.memory
         if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(
@@ -156,7 +157,7 @@ class LoRALinear(nn.Linear):
     lora_A and lora_B are the last parts of Hugging Face's module names, such as q_proj. An adapter changes only those
     rows of W that belong to its module.
     If W is quantized, `weight` holds the 4-bit codes, (out_features * in_features / 2,) uint8 with two codes per byte.
-    `nf4` then holds the scales and the table of values, with the same names as in torchao's NF4Tensor.
+    `nf4` holds the scales and the table of values of a quantized W, under the names of torchao's NF4Tensor.
     """
 
     def __init__(self, linear: nn.Linear, path: str, parts: Mapping[str, Place], settings: LoRA) -> None:
@@ -198,7 +199,10 @@ class LoRALinear(nn.Linear):
         return nf4_weight(*codes, self.out_features, self.in_features)
 
     def merged(self) -> nn.Linear:
-        """Returns an nn.Linear with the adapters added to its weight. The sum is computed in fp32 or higher."""
+        """Returns an nn.Linear with the adapters added to its weight.
+
+        The sum is computed in fp32, or in fp64 for fp64 weights.
+        """
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         weight = self.dense_weight().detach()
         if self.lora_A:
@@ -223,7 +227,7 @@ class LoRALinear(nn.Linear):
         return down, torch.block_diag(*blocks, down.new_zeros(self.out_features - end, 0))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LoRALinear":
-        """Moves adapters and scales to another device. They keep their dtype, even with precision=bf16-true."""
+        """Moves adapters and scales to another device without changing their dtype, even with precision=bf16-true."""
 
         def keeping_dtype(x: Tensor) -> Tensor:
             moved = fn(x)
@@ -241,7 +245,7 @@ def adapted(model: GPT) -> Iterator[tuple[str, LoRALinear]]:
 
 
 def adapter_values(model: GPT) -> dict[str, Any]:
-    """Returns the adapter settings that change what a model computes, but not the shapes of its weights.
+    """Returns the adapter settings that change what a model computes without changing the shapes of its weights.
 
     lora_dropout is omitted, because it affects only training. Returns an empty dict for a model without adapters.
     """
@@ -265,7 +269,7 @@ def adapters_of(model: GPT) -> Adapters | None:
     If blocks differ, each size per block is the maximum over all blocks.
     """
     sizes, quantized, has_dropout = [], False, False
-    found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [ranks, elements]}
+    found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [sum of ranks, elements]}
     for path, linear in adapted(model):
         _, block, part, _ = path.split(".")
         quantized |= bool(linear.nf4)
@@ -409,7 +413,10 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Draws the random weights again and hashes them. The parameters may be bf16 copies or only this rank's rows."""
+    """Hashes the random base weights.
+
+    The weights are drawn again, because the parameters may be rounded to bf16, or hold only this rank's rows.
+    """
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 

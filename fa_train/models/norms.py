@@ -49,7 +49,7 @@ def zeros_to_add(x: Tensor) -> Tensor:
     All blocks share a compiled graph that adds the output of the previous block's FFN to the input.
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
-    return zero.expand(x.shape).contiguous()  # not a leaf, so that autograd does not store its gradient
+    return zero.expand(x.shape).contiguous()  # the result is not a leaf, so autograd does not store its gradient
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -23,11 +23,14 @@ class RotaryTable(NamedTuple):
 
 
 class RopeScaling(ABC):
-    """A rule that changes RoPE's frequencies, theta ** (-2i / head_dim) radians per token."""
+    """A rule that changes RoPE's frequencies.
+
+    The original frequencies are theta ** (-2i / head_dim) radians per token.
+    """
 
     @abstractmethod
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
-        """Returns the changed frequencies in fp64, either (head_dim / 2,) for all tokens, or (total, head_dim / 2).
+        """Returns the changed frequencies in fp64: (head_dim / 2,), or (total, head_dim / 2) with one row per token.
 
         position_ids: (total,). last: the last position in each token's document, (total,). If `last` is None, it is
         found in position_ids, which must then hold whole documents.
@@ -35,7 +38,7 @@ class RopeScaling(ABC):
 
     @property
     def magnitude(self) -> float:
-        """The factor that cos and sin are multiplied by. Attention scores are multiplied by its square."""
+        """The factor that cos and sin are multiplied by. Attention scores are multiplied by magnitude ** 2."""
         return 1.0
 
 
@@ -74,12 +77,12 @@ class DynamicNTKScaling(RopeScaling):
 class YarnScaling(RopeScaling):
     """Divides low frequencies by `factor` and keeps high frequencies (YaRN, arXiv:2309.00071, section 3.2).
 
-    Between high and low frequencies, the change grows linearly from channel to channel, as a ramp.
+    Frequencies between low and high are interpolated by a ramp, which is linear in the channel index.
     original_max_position_embeddings: the original context length in tokens.
     beta_fast, beta_slow: the frequencies at the two ends of the ramp, in rotations per original context length.
     truncate: whether the ends of the ramp are rounded to whole channels.
-    attention_factor: the factor that cos and sin are multiplied by. The default is the paper's `0.1 * ln(factor) + 1`,
-    modified by mscale and mscale_all_dim.
+    attention_factor: the factor that cos and sin are multiplied by.
+    The default attention_factor is YaRN's `0.1 * ln(factor) + 1`, modified by mscale and mscale_all_dim.
     """
 
     factor: float

@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 def own_rows(parameter: Tensor) -> tuple[Tensor, slice]:
     """Returns this rank's part of a parameter without copying it, and the range of rows in this part.
 
-    A plain tensor has all rows. FSDP2 splits the rows as torch.chunk does, so the last ranks can have fewer rows or
-    none.
+    If the parameter is a plain tensor, every rank has all rows. FSDP2 splits the rows as torch.chunk does, so the last
+    ranks can have fewer rows or none.
     """
     if not isinstance(parameter, DTensor):
         return parameter, slice(0, parameter.shape[0])

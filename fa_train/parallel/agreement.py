@@ -1,4 +1,4 @@
-"""Finds the largest number that any rank passes. All ranks use the result to stop at the same step."""
+"""Computes the maximum of one number from each rank. All ranks use the result to stop at the same step."""
 
 import torch
 import torch.distributed as dist

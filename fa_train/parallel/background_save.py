@@ -46,7 +46,7 @@ class BackgroundSave:
         self.seconds = 0.0  # how long this rank took to write the last checkpoint
 
     def start(self, state: Any, write: Callable[[Any], None], partial: Path) -> None:
-        """Copies `state` and returns. The thread calls write(copy). On rank 0, it then renames `partial`."""
+        """Copies `state` and returns. The thread then calls write(copy), and on rank 0 renames `partial`."""
         assert self._thread is None, "the last checkpoint must be finished first"
         self._error = None
         arguments = (self._copies.of(state), write, partial)
@@ -55,7 +55,7 @@ class BackgroundSave:
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns whether all ranks had already finished when they last called this method.
+        """Returns whether the saves of all ranks were finished at the ranks' previous calls of this method.
 
         All ranks must call this method the same number of times.
         """
@@ -113,7 +113,7 @@ class BackgroundSave:
 
 
 class HostCopies:
-    """Copies nested dicts and lists of tensors to host memory. Copies of GPU tensors are in pinned memory.
+    """Copies nested dicts and lists of tensors to host memory. Copies of large GPU tensors are in pinned memory.
 
     Each call of the method `of` overwrites the copy that the previous call returned.
     """
@@ -167,7 +167,8 @@ class HostCopies:
     def _allocated(self, x: Tensor) -> Tensor:
         """Returns host memory for a copy of x.
 
-        It is not from torch's pinned allocator, which rounds up to powers of two.
+        Pinned memory does not come from torch's pinned allocator, because that allocator rounds sizes up to powers of
+        two.
         """
         if not x.is_cuda or x.nbytes < PINNED_FROM:
             return torch.empty_like(x, device="cpu")

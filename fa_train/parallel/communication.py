@@ -1,4 +1,4 @@
-"""Sets how long ranks wait for each other, and which collectives NCCL's flight recorder keeps."""
+"""Sets how long ranks wait for each other, and how many collectives NCCL's flight recorder keeps."""
 
 import os
 from datetime import timedelta
@@ -18,8 +18,8 @@ def configure(trainer: L.Trainer) -> None:
 
     Values that the user has set do not change.
 
-    If a collective times out, the rank writes its last collectives to nccl_trace_rank_<rank> in the run's folder, and
-    ends. Call `configure` before the process group exists.
+    If a collective times out, the rank writes records of its last collectives to nccl_trace_rank_<rank> in the run's
+    folder, and ends. Call `configure` before the process group exists.
     """
     if trainer.world_size == 1:
         return

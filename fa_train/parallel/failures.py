@@ -1,9 +1,10 @@
-"""Lets a failing rank tell its launcher the reason.
+"""Lets a failing rank tell its launcher the reason for the failure.
 
-The launcher is torchrun or train.py. The environment variable TORCHELASTIC_ERROR_FILE holds the path of a file. A
-failing rank writes the reason to this file, and the launcher shows it. The launcher ends all ranks as soon as one
-fails. On several nodes, each launcher sees only the ranks of its node. A failing rank therefore also sends the reason
-to all other ranks. They report it when they lose their connection to the failing rank.
+The launcher is torchrun or train.py. The environment variable TORCHELASTIC_ERROR_FILE holds the path of an error file.
+A failing rank writes the reason to the error file, and the launcher shows the reason. The launcher ends all ranks as
+soon as one fails. On several nodes, each launcher sees only the ranks of its node. A failing rank therefore also sends
+the reason to all other ranks. Ranks that lose their connection to the failing rank report the failing
+rank's reason.
 """
 
 import json
@@ -27,11 +28,10 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @contextmanager
 def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """If an exception leaves the `with` block, writes the reason and ends the rank at once. After Ctrl-C, rank 0 prints
-    one line.
+    """If an exception leaves the `with` block, writes the reason and ends the rank at once.
 
-    Python's usual exit could wait in NCCL for the other ranks.
-    mistakes: errors of these types are explained in one line.
+    After Ctrl-C, rank 0 prints one line. Python's usual exit could wait in NCCL for the other ranks.
+    mistakes: the types of errors that are explained in one line.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def ctrl_c_ends_at_once() -> None:
-    """Makes Ctrl-C end this process at once, and rank 0 print one line.
+    """Makes Ctrl-C end this process at once. On Ctrl-C, rank 0 also prints one line.
 
     While the program starts, libraries can swallow a KeyboardInterrupt. If Ctrl-C is ignored, it remains ignored.
     """
@@ -100,7 +100,7 @@ def _shared(kind: Kind, message: str) -> str:
 
     If this rank has lost its connection, the function sends nothing, and returns the reason that another rank has sent.
     """
-    if "fa_train.parallel.rank_store" not in sys.modules:  # its import takes seconds, and no rank is connected yet
+    if "fa_train.parallel.rank_store" not in sys.modules:  # rank_store is slow to import, and no store is connected yet
         return message
     from fa_train.parallel import rank_store
 
@@ -117,6 +117,6 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) ->
         return "out of memory"
     if isinstance(error, mistakes):
         return "mistake"
-    # compares the name of the class, because a rank can fail before it has imported torch
+    # compare the name of the class, because a rank can fail before it has imported torch
     is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)
     return "lost connection" if is_of_torch or "gloo/transport" in str(error) else "error"

@@ -1,14 +1,14 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
-Each rank keeps some rows of every parameter, called its shard. Weights are gathered in groups: each block is a group,
-and so are the embeddings and the head. Each group is gathered before its forward pass. A block is freed after its
-forward pass and gathered again before its backward pass, unless reshard_after_forward is false. As soon as the backward
-pass of a group has computed the group's gradients, they are averaged and sharded. An untied head stays gathered between
-the two passes, because the backward pass begins with the head. The last norm, and the token embedding if it is tied to
-the head, stay gathered for the whole micro-batch.
+Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups: each block is
+a group, and so are the embeddings and the head. Each group is gathered before its forward pass. A block is freed after
+its forward pass and gathered again before its backward pass, unless reshard_after_forward is false. As soon as the
+backward pass of a group has computed the group's gradients, they are averaged and sharded. An untied head stays
+gathered between the two passes, because the backward pass begins with the head. The last norm, and the token embedding
+if it is tied to the head, stay gathered for the whole micro-batch.
 
-With replicas (HSDP), ranks form groups of equal size. Each group of ranks holds the whole model, sharded over the
-group. Gradients are also averaged between these groups, once per step.
+With replicas > 1 (HSDP), the ranks are divided into replicas of equal size. Each replica holds the whole model, sharded
+over the ranks of the replica. Gradients are also averaged between replicas, once per step.
 """
 
 from collections.abc import Iterator, Mapping
@@ -63,11 +63,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
     reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward. In a
     run of train.py, fa_train.training replaces "auto" with true or false before the run starts. Elsewhere, "auto" means
     true.
-    reduce_once: whether gradients are averaged only in the last micro-batch of a step. In all earlier micro-batches,
-    each rank holds whole gradients.
+    reduce_once: whether gradients are averaged only in the last micro-batch of a step. With reduce_once, each rank
+    holds whole gradients until the last micro-batch.
     reduce_dtype: the dtype in which gradients are sent and averaged.
-    context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). With
-    1, ranks do not share streams.
+    context: the number of consecutive ranks that share each packed stream of tokens (fa_train.parallel.context). If
+    context is 1, ranks do not share streams.
     head_groups: the number of groups of KV heads, as in fa_train.parallel.context.attention.ContextAttention.
     """
 
@@ -93,7 +93,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             make_context_groups(self.context)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the weights. Lightning's own method would copy the weights to memory that is not pinned."""
+        """Returns the weights. Lightning's own method would copy the weights to unpinned host memory."""
         assert self.model is not None
         return get_model_state_dict(self.model)
 
@@ -103,7 +103,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return get_optimizer_state_dict(self.model, optimizer)
 
     def shard(self, model: GPT, precision: str) -> None:
-        """Shards a model on the meta device, and gives this rank its part of the weights."""
+        """Shards a model that is on the meta device, and gives this rank its part of the weights."""
         mesh = self.device_mesh[SHARDED_MESH]
         if self.replicas > 1:
             sizes = (self.replicas, self.world_size // self.replicas)
@@ -177,8 +177,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
         The file numbers optimizer states by the order of parameters in the optimizer's groups. Lightning's own loader
         cannot be used, because it numbers the states by the order of parameters in the model. Torch's option
-        full_state_dict is used for weights only. It sends tensors between ranks, but gloo cannot send the low bits of
-        adamw_master, which are int16.
+        full_state_dict is used for weights only. With full_state_dict, torch sends tensors between ranks, but gloo
+        cannot send the low bits of adamw_master, which are int16.
         """
         assert self.model is not None
         checkpoint = read_file(path, mmap=True)
@@ -218,8 +218,8 @@ def _filled(shard: Any, full: Any) -> Any:
     """
     if not isinstance(shard, DTensor):
         return full
-    # With src_data_rank=None, ranks do not communicate: each rank takes its rows from the tensor that it has read.
-    # The result may be a view of this tensor, so it is copied.
+    # With src_data_rank=None, each rank takes its rows from the tensor that it has read, without communication. The
+    # rows may be a view of the tensor, so they are copied.
     shard.copy_(distribute_tensor(full.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None))
     return shard
 

@@ -1,9 +1,9 @@
 """Starts the ranks of a run on one machine, forwards signals to them, and reports why a run fails.
 
 This launcher uses the processes, the store and the error files of torchrun (torch.distributed.elastic), so a rank runs
-in the same way under both launchers. After a signal, torchrun's agent would kill a rank that needs over 30 seconds to
-save a checkpoint. This file therefore forwards signals itself and waits. The store is in the launcher's process, so it
-outlives every rank.
+in the same way under torchrun and under this launcher. After a signal, torchrun's agent would kill a rank that needs
+over 30 seconds to save a checkpoint. This launcher therefore forwards signals itself and waits. The store is in the
+launcher's process, so it outlives every rank.
 """
 
 import json

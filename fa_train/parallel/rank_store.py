@@ -78,8 +78,8 @@ def decided_through_store(ranks: ClusterEnvironment, question: str, decide: Call
 def _wait(store: TCPStore, key: str) -> None:
     """Waits for rank 0's answer, without a time limit: rank 0 may check a large checkpoint on a slow file system.
 
-    The wait also ends if rank 0 ends. In this case, the launcher ends this rank, or torch raises DistNetworkError
-    because the store is closed.
+    The wait also ends if rank 0 ends: the launcher ends this rank, or torch raises DistNetworkError because the store
+    is closed.
     """
     while True:
         with suppress(DistStoreError):  # raised after PATIENCE
@@ -88,7 +88,7 @@ def _wait(store: TCPStore, key: str) -> None:
 
 
 def tell_reason(reason: str) -> None:
-    """Tells all ranks why this rank fails. Only the first reason counts."""
+    """Tells all ranks why this rank fails. The store keeps only the first reason."""
     with suppress(DistError):  # the process that hosts the store may have ended
         if _ASKED:  # before the first question, this rank may be unable to connect to the store
             _store().compare_set(_key("reason"), "", reason)

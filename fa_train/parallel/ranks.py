@@ -25,7 +25,7 @@ def is_one_of_several() -> bool:
 
 
 def given_rank() -> str | None:
-    """Returns the number that this rank's launcher has given it, or None if no launcher has started this process."""
+    """Returns the rank number that a launcher gave this process, or None if no launcher started this process."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 
 
@@ -35,7 +35,7 @@ def has_own_launcher() -> bool:
 
 
 def told() -> dict[str, Any]:
-    """Returns what train.py's launcher has told this rank, or an empty dict if train.py did not start this process."""
+    """Returns the decisions that train.py's launcher passed to this rank, or an empty dict in any other process."""
     answers: dict[str, Any] = json.loads(os.environ.get(TOLD, "{}"))
     return answers
 

@@ -158,7 +158,7 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
     Raises: CheckpointError if the folder is damaged or lacks a value.
     """
     reader = FolderReader(folder)
-    reader.read_metadata()  # if `.metadata` is damaged, this raises an error before torch logs a traceback
+    reader.read_metadata()  # if `.metadata` is damaged, read_metadata raises an error before torch logs a traceback
     try:
         with warnings.catch_warnings():  # with `alone`, torch warns that only one process loads the checkpoint
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -203,9 +203,10 @@ def require_whole(checkpoint: Path) -> None:
 
 
 def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Returns the entries of a checkpoint, such as its global_step, and its weights.
+    """Returns two dicts: the entries of a checkpoint, such as global_step, and the weights of the checkpoint.
 
-    If the checkpoint is a file, its weights are mapped into memory. If it is a folder, they are on the meta device.
+    If the checkpoint is a file, its weights are mapped into memory. If the checkpoint is a folder, the weights are on
+    the meta device.
     Raises: CheckpointError if the checkpoint is damaged.
     """
     if checkpoint.is_dir():
@@ -246,7 +247,10 @@ def load_sharded(folder: Path) -> dict[str, Any]:
 
 
 def _require_intact_metadata(folder: Path, crc32: int | None) -> None:
-    """Checks the CRC32 of `.metadata`. crc32: the right value, or None for a checkpoint of an older version."""
+    """Checks the CRC32 of `.metadata`.
+
+    crc32: the expected value, or None for a checkpoint of an older version of fa_train.
+    """
     try:
         intact = crc32 is None or _crc32(folder / ".metadata") == crc32
     except OSError as error:

@@ -55,10 +55,10 @@ def export_run(
 ) -> list[Path]:
     """Writes the folder run/exported. If the run has an adapter, also writes run/exported_adapter, for peft.
 
-    Each folder is written under another name and renamed when it is complete. Returns the paths of the written
+    Each folder is written under a temporary name, and renamed when it is complete. Returns the paths of the written
     folders.
     config, metrics: see `write`.
-    Raises: ValueError if anything fails. The message names the checkpoint, which stays intact.
+    Raises: ValueError if anything fails. The error message names the checkpoint, and the checkpoint stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
@@ -84,7 +84,7 @@ def require_exportable(model: GPT, seq_len: int) -> None:
 
     seq_len: the length of training rows in tokens.
     Raises: ValueError if `write` would refuse the architecture. A model that was loaded from a checkpoint is
-    never refused, because its config.json is made from that of the checkpoint.
+    never refused, because an export starts from the config.json of the checkpoint.
     """
     if model.origin is None:
         new_config(_with_context_length(model.config, seq_len), None)
@@ -135,7 +135,8 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
 
     A checkpoint with an adapter does not contain the frozen base model. `build` loads or draws the base model's
     weights.
-    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has NaN or infinity.
+    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has weights that are NaN
+    or infinite.
     """
     require_whole(checkpoint)
     content, weights = read_parts(checkpoint)
@@ -158,7 +159,10 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
 
 
 def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:
-    """Returns the config with max_seq_len, which by default is the length of training rows."""
+    """Returns the config, with max_seq_len=seq_len if max_seq_len is None.
+
+    seq_len: the length of training rows in tokens.
+    """
     return config if config.max_seq_len is not None else replace(config, max_seq_len=seq_len)
 
 

@@ -1,7 +1,7 @@
 """The supported families of Hugging Face checkpoints, and how their config.json and tensors map to a GPT.
 
 A family is one value of model_type in config.json. Each family lists the fields of config.json that are read, those
-that must have certain values, and those that have no effect on the GPT. A field that is in none of these lists is an
+that must have certain values, and those that have no effect on the GPT. A field that a family does not list is an
 error.
 """
 
@@ -69,7 +69,7 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
-    """Returns the family and transformers' config object, which has all defaults and uses the new field names.
+    """Returns the family and transformers' config object, which has all defaults and the field names of transformers 5.
 
     Raises: ValueError if the family does not know a field of config.json, or does not support its value.
     """
@@ -106,7 +106,7 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
 
 
 def _llama(config: Any) -> dict[str, Any]:
-    """Returns the fields of ModelConfig for Llama. All other families except GPT-2 start from these fields."""
+    """Returns the fields of ModelConfig for Llama. All other families except GPT-2 start from the fields for Llama."""
     theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
     return {
         "vocab_size": config.vocab_size,
@@ -253,8 +253,8 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": kind} | fields
 
 
-# `WITH_IMAGES` is the model_type of models that also read images. In their config.json, text_config and the top-level
-# fields in `SHARED_WITH_IMAGES` describe the language model.
+# `WITH_IMAGES` is the model_type of models that also read images. If model_type is `WITH_IMAGES`, text_config and the
+# top-level fields in `SHARED_WITH_IMAGES` describe the language model.
 WITH_IMAGES = "gemma3"
 SHARED_WITH_IMAGES = (
     "dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "bos_token_id", "eos_token_id",

@@ -70,11 +70,11 @@ def load_pretrained(
     rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
-    tokens.
-    If these arguments change RoPE, an export writes the new RoPE to config.json. Weights are read one by one, to
-    torch's default device. If torch's default device is the meta device, `materialise` reads the weights later, and
-    converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the
-    files are not on this machine yet.
+    tokens, unless its rope_type is "default".
+    If rope_scaling, rope_theta or max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are
+    read one by one, to torch's default device. If torch's default device is the meta device, `materialise` reads the
+    weights later, and converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype,
+    or fp32 if the files are not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, its vocabulary is too small, or a tensor or a field of
     config.json is not supported. ValueError if the resulting RoPE does not support max_seq_len tokens.
     """
@@ -113,9 +113,10 @@ def load_pretrained(
 
 
 def require_checkpoint(pretrained: str, key: str = "model.pretrained") -> None:
-    """Checks that there is a config.json in the folder `pretrained`, or on the hub under this name.
+    """Checks that there is a config.json in the folder `pretrained`, or on the hub under the name `pretrained`.
 
-    key: what the error calls the value. Raises: ValueError if there is none.
+    key: the name of the setting, for error messages.
+    Raises: ValueError if there is no config.json.
     """
     folder = _folder(pretrained, with_weights=False, key=key)
     if not (folder / "config.json").is_file():
@@ -206,7 +207,7 @@ def _with_rope(
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
     is_dynamic = isinstance(
         parsed, DynamicNTKScaling
-    )  # the dynamic scaling starts at max_position_embeddings, which must therefore not change
+    )  # dynamic scaling applies beyond max_position_embeddings tokens, so this number must not change
     if asked is not own:
         reach = fields.get("original_max_position_embeddings", original)
         reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])
@@ -254,7 +255,7 @@ def _asked_scaling(
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
-    """Returns the config.json of the loaded checkpoint, or a new config.json if the model was not loaded."""
+    """Returns the config.json of the loaded checkpoint, or a new one if the model was not loaded from a checkpoint."""
     return new_config(model.config, tokenizer) if model.origin is None else dict(model.origin.config)
 
 
@@ -346,7 +347,7 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
 def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
     """Returns the ids of the special tokens for config.json.
 
-    If the tokenizer lacks one of these tokens, its id is None, so that transformers does not use a default id.
+    The id of a token that the tokenizer lacks is None, so that transformers does not use a default id.
     """
     return {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 

@@ -1,6 +1,6 @@
 """Reads the tensors of a Hugging Face checkpoint one by one into a GPT, and writes the weights of a GPT.
 
-A rank of a sharded GPT reads only its rows of each tensor.
+If the GPT is sharded, each rank reads only its own rows of each tensor.
 """
 
 import json

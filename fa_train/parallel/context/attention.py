@@ -17,9 +17,10 @@ from fa_train.parallel.context.traffic import Counts, Traffic
 class SharedSchedule(NamedTuple):
     """Which keys the queries of a rank see, and the moves that fill the buffer of keys.
 
-    crossing: the schedule of the queries that read the buffer; the remaining entries are padding and see no key.
-    own: the schedule of the first run, if attention runs twice. It has all queries, and the keys of this rank. A
-    query that also needs keys of other ranks sees no key here, because `crossing` has it.
+    crossing: the schedule of the queries that read the buffer. The entries that follow in `crossing` are padding and
+    see no key.
+    own: the schedule of the first run, if attention runs twice. `own` contains all queries of this rank, and the keys
+    of this rank. Crossing queries see no key in `own`, because the second run processes them with `crossing`.
     """
 
     crossing: Schedule
@@ -31,7 +32,7 @@ def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedu
     """Builds the schedules of a rank's queries, on the device of traffic's tensors."""
     t = traffic
     crossing = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
-    n_crossing = Counts(*t.counts).crossing  # the entries after these queries are padding
+    n_crossing = Counts(*t.counts).crossing  # the entries after the crossing queries are padding
     crossing = crossing._replace(
         query_start=crossing.query_start.clamp(max=n_crossing), query_end=crossing.query_end.clamp(max=n_crossing)
     )
@@ -50,8 +51,9 @@ def unshared(attention: Any) -> Attention:
 class ContextAttention:
     """An attention function that also sees the keys and values of other ranks.
 
-    With flash attention, it calls shared_attention. The backward pass gathers keys and values again, so that they are
-    not kept. With other attention functions, it gathers keys and values, and then calls `inner`.
+    If `inner` is flash attention, the call runs shared_attention, whose backward pass gathers keys and values again
+    instead of keeping them in memory. If `inner` is another attention function, the call gathers keys and values, and
+    then calls `inner`.
 
     inner: an attention function of fa_train.models.attention. group: the name of the process group
     (operators.register_group). head_groups: the number of head groups. Flash attention gathers the keys and values of
@@ -80,8 +82,8 @@ class ContextAttention:
         computes only its part of the gradient of sinks, so the caller must sum this gradient over the group. Only flash
         attention supports sinks, alibi_slopes and head_groups > 1.
         Raises: ValueError if an argument is not supported, alibi_slopes has a wrong shape, dtype or device, or
-        head_groups does not divide the KV heads. Also raises ValueError if `inner` is not flash attention, and
-        `schedule` needs two runs of attention. fa_train.parallel.context.traffic.traffic plans two runs only with
+        head_groups does not divide the KV heads. Also raises ValueError if `schedule` needs two runs of attention, but
+        `inner` is not flash attention. fa_train.parallel.context.traffic.traffic plans two runs only with
         may_split=True.
         """
         crossing, own, moves = schedule
@@ -99,7 +101,7 @@ class ContextAttention:
 
 
 def _alibi(slopes: Tensor, q: Tensor, schedule: Schedule) -> list[Tensor]:
-    """Returns the tensors that Features.alibi needs. The last key that a query sees is the query's own token."""
+    """Returns the tensors that Features.alibi needs. The last key that a query sees is the key of its own token."""
     if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.device != q.device:
         raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32 on {q.device}; got {described(slopes)}")
     return [slopes[None].contiguous(), schedule.key_end - 1, torch.zeros_like(schedule.key_end)]

@@ -2,8 +2,8 @@
 
 A crossing query sees keys of other ranks. Attention runs twice if each rank has few crossing queries, and the stream
 has enough attention work per rank (fa_train.parallel.context.traffic). The first run processes the queries that see
-only own keys, while keys of other ranks are received. The second run processes the crossing queries. Otherwise, one run
-processes all queries, after the keys are received.
+only keys of their own rank, while keys of other ranks are received. The second run processes the crossing queries. If
+attention runs once, the run processes all queries after the keys are received.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -26,7 +26,7 @@ from fa_train.parallel.context.traffic import Counts
 
 
 class Run(NamedTuple):
-    """One run of flash attention. It calls the kernels without an operator of torch, because it runs inside one."""
+    """One run of flash attention. A Run calls the kernels directly, without torch operators."""
 
     schedule: Schedule
     features: Features
@@ -69,7 +69,7 @@ class Options(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The arguments that a forward pass and its backward pass share. The tensors q, k, v and sinks are separate.
+    """The arguments that a forward pass and its backward pass share. q, k, v and sinks are passed separately.
 
     The fields are arguments of `context_forward`.
     """
@@ -83,8 +83,8 @@ class Context(NamedTuple):
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
-    Torch's dispatcher and registered autograd take host time. This function therefore skips them unless a call is
-    observed (see fa_kernels.flash_attention.ops).
+    Torch's dispatcher and registered autograd take host time. shared_attention therefore skips the dispatcher and
+    registered autograd, unless a call is observed (see fa_kernels.flash_attention.ops).
     """
     if observed(q, k, v, sinks) or may_have_tangents():
         schedules, alibi, moves, options = context
@@ -112,8 +112,8 @@ class _SharedAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
         q, k, v, o, lse, sinks = ctx.saved_tensors
         schedules, alibi, moves, options = ctx.context
-        # If gradients are enabled here, the caller may want second derivatives. Autograd raises an error for them only
-        # if it has recorded the operator.
+        # If gradients are enabled here, the caller may want second derivatives. Autograd raises an error for second
+        # derivatives only if it has recorded the operator context_backward.
         if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
             group, softmax_scale, softcap, _, head_groups = options
             gradients = context_backward(
@@ -148,8 +148,9 @@ def context_forward(
 
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
     schedules: the tensors of SharedSchedule.crossing, then those of SharedSchedule.own. alibi: the tensors of
-    Features.alibi for SharedSchedule.crossing, then those for SharedSchedule.own; or empty. sinks: as in Features.
-    head_groups: the number of head groups; only the keys and values of one head group are gathered at a time.
+    Features.alibi for SharedSchedule.crossing, then those for SharedSchedule.own. Without ALiBi, alibi is empty. sinks:
+    as in Features.
+    head_groups: the number of head groups. Only the keys and values of one head group are gathered at a time.
     """
     options = Options(group, softmax_scale, softcap, length_class, head_groups)
     return _attention_forward(q, k, v, sinks, Context(schedules, alibi, Moves(*moves), options))
@@ -291,8 +292,8 @@ def _backward(
         dk, dv = summed_gradients([dk, dv], moves, group)
         return dq, dk, dv, dsinks
     exchange = start_gathering([k, v], moves, group)
-    # This run happens during the exchange. Its schedule gives crossing queries empty ranges, so it adds nothing to dk
-    # and dv for them. But dsinks depends only on do, o and lse, so it already covers crossing queries.
+    # own.backward runs during the exchange. In `own`, crossing queries see no key, so they add nothing to dk and dv.
+    # But dsinks depends only on do, o and lse, so dsinks is already complete.
     dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     del exchange
@@ -364,7 +365,7 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
 
 
 def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, Run]:
-    """Returns the run of crossing queries, and the run of all other queries."""
+    """Returns the runs for SharedSchedule.crossing and SharedSchedule.own."""
     schedules, alibi, _, (_, softmax_scale, softcap, length_class, _) = context
     features = Features(softmax_scale, softcap, sinks, alibi)
 
@@ -392,8 +393,8 @@ def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[T
 def used_part(schedule: Sequence[Tensor], n_queries: int, n_keys: int) -> list[Tensor]:
     """Returns the tensors of a schedule, shortened to the first n_queries queries and the first n_keys keys.
 
-    Tiles that are left out must hold only queries that see no key, or keys that no query sees. They come last in the
-    schedule.
+    A tile may be left out only if none of its queries sees a key, or if no query sees any of its keys. Tiles that may
+    be left out come last in the schedule.
     """
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     return [

@@ -1,9 +1,10 @@
 """Decides which tokens of a packed stream each rank of a context group holds.
 
 Only attention connects tokens, so a rank may hold any tokens of the stream. The stream is cut into equal chunks, and
-every rank gets the same number of chunks. The assignment starts with contiguous shares of the stream. Most documents
-then lie within one rank, and few keys need to be sent. But contiguous shares can need different amounts of attention
-work. Pairs of ranks therefore swap runs of consecutive chunks until the work of all ranks is almost equal.
+every rank gets the same number of chunks. The assignment starts with contiguous shares of the stream. With contiguous
+shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need different
+amounts of attention work. Pairs of ranks therefore swap runs of consecutive chunks until the work of all ranks is
+almost equal.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
-# also read the keys between these chunks.
+# also read the keys between the two chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 512  # if chunks pad a stream by more than this fraction, smaller chunks are used
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
@@ -65,8 +66,8 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
 
     boundaries: (n_docs + 1,), the start of each document and the end of the last document, in tokens. The last document
     may end before `total`.
-    balanced: whether ranks exchange chunks; otherwise, their shares stay contiguous. Contiguous shares are best if all
-    layers have windows, because each token then has about the same work.
+    balanced: whether ranks exchange chunks. If balanced is False, shares stay contiguous. Contiguous shares are best if
+    all layers have windows, because each token then has about the same work.
     """
     size = chunk_size_for(total, ranks)
     padded = padded_total(total, ranks, size)
@@ -95,8 +96,8 @@ def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.nd
     """Returns the arguments `work` and `first` of `exchange`. Each chunk has `size` tokens.
 
     start, end: from causal_ranges.
-    A chunk of padding has no work. Its `first` is the index of the next chunk, so that received_chunks counts no keys
-    for this chunk.
+    A chunk of padding has no work. For a chunk of padding, `first` is the index of the next chunk, so that
+    received_chunks counts no keys for the padding.
     """
     work = (end - start).reshape(-1, size).sum(axis=1)
     return work, np.where(work > 0, start[::size] // size, np.arange(1, len(work) + 1))
@@ -105,16 +106,16 @@ def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.nd
 def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
     """Exchanges runs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
-    A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and
-    another rank swap two runs of equal length. The other rank is the rank with the least work that has a possible swap.
-    If the work of two ranks differs by d, a swap moves at most d / 2. Many swaps are compared. The chosen swap moves
-    the most work per additional chunk of received keys. A run of several chunks can hold a whole document, whose keys
-    then need not be sent.
+    A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and a
+    second rank swap two runs of equal length. The second rank has the least work of all ranks with a possible swap. If
+    the work of two ranks differs by d, a swap moves at most d / 2. Many swaps are compared. The chosen swap moves the
+    most work per additional chunk of received keys. A run of several chunks can hold a whole document, whose keys then
+    need not be sent.
 
-    owner: (n_chunks,), as in Deal. It is changed in place.
+    owner: (n_chunks,), as in Deal. `exchange` changes owner in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
-    first: (n_chunks,), for each chunk, the index of the first chunk that its queries see. If its queries see no key,
-    the value is the index of the next chunk.
+    first: (n_chunks,), for each chunk, the index of the first chunk that its queries see. For a chunk whose queries see
+    no key, `first` is the index of the next chunk.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     mean = load.mean()
@@ -159,7 +160,7 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
     """Returns swaps that each move some work from rank `most` to rank `least`, but at most `limit`.
 
     Each swap exchanges two runs of equal length. For each length in `RUN_LENGTHS`, the result has at most `TRIED`
-    swaps: those that move the most work. They all use different runs of rank `most`.
+    swaps: those that move the most work. The swaps of one length all use different runs of rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -168,7 +169,7 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
         # For each run of rank `most`, find the run of rank `least` that has the least work.
-        # The swap of the two runs must not move more than `limit`.
+        # Leave out runs whose swap would move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

@@ -41,10 +41,10 @@ def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterat
 
 
 class Moves(NamedTuple):
-    """The fields of Traffic that say which rows to move, as tensors. See Traffic for their meaning.
+    """The fields of Traffic that say which rows to move, as tensors. Traffic describes each field.
 
-    `sizes` (2, ranks) and `counts` (7,) are int64 tensors on the CPU. As lists of integers, they would make
-    torch.compile compile the model again for each new value.
+    `sizes` (2, ranks) and `counts` (7,) are int64 tensors on the CPU. If `sizes` and `counts` were lists of integers,
+    torch.compile would compile the model again for each new value.
     """
 
     crossing: Tensor
@@ -78,9 +78,10 @@ class Exchange(NamedTuple):
 def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
     """Returns a buffer of the keys that this rank's queries see.
 
-    The buffer holds rows of x from all ranks, in stream order. Zeros follow these rows.
+    The buffer holds rows of x from all ranks, in stream order, followed by zeros.
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
-    Raises: ValueError if attention must run twice (Counts.splits). The buffer then lacks the keys of some queries.
+    Raises: ValueError if attention must run twice (Counts.splits), because the buffer would lack keys that some queries
+    see.
     """
     moved = Moves(*moves)
     if Counts(*moved.counts.tolist()).splits:
@@ -121,7 +122,7 @@ gather_keys.register_autograd(_return_gradients, setup_context=_save_moves)
 
 
 def start_gathering(xs: Sequence[Tensor], moves: Moves, group: str) -> Exchange:
-    """Begins to send rows of each tensor to other ranks, and to receive their rows.
+    """Begins to send rows of each tensor to other ranks, and to receive rows from other ranks.
 
     Shapes: xs (local, heads, head_dim). The tensors may have different numbers of heads.
     """
@@ -160,8 +161,9 @@ def summed_gradients(
     """Returns the gradients of this rank's rows for each tensor.
 
     Sums are computed in fp32, always in the same order, and rounded once to the dtype of `ds`.
-    ds: the gradients of the buffers. totals: gradients from the queries that read own keys directly; they are updated
-    in place and returned. None means that all queries use the buffers, and new tensors are returned.
+    ds: the gradients of the buffers. totals: the gradients from queries that read the rank's own keys without the
+    buffers. `totals` is updated in place and returned. If `totals` is None, all queries have used the buffers, and new
+    tensors are returned.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()
@@ -172,7 +174,7 @@ def summed_gradients(
     arriving, parts = _joined(ds, n_returned + (0 if totals is None else counts.kept))
     work = dist.all_to_all_single(arriving[:n_returned], leaving, sends, receives, group=_GROUPS[group], async_op=True)
     # the copies below run during the exchange
-    if totals is None:  # each own row except padding is in the buffer, in the same order
+    if totals is None:  # each buffer holds this rank's rows without padding, in the same order
         totals = [d.new_empty(moves.kept.shape[0], *d.shape[1:]) for d in ds]
         copy_rows(ds, totals, from_rows=own_rows)
         for total in totals:

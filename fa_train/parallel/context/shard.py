@@ -1,4 +1,4 @@
-"""Takes a rank's own tokens out of a packed stream, in the data worker."""
+"""Selects the tokens of one rank from a packed stream, in a data worker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

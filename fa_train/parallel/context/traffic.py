@@ -1,16 +1,18 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
 A rank receives only the keys that its queries see. A query that sees keys of other ranks is a crossing query. A buffer
-holds all keys that the crossing queries see. Some of these keys are received, and the others are the rank's own. They
-are in stream order, so the keys that a crossing query sees form one contiguous range of the buffer. The remaining rows
-of the buffer are 0. All other queries see only own keys, and attention reads these keys where they are.
+holds all keys that the crossing queries see. Some keys of the buffer are received, and the others are the rank's own
+keys. The buffer is in stream order, so the keys that a crossing query sees form one contiguous range of the buffer. The
+remaining rows of the buffer are 0. All other queries see only the rank's own keys, which attention reads without
+copying them to the buffer.
 
-If any rank has many crossing queries, or if there is little attention work, attention runs once on every rank, and all
-queries read their keys from the buffer. This takes less time than two runs. All ranks make the same choice, because a
-mixture is slower. A rank that needs keys before it computes may then wait for a rank that computes first.
+Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run then
+takes less time than two. If attention runs once, all queries read their keys from the buffer. All ranks make the same
+choice between one and two runs. If ranks made different choices, a rank that needs keys before it computes could wait
+for a rank that computes first.
 
-The first call with a new buffer size or a new number of queries costs more host time. Both are therefore rounded up, so
-that only a few sizes occur.
+The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
+queries are therefore rounded up, so that only a few values occur.
 """
 
 from typing import NamedTuple
@@ -21,13 +23,13 @@ from torch import Tensor
 
 from fa_train.parallel.context.deal import Deal, causal_ranges
 
-STEPS = 32  # the buffer of a stream has at most STEPS + 1 sizes
+STEPS = 32  # for each stream length, there are at most STEPS + 1 buffer sizes
 STEP = 128  # buffer sizes are multiples of this number of rows
-# Attention runs twice if, on each rank, at most this fraction of the queries are crossing queries. With more of them,
-# the second run and the copies of queries cost about as much time as the first run saves.
+# Attention runs twice if, on each rank, at most this fraction of the queries are crossing queries. With more crossing
+# queries, the second run and the copies of queries cost about as much time as the first run saves.
 MAX_CROSSING = 1 / 16
-# Two runs need more host time, so a rank must have at least this many pairs of a query and a key that it sees. The GPU
-# then computes for longer than the host needs to start the kernels.
+# Attention runs twice only if the mean number of pairs of a query and a visible key per rank is at least this large.
+# `MIN_PAIRS` pairs keep the GPU busy for longer than the host needs to start the kernels of two runs.
 MIN_PAIRS = 2**23
 
 
@@ -36,19 +38,19 @@ class Traffic(NamedTuple):
 
     `total` is the number of tokens in the padded stream. `local` is the number of the rank's own tokens. `capacity` is
     buffer_rows(total, total). Tensors are padded, so that their shapes do not depend on the lengths of documents. A
-    compiled model is therefore not compiled again for other lengths.
+    compiled model is therefore not compiled again for other document lengths.
     """
 
     key_start: Tensor  # (local,) int32, the buffer row of the first key that each crossing query sees
     key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each crossing query sees
-    own_start: Tensor  # (local,) int32, the index of the first own key that each query sees, if it is not crossing
-    own_end: Tensor  # (local,) int32, 1 + the index of the last own key; crossing queries have empty ranges
-    crossing: Tensor  # (local,) int32, the indices of the queries that read the buffer among the own tokens, ascending
+    own_start: Tensor  # (local,) int32, the index of each query's first own key
+    own_end: Tensor  # (local,) int32, 1 + the index of each query's last own key; own_start for crossing queries
+    crossing: Tensor  # (local,) int32, the indices of own tokens whose queries read the buffer, ascending
     sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
     kept: Tensor  # (local,) int32, the indices of own tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, the indices of own tokens whose gradients get additions, ascending
+    shared: Tensor  # (local,) int32, the indices of own tokens to whose gradients rows are added, ascending
     entries: Tensor  # (total,) int32, for each token in `shared`, the rows to add; see `_returns`
     offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
@@ -56,11 +58,11 @@ class Traffic(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How much of the tensors of Traffic is used.
+    """How many entries of the padded tensors of Traffic are used.
 
     rows: rows of the buffer. keys: keys in the buffer; the other rows are 0. shared: tokens in `shared`. kept: tokens
-    in `kept`. crossing: queries that read the buffer. queries: this number rounded up. splits: 1 if attention runs
-    twice, and 0 if it runs once. In one run, all queries read the buffer.
+    in `kept`. crossing: queries that read the buffer. queries: `crossing` rounded up. splits: 1 if attention runs
+    twice, and 0 if it runs once. If attention runs once, all queries read the buffer.
     """
 
     rows: int
@@ -73,9 +75,10 @@ class Counts(NamedTuple):
 
 
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *, may_split: bool = True) -> Traffic:
-    """Returns the traffic of `rank`. The host computes it from document boundaries, without the GPU.
+    """Computes the traffic of `rank` on the host from document boundaries, without the GPU.
 
-    boundaries, window: as for causal_ranges. may_split: whether attention may run twice; only flash attention can.
+    boundaries, window: as for causal_ranges. may_split: whether attention may run twice, which only flash attention
+    supports.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
@@ -123,7 +126,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
 def crossing_queries(deal: Deal, start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Returns which queries of the stream see keys of other ranks, (total,) bool. start, end: from causal_ranges."""
     n_chunks = len(deal.owner)
-    ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)  # where runs of chunks of one rank end
+    ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)  # the end of each run of chunks of one rank
     end_of_run = deal.chunk_size * ends[np.searchsorted(ends, np.arange(n_chunks), side="right")]
     result: np.ndarray = end > end_of_run[np.minimum(start // deal.chunk_size, n_chunks - 1)]
     return result
@@ -135,9 +138,9 @@ def own_ranges(
     """Returns the start and the end of the range of own keys that each own query sees, (local,) each.
 
     mine: (local,), the ascending stream positions of own tokens. start, end: (total,), from causal_ranges. crosses:
-    (local,), which own queries are crossing queries; they get empty ranges. Neither starts nor ends decrease from one
-    query to the next. Where possible, the empty range of a crossing query begins at its own key. Kernels then loop over
-    few crossing queries for each tile of keys.
+    (local,) bool, True for crossing queries, which get empty ranges. Neither starts nor ends decrease from one query to
+    the next. Where possible, the empty range of a crossing query begins at the key of the same token, so that kernels
+    loop over few crossing queries for each tile of keys.
     """
     n_own = len(mine)
     own_start, own_end = np.searchsorted(mine, start[mine]), np.searchsorted(mine, end[mine])
@@ -149,8 +152,8 @@ def own_ranges(
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `shared`, `entries` and `offsets` of Traffic.
 
-    All rows to add lie in one tensor. First come the rows that other ranks send back, in the order of `sent`. Then come
-    the rows of this rank's own buffer, in the order of `kept`.
+    All rows to add lie in one tensor: first the rows that other ranks send back, in the order of `sent`, then the rows
+    of this rank's own buffer, in the order of `kept`.
     """
     tokens = np.concatenate([sent, kept])
     shared, numbers = np.unique(tokens, return_counts=True)
@@ -160,7 +163,8 @@ def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def buffer_rows(n_keys: int, total: int) -> int:
     """Returns the number of rows of a buffer for n_keys keys.
 
-    The result is greater than n_keys, so no buffer is empty. For a given `total`, it has at most `STEPS` + 1 values.
+    The result is greater than n_keys, so no buffer is empty. For a given `total`, the result has at most `STEPS` + 1
+    values.
     """
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
