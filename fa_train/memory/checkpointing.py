@@ -19,8 +19,8 @@ from fa_train.memory.recompute import recomputed
 Checkpointing = Literal["none", "selective", "full"]
 RunBlock = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
-# The operators that scaled_dot_product_attention calls. The names of these operators are private, and may not exist in
-# other versions of torch.
+# The private torch operators that scaled_dot_product_attention calls. A name in _SDPA may not exist in other versions
+# of torch.
 _SDPA = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -36,8 +36,8 @@ ATTENTION_OPERATORS = frozenset(
         *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )
-# aten.max computes the largest magnitude of a tensor, which determines the tensor's float8 scale. Keeping this single
-# number avoids reading the tensor again in the backward pass.
+# aten.max computes the largest magnitude of a tensor, which determines the tensor's float8 scale. Keeping the result of
+# aten.max saves reading the whole tensor again in the backward pass.
 _KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 

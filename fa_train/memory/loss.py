@@ -14,7 +14,7 @@ from torch import Tensor
 from fa_train.bounds import Fraction, NonNegativeFloat, PositiveInt
 from fa_train.private_names import require_parameters
 
-IGNORE_INDEX = -100  # a token with this label has no loss, as in torch
+IGNORE_INDEX = -100  # a token with the label -100 has no loss, as in torch
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LinearCrossEntropy:
 
     chunk_size: tokens per chunk. Only chunk_size * vocab_size logits exist at a time.
     z_loss: for each label except -100, adds z_loss * logsumexp ** 2 to the loss, so that logits do not drift. PaLM uses
-    1e-4 (arXiv:2204.02311, section 5).
+    z_loss=1e-4 (arXiv:2204.02311, section 5).
     label_smoothing: as in torch's cross_entropy. z_loss and label_smoothing also apply in validation.
     Raises: ValueError if chunk_size < 1, z_loss < 0, or label_smoothing is not between 0 and 1.
     """
@@ -98,7 +98,7 @@ def linear_cross_entropy(
                 d_hidden[rows] = d_logits @ rounded_weight
             if of_weight:
                 add_product(d_weight, d_logits.T, chunk)
-            del chunk, d_logits  # free these two tensors before the next chunk allocates memory
+            del chunk, d_logits  # free chunk and d_logits before the next chunk allocates memory
     return losses.sum(), d_hidden, d_weight.to(weight.dtype)
 
 
@@ -140,10 +140,10 @@ def _liger_cross_entropy(
 
     The kernel is called directly, because Liger's wrapper makes the host wait for the GPU twice per call.
     """
-    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # this import needs a GPU
+    from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel  # importing Liger needs a GPU
 
     n_tokens, vocab_size = logits.shape
-    losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel skips the label -100
+    losses = torch.zeros_like(labels, dtype=torch.float32)  # the kernel writes no loss for a label of -100
     arguments: dict[str, Any] = dict(
         X_ptr=logits,
         X_stride=logits.stride(0),

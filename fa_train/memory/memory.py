@@ -12,13 +12,14 @@ from fa_train.memory.offload import Offloaded, require_offload
 class Levers:
     """Settings that reduce GPU memory.
 
-    Some of these settings cost time or host memory. With memory=auto, train.py chooses these settings.
+    Some levers cost time or host memory. With memory=auto, train.py chooses the levers.
 
     checkpointing: the activations that blocks save for the backward pass (fa_train.memory.checkpointing).
     offload: with True, the hidden states between blocks are moved to host memory until the backward pass needs them.
     "all" moves all large tensors that blocks save, and requires checkpointing="none" (fa_train.memory.offload).
     mlp_chunk: the number of tokens per chunk of the FFN, or None for no chunks (fa_train.memory.tiled_ffn).
-    Raises: ValueError if a setting is unknown or out of range, or offload="all" is combined with checkpointing.
+    Raises: ValueError if a setting is unknown or out of range, or if offload="all" is combined with activation
+    checkpointing.
     """
 
     checkpointing: Checkpointing
@@ -47,7 +48,8 @@ class Memory:
     """The keys of the YAML files in conf/memory: the fields of Levers, and the loss.
 
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
-    auto: if true, train.py ignores these levers and uses the fastest levers that fit (fa_train.memory.planner.levers).
+    auto: if true, train.py ignores checkpointing, offload and mlp_chunk, and uses the fastest levers that fit
+    (fa_train.memory.planner.levers).
     Raises: ValueError in the same cases as Levers.
     """
 

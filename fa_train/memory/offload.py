@@ -7,15 +7,17 @@ blocks compute.
 
 Saved-tensor hooks around each block replace saved tensors with a `_View`, which refers to a `_State`. With
 offload=true, the hooks replace the block's input. With offload=all, the hooks replace every large tensor that has one
-row per token. q, k and v are views of one storage, so a `_State` holds a whole storage. autograd owns these objects,
-and frees them together with its graph. The hooks work with every wrapper around a block, including torch.compile.
+row per token. q, k and v are views of one storage, so a `_State` holds a whole storage. autograd owns each `_View` and
+`_State`, and frees both together with its graph. The hooks work with every wrapper around a block, including
+torch.compile.
 
-A copy to the host starts after the compute stream has written the storage. The copies of block `i` must end before
-block `i + 2` starts. With offload=all, they must end before block `i + IN_FLIGHT + 1` starts. The storage's GPU memory
-is then freed. The compute stream allocates the memory for a copy back to the GPU, and later waits for this copy. When
-autograd's graph is freed, host buffers return to a pool. All copies run in order on one stream, so a buffer is never
-overwritten before it has been read. The host never waits. Tensor.record_stream is not used, because it frees memory
-later, and the delay depends on the host.
+A copy to the host starts after the compute stream has written the storage. With offload=true, the compute stream waits
+for the copies of block `i` before block `i + 2` starts. With offload=all, the compute stream waits before block `i +
+IN_FLIGHT + 1` starts. After the wait, the GPU memory of the copied storages is freed. The memory for a copy back to the
+GPU is allocated on the compute stream, which later waits for the copy. When autograd's graph is freed, host buffers
+return to a pool. All copies run in order on one stream, so a buffer is never overwritten before it has been read. The
+host never waits. Tensor.record_stream is not used, because it would delay the freeing of memory by a time that depends
+on the host.
 """
 
 import weakref
@@ -32,8 +34,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fa_train.memory.host_pages import own_pages
 
-Offloaded = bool | Literal["all"]  # "all": all large saved tensors; True: only hidden states between blocks
-IN_FLIGHT = 2  # with offload=all, up to this many earlier blocks may still be copying to the host
+Offloaded = bool | Literal["all"]  # "all" offloads all large saved tensors, and True only block inputs
+IN_FLIGHT = 2  # with offload=all, the number of earlier blocks whose copies to the host may still run
 
 
 def require_offload(offload: Offloaded, checkpointing: str) -> None:
@@ -76,7 +78,7 @@ def worth_a_copy(nbytes: int, tokens: int, dim: int) -> bool:
 class Offload:
     """Offloads the activations of one model in all steps. Owns the host buffers and the copy stream.
 
-    The first step allocates the buffers. All later steps use the same buffers.
+    The first step allocates the host buffers, and later steps reuse the buffers.
     everything: whether to offload all large tensors that a block saves, and not only the block's input.
     """
 
@@ -88,8 +90,8 @@ class Offload:
     def forward_pass(self, x: Tensor) -> "ForwardPass":
         """Starts a forward pass. x: the input of the first block. Only the size and the device of x are used.
 
-        Raises: ValueError if the host has too little memory. With `everything`, the check runs at the end of the first
-        block.
+        Raises: ValueError if the host has too little memory. If `everything` is true, host memory is checked at the end
+        of the first block.
         """
         if self.pool is None:
             self.pool = HostPool(pinned=x.is_cuda)
@@ -129,7 +131,7 @@ class HostPool:
         return _pinned(nbytes) if self.pinned else torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, buffer: Tensor) -> None:
-        """Puts a buffer back into the pool. Copies on the copy stream may still use this buffer."""
+        """Puts a buffer back into the pool. Copies on the copy stream may still use the buffer."""
         self.free.append(buffer)
 
 
@@ -163,8 +165,8 @@ class ForwardPass:
     def end(self, x: Tensor) -> None:
         """Ends the forward pass after the last block. x: the output of the last block.
 
-        With offload=all, copies to the host may still run at this point. The copied tensors therefore stay on the GPU
-        until the backward pass has computed the gradient of x.
+        With offload=all, copies to the host may still run after the last block. Tensors whose copies may still run stay
+        on the GPU until the backward pass has computed the gradient of x.
         """
         self.below, underway = [], self.underway
         if self.everything and x.requires_grad:
@@ -173,7 +175,7 @@ class ForwardPass:
             underway.let_go()
 
     def keep(self, storage: Tensor) -> "_State":
-        """Returns a `_State` for a saved storage, (nbytes,) uint8.
+        """Returns a `_State` for a saved storage, which is a (nbytes,) uint8 tensor.
 
         Starts the copy to the host, except in the last block.
         """
@@ -203,7 +205,7 @@ class _Underway:
         self.blocks[-1].append((storage, copied))
 
     def let_go(self, keep: int = 0) -> None:
-        """Makes the current stream wait for copies, and frees the storages of all but the newest `keep` blocks."""
+        """For all but the newest `keep` blocks, makes the stream wait for the copies, and frees the storages."""
         while len(self.blocks) > keep:
             for _, copied in self.blocks.popleft():
                 if copied is not None:
@@ -279,7 +281,7 @@ class _State:
             self.arrived = None
 
     def __del__(self) -> None:
-        # If the storage was fetched but never used, the copy must end before its GPU memory is reused.
+        # If the storage was fetched but never used, the copy must end before the storage's GPU memory is reused.
         self._await()
         if self.pool is not None:
             self.pool.give(self.buffer)
@@ -312,7 +314,7 @@ class _Pack:
         assert self.x is not None and self.forward_pass is not None
         is_offloaded = _has_row_per_token if self.forward_pass.everything else _is_same_tensor
         if not is_offloaded(saved, self.x):
-            return saved.detach()  # without detach, a node that saves its own output would be in a reference cycle
+            return saved.detach()  # without detach, an autograd node that saves its output would be in a cycle
         storage = saved.untyped_storage()
         state = self.states.get(storage._cdata)
         if state is None:

@@ -1,4 +1,4 @@
-"""torch's activation checkpoint with the default dtype of the forward pass."""
+"""Runs torch's activation checkpointing so that recomputation has the default dtype of the forward pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,17 +9,20 @@ import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Result = TypeVar("Result")
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # for the forward pass, for recomputation
+# one context for the forward pass, and one for recomputation
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def recomputed(
     function: Callable[..., Result], *args: Any, contexts: Callable[[], Contexts] = noop_context_fn
 ) -> Result:
-    """Computes function(*args). The backward pass recomputes what is not kept. Random states are not saved.
+    """Computes function(*args). The backward pass recomputes all tensors that are not kept.
 
+    Random states are not saved.
     With trainer.precision=bf16-true, Lightning changes torch's default dtype during the forward pass only. In eager
-    mode, recomputation has the default dtype of the forward pass as well. Otherwise, the recomputed tensors could
-    differ. One of them is an empty tensor that torch 2.11 saves for each call of `recomputed` inside another.
+    mode, `recomputed` therefore sets the default dtype of the forward pass during recomputation. With another default
+    dtype, recomputed tensors could have another dtype. For example, torch 2.11 saves an empty tensor of the default
+    dtype for each call of `recomputed` inside another call.
     contexts: as `context_fn` of torch.utils.checkpoint.checkpoint.
     """
     result: Result
@@ -40,7 +43,7 @@ def _with_default_dtype(contexts: Callable[[], Contexts], dtype: torch.dtype) ->
 class _WithDefaultDtype:
     """A context in which `dtype` is torch's default dtype. It also enters `inner`.
 
-    It can be entered several times, because backward passes with retain_graph=True recompute several times.
+    The context can be entered several times, because backward passes with retain_graph=True recompute several times.
     """
 
     def __init__(self, inner: AbstractContextManager[Any], dtype: torch.dtype) -> None:

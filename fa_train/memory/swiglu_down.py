@@ -1,7 +1,7 @@
 """Fuses SwiGLU with the down projection in compiled models, so that the backward needs only one elementwise kernel.
 
-Without this fusion, torch.compile makes two kernels that read the same tensors. One kernel recomputes the activations
-for the gradient of the weight. The other kernel computes the gradient of SwiGLU's input.
+Without the fusion, torch.compile makes two kernels that read the same tensors: one recomputes the activations for the
+gradient of the weight, and one computes the gradient of SwiGLU's input.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from fa_train.memory.tiled_ffn import activate
 def trains_plainly(linear: nn.Linear) -> bool:
     """Returns whether a layer is an nn.Linear with a trained weight.
 
-    Sharded, quantized and LoRA layers do not count.
+    Returns False for sharded, quantized and LoRA layers.
     """
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.requires_grad
 

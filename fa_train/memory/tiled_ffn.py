@@ -70,8 +70,9 @@ def tiled_mlp(
 class _Backward(torch.autograd.Function):
     """The autograd node that computes the gradients. The node's output is a placeholder without memory.
 
-    The forward of this node runs before `_Forward`. All tensors are therefore saved before the FFN is computed.
-    Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.
+    The forward of `_Backward` runs before the forward of `_Forward`. All tensors are therefore saved before the FFN is
+    computed. Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the
+    FFN.
     """
 
     @staticmethod
@@ -105,7 +106,7 @@ def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | 
 
 
 class _Kept(torch.autograd.Function):
-    """The autograd node for keep=True. Its backward does not compute up(x) again."""
+    """The autograd node for keep=True, whose backward does not compute up(x) again."""
 
     @staticmethod
     def forward(
@@ -129,7 +130,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Forward(torch.autograd.Function):
-    """The autograd node that computes the output. The backward of this node passes the gradient on to `_Backward`."""
+    """The autograd node that computes the output. In the backward pass, it passes the gradient on to `_Backward`."""
 
     @staticmethod
     def forward(
@@ -175,7 +176,7 @@ def mlp_forward(
             else:
                 activated = _activated(F.linear(x[rows], up, up_bias), activation, in_place=True)
             _linear(activated, down, down_bias, out=y[rows])
-            del activated  # free the activations before the next chunk allocates its own
+            del activated  # free the activations before the next chunk allocates memory
     return y, kept
 
 

@@ -46,7 +46,7 @@ class Block:
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
 
     def rounded_down(self) -> int:
-        """Returns the bytes of autocast's copy of the FFN's last weight. The backward pass makes this copy again."""
+        """Returns the bytes of autocast's copy of the FFN's last weight, which the backward pass makes again."""
         if self.run.adapters or self.levers.mlp_chunk or not self.rounds_weights:
             return 0
         return self.down_weight * self.run.compute_bytes
@@ -63,12 +63,12 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that the FFN half of the block saves.
 
-        Compiled code recomputes the hidden states after attention as the sum of the block's input and attention's
-        output.
+        Eager code saves the input of the FFN half. Compiled code saves attention's output, and recomputes the input of
+        the FFN half as the sum of the block's input and attention's output.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # TorchChunkedFFN saves slices of the norm's output before the output is rounded
+            # TorchChunkedFFN saves slices of the norm's output before rounding
             return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
@@ -110,7 +110,7 @@ class Block:
     def forward(self) -> dict[str, int]:
         """Returns the peak bytes in each part of the block's forward, including the tensors that the block saves."""
         ffn = self._ffn_forward()
-        if self.levers.checkpointing != "none":  # each tensor is freed after its last use
+        if self.levers.checkpointing != "none":  # with checkpointing, each tensor is freed after its last use
             activated = self.up + self.activated()
             ffn = self.saved() + 2 * self.x + (self._chunk_forward() if self.levers.mlp_chunk else activated)
         return {"attention": self._attention_forward(), "FFN": ffn}
@@ -132,7 +132,7 @@ class Block:
     def _argument(self) -> int:
         """Returns the bytes of a norm's fp32 output.
 
-        This tensor exists while attention or the FFN uses its rounded copy.
+        The fp32 output exists while attention or the FFN uses the rounded copy of the output.
         """
         return self.x if self.run.mixed and self.eager else 0
 
@@ -148,8 +148,9 @@ class Block:
     def _gathered(self) -> int:
         """Returns an upper bound on the bytes of gathered keys and values for one group of heads.
 
-        If the stream is one document, one rank gathers the keys of the whole stream. Otherwise, a rank may gather fewer
-        keys. The number of rows is rounded up (traffic.buffer_rows). The result is 0 if ranks do not share a stream.
+        If the stream is one document, the rank with the last chunk gathers the keys of the whole stream. If the stream
+        has several documents, each rank may gather fewer keys. The number of gathered rows is rounded up
+        (traffic.buffer_rows). The result is 0 if ranks do not share a stream.
         """
         if self.run.context == 1:
             return 0
@@ -185,9 +186,9 @@ class Block:
         """Returns the peak bytes of the FFN's backward."""
         held = self.kept() + self.x
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
-            held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v later
+            held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v after the FFN's backward
         rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
-        if self.run.adapters:  # the activations get one gradient through the frozen weight and one through A
+        if self.run.adapters:  # the activations get one gradient through the frozen weight, and one through LoRA's A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:
                 return held + 2 * chunk + self._dequantized()
@@ -203,13 +204,13 @@ class Block:
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(self.run.tokens)
-        if self.is_torch_chunked():  # the recomputed chunk and all gradients
+        if self.is_torch_chunked():  # the sum counts recomputed tensors and gradients
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk
         if self.run.compute_bytes == 4:  # only fp32 products need a temporary tensor
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
-        if self.gradient_bytes != 4:  # the fp32 sums are rounded after the loop
+        if self.gradient_bytes != 4:  # the fp32 sums of weight gradients are rounded after the loop
             chunks = max(chunks, weights // 2)
         return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
 
@@ -248,7 +249,7 @@ class Block:
         if self.run.adapters:
             return held
         # The last kernel computes the weight gradients of both norms, so two inputs of this kernel are still held. With
-        # GPT.may_add_later, a block holds one tensor fewer. No peak was measured for this case.
+        # GPT.may_add_later, a block holds one tensor fewer, but no peak was measured.
         held += 2 * self.x_rounded + self.statistics
         # attention's output is needed for the weight gradient of the output projection
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
@@ -261,7 +262,7 @@ class Block:
     def _dequantized(self) -> int:
         """Returns the bytes that torchao needs to dequantize a block's largest matrix.
 
-        Most of this memory holds 64-bit indices.
+        Most of the memory for dequantization holds 64-bit indices.
         """
         if self.run.adapters is None or not self.run.adapters.quantized:
             return 0
@@ -273,5 +274,5 @@ class Block:
 
 
 def keeps_up(plan: Plan) -> bool:
-    """Returns whether a tiled FFN saves the output of its first matmul. It does so only with offload="all"."""
+    """Returns whether a tiled FFN saves the output of its first matmul, which requires offload="all"."""
     return plan.levers.offloads_all and plan.run.adapters is None and plan.model.activation != "geglu"

@@ -1,8 +1,8 @@
 """Finds memory levers (settings that reduce GPU memory) that make a run fit, and the longest sequence that fits.
 
 The search predicts the memory of every combination of levers. `memory=auto` chooses the fastest combination that fits.
-A formula estimates the extra time of each combination. tests/memory/planner/test_levers.py compares these estimates
-with step times measured on an H200.
+A formula estimates the extra time of each combination. tests/memory/planner/test_levers.py compares the estimated times
+with step times that were measured on an H200.
 """
 
 from dataclasses import replace
@@ -16,15 +16,15 @@ from fa_train.memory.planner.plan import OptimizerKind, Plan, RunSize
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 from fa_train.models.float8 import MULTIPLE
 
-GATHERED_SHARE = 0.9  # leaves memory for what the planner does not predict
+GATHERED_SHARE = 0.9  # the rest of the GPU's memory is for bytes that the planner does not predict
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 # FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# BESIDE_COPIES is the cost of copies as a fraction of compute time, and LAUNCH is the cost of a chunk in seconds. Both
-# are too small to measure. With them, the search prefers chunks to equally fast copies, which need pinned memory.
+# Two costs that are too small to measure: the cost of copies as a fraction of compute time, and the cost of a chunk in
+# seconds. With both costs, the search prefers chunks to equally fast copies, which need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -45,7 +45,7 @@ def combinations(plan: Plan) -> list[Levers]:
     """Returns the combinations of levers that the run supports.
 
     With float8, fa_train.models.float8.require_float8_model refuses the other combinations. With lora_dropout above 0,
-    LoRA (fa_train.models.lora) refuses them, because recomputing would draw other random numbers.
+    LoRA (fa_train.models.lora) refuses levers that recompute, because recomputing would draw other random numbers.
     """
     adapters, supported = plan.run.adapters, COMBINATIONS
     if plan.run.float8:
@@ -144,7 +144,8 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 
     The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, other
     levers, attention with one KV head at a time, bf16 weights with fp32 master weights, smaller optimizer states, and
-    a lower precision. If none of them is enough, the overrides also set seq_len to the longest sequence that fits.
+    a lower precision. If the run does not fit with any change, the overrides also set seq_len to the longest sequence
+    that fits. If no sequence fits, the result is "a smaller model".
     """
     if plan.run.ranks > 1 and not plan.run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
         others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes)

@@ -16,7 +16,7 @@ class Moment:
 
     Parameters and optimizer states are not counted, because a rank holds them (or its shards of them) all the time.
 
-    weights: the weights that FSDP2 has gathered; 0 in a run that is not sharded.
+    weights: the bytes of the weights that FSDP2 has gathered, or 0 in a run that is not sharded.
     gradients: includes the buffers of DDP and FSDP2.
     """
 
@@ -55,11 +55,12 @@ class _Step:
         self.sharded = Sharded(plan)
         self.gradients = sum(trained_sizes(plan)) * run.gradient_bytes // run.ranks
         self.buckets = 0 if run.buckets == "none" else self.gradients
-        # what exists before the backward pass: DDP's buckets, and gradients from earlier micro-batches of the step
+        # DDP's buckets, and gradients from earlier micro-batches of the step, exist before the backward pass
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
-        self.all_gradients = self.gradients * run.gradient_copies  # at the end of the backward pass
-        # the bytes that this rank allocates for its shards of two gradients; 0 if the memory already exists
+        self.all_gradients = self.gradients * run.gradient_copies  # bytes of gradients at the end of the backward pass
+        # the bytes that a rank allocates for its shard of the embedding's or the positions' gradient, or 0 if the
+        # memory exists
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to it
@@ -78,11 +79,12 @@ class _Step:
     def around_the_loss(self) -> list[Moment]:
         """Returns the Moments of the last block's forward, of the loss, and of the last norm's backward.
 
-        At these three points in time, the saved tensors of all blocks exist.
+        The saved tensors of all blocks exist from the last block's forward to the last norm's backward.
         """
         block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         rounded = block.rounded_weights()
-        rounded_in_forward = 0 if self.recomputes else n_layers * rounded  # Lightning turns off autocast's cache
+        # with checkpointing, autocast's copies of weights are freed, because Lightning turns off autocast's cache
+        rounded_in_forward = 0 if self.recomputes else n_layers * rounded
         last_norm = block.x + block.statistics + 2 * block.x  # the norm's input, its output and a gradient
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
@@ -120,8 +122,8 @@ class _Step:
     def backward_of_blocks(self) -> list[Moment]:
         """Returns one Moment for the backward of each block in `_some_blocks`.
 
-        The backward of a block frees the block's activations. It allocates the gradients of the block's weights, unless
-        memory for them already exists.
+        The backward of a block frees the block's activations. The gradients of the block's weights are allocated,
+        unless their memory already exists.
         """
         block = self.block
         backward, in_backward = max(block.backward().items(), key=_nbytes)
@@ -158,7 +160,7 @@ class _Step:
     def ends_of_blocks(self) -> list[Moment]:
         """Returns one Moment for each block in `_some_blocks`: the end of the block's backward.
 
-        All gradients of the block then exist and are not sharded yet.
+        At the end of a block's backward, all gradients of the block exist and are not sharded yet.
         """
         sharded = self.sharded
         return [
@@ -214,8 +216,9 @@ class _Step:
     def _some_blocks(self) -> list[tuple[str, int]]:
         """Returns (name, left) for each block that can have the highest peak.
 
-        left: how many blocks, including this one, have not finished their backward. Other blocks are left out, because
-        the peak changes linearly from the second block to the second to last.
+        left: how many blocks, including the named block, have not finished their backward. Blocks between the second
+        and the second to last are left out, because the peak changes linearly from the second block to the second to
+        last.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}

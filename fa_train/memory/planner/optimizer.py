@@ -3,9 +3,9 @@
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import trained_sizes
 
-OFFLOADED_FROM = QUANTIZED_FROM = 4096  # torchao does not offload or quantize tensors with fewer elements
-MASTER_WEIGHTS_BYTES = 4 + 4 + 2  # per parameter: two moments in fp32, and the low bits of the master weight
-QUANTIZATION_BLOCK = 256  # the number of elements per scale
+OFFLOADED_FROM = QUANTIZED_FROM = 4096  # torchao neither offloads nor quantizes tensors with fewer than 4096 elements
+MASTER_WEIGHTS_BYTES = 4 + 4 + 2  # bytes per parameter for two fp32 moments and the low 16 bits of the master weight
+QUANTIZATION_BLOCK = 256  # the number of elements that share one scale
 
 
 def optimizer_bytes(plan: Plan) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def optimizer_bytes(plan: Plan) -> tuple[int, int]:
 
 
 def optimizer_working(plan: Plan) -> int:
-    """Returns the temporary bytes of an optimizer step.
+    """Returns the bytes of temporary tensors in an optimizer step.
 
     8-bit AdamW makes two fp32 copies of one parameter at a time.
     """

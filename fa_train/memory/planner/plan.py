@@ -28,9 +28,10 @@ class Adapters:
     sizes: the number of elements of each matrix A and each matrix B. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
     attention_joined, ffn_joined: the number of elements of a block's matrices A and B, in attention and in the FFN. The
-    adapters of one linear layer are joined before their elements are counted.
+    elements are counted after all adapters of a linear layer are joined into one matrix A and one matrix B.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
-    has_dropout: whether lora_dropout is above 0. Dropout excludes levers that recompute. The formulas ignore it.
+    has_dropout: whether lora_dropout is above 0. Levers that recompute do not work with dropout. The formulas ignore
+    dropout.
     """
 
     sizes: tuple[int, ...]
@@ -57,8 +58,8 @@ class RunSize:
     "none": the run does not use DDP. "views": at the end of a step, the gradients are views of the buckets
     (gradient_as_bucket_view=true). "copies": gradients and buckets are always separate tensors.
     arch: the GPU's architecture, which determines the attention kernels.
-    float8: whether the blocks' linear layers compute in float8. Float8 excludes some levers. The formulas ignore
-    float8.
+    float8: whether the blocks' linear layers compute in float8. Some levers do not work with float8. The formulas
+    ignore float8.
     """
 
     seq_len: int
@@ -98,10 +99,10 @@ class RunSize:
 
     @property
     def gradient_copies(self) -> int:
-        """How many copies of all gradients exist: 2 if gradients and DDP's buckets are separate tensors, otherwise 1.
+        """The number of copies of all gradients: 2 if DDP's buckets are separate tensors, otherwise 1.
 
-        DDP moves gradients to its buckets only in the last micro-batch of a step. If a step has several micro-batches,
-        gradients are separate tensors until then.
+        DDP moves gradients to its buckets only in the last micro-batch of a step. In a step of several micro-batches,
+        gradients and buckets are separate tensors until the last micro-batch.
         """
         return 2 if self.buckets == "copies" or (self.buckets == "views" and self.accumulates) else 1
 
@@ -109,7 +110,8 @@ class RunSize:
     def gradients_in_place(self) -> bool:
         """Whether the memory of all gradients is allocated before the backward pass starts.
 
-        The backward pass then adds or copies each new gradient to this memory, and frees the new gradient.
+        If the memory is allocated, the backward pass adds or copies each new gradient to it, and then frees the new
+        gradient.
         """
         return self.accumulates or self.buckets == "views"
 

@@ -122,7 +122,7 @@ def plan_memory(
         chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
         plan = with_levers(plan, Levers(**chosen))
         say(f"memory=auto: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
-    searched = plan  # a run with the longest sequence does not keep blocks gathered
+    searched = plan  # with auto_reshard, the search for the longest seq_len does not keep blocks gathered
     if auto_reshard and device.type == "cuda":
         resharded = decided_by_rank_zero(
             "reshard_after_forward",
@@ -200,7 +200,7 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
 
 
 def longest_in_words(fits: int, reach: int | None) -> str:
-    """Returns the longest seq_len of a run. fits: the longest that fits in memory. reach: as in plan_memory."""
+    """Returns the longest seq_len of a run. fits: the longest seq_len that fits in memory. reach: as in plan_memory."""
     return f"{fits:,}" if reach is None or fits <= reach else f"{reach:,}, the longest that the model supports"
 
 
@@ -216,9 +216,9 @@ def summary(
     """Returns the lines of text that a run on a GPU prints before it starts.
 
     There are three lines. A run with float8 gets a fourth line, because the prediction does not include the effects of
-    float8. The prediction assumes attention=flash. Other kinds of attention need more memory than flash attention.
+    float8. The prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
     auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
-    searched: the plan in which this search varies seq_len; by default, the prediction's plan.
+    searched: the plan in which the search varies seq_len. The default is the prediction's plan.
     reach: as in plan_memory.
     """
     searched = searched or prediction.plan

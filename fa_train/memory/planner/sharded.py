@@ -1,18 +1,18 @@
 """Computes what FSDP2 holds on a rank at each moment of a step, in addition to the rank's shards.
 
 fa_train.parallel.fsdp.shard makes these groups of weights: each block, an untied token embedding, an untied head, the
-learned positions, and the root. The root has the last norm, and the token embedding if the head shares its weight.
-FSDP2 gathers and frees the weights of a group together.
+learned positions, and the root. The root has the last norm, and the token embedding if the head shares the embedding's
+weight. FSDP2 gathers and frees the weights of a group together.
 
-In the forward, a block or the head gathers its weights into a buffer, and copies the weights out of the buffer. The
-buffer lives until the next group is gathered, or until the model's forward ends. Before the backward of a block starts,
-FSDP2 also gathers the group that precedes the block in the model. The weights of a block are freed at the end of the
-block's backward. The root stays gathered for the whole micro-batch.
+In the forward, a block or the head gathers its weights into a gathering buffer, and copies the weights out of the
+buffer. The gathering buffer lives until the next group is gathered, or until the model's forward ends. Before the
+backward of a block starts, FSDP2 also gathers the group that precedes the block in the model. The weights of a block
+are freed at the end of the block's backward. The root stays gathered for the whole micro-batch.
 
-After the backward of a group, FSDP2 copies the group's gradients to a buffer, averages the buffer over the ranks, and
-keeps the rank's shard of the average. The buffer lives until the next group has finished its backward. After the copy,
-FSDP2 frees all gradients of the group except the last one. A loop variable of FSDP2's foreach_reduce keeps the last one
-alive until the average is computed.
+After the backward of a group, FSDP2 copies the group's gradients to an averaging buffer, averages the buffer over the
+ranks, and keeps the rank's shard of the average. The averaging buffer lives until the next group has finished its
+backward. After the copy, FSDP2 frees all gradients of the group except the last gradient. A loop variable of FSDP2's
+foreach_reduce keeps the last gradient alive until the average is computed.
 
 tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
 peaks_h200.json have peaks that were measured on two and on four GPUs. Peaks with reduce_once, adapters or replicas were
@@ -22,7 +22,7 @@ not measured.
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import block_sizes, norm_size, trained_sizes
 
-REDUCED_BYTES = 4  # bytes per element of the averaging buffer; 2 would be enough for strategy.reduce_dtype=bfloat16
+REDUCED_BYTES = 4  # bytes per element of the averaging buffer, or an upper bound for strategy.reduce_dtype=bfloat16
 
 
 class Sharded:
@@ -57,18 +57,18 @@ class Sharded:
         return self.root + self.block * (1 if self.resharded else self.n_layers) + self.block
 
     def weights_at_the_loss(self) -> int:
-        """Returns the bytes of gathered weights when the loss is computed, with the buffer of the last gathering."""
+        """Returns the bytes of gathered weights when the loss is computed, with the last gathering buffer."""
         buffer = self.block if self.tied else self.head
         return self.root + self.head + buffer + (0 if self.resharded else self.n_layers * self.block)
 
     def weights_after_the_head(self) -> int:
-        """Returns the bytes of gathered weights after the head's backward. The last block is gathered early."""
+        """Returns the bytes of gathered weights after the head's backward, including the last block's weights."""
         return self.root + self.block * (1 if self.resharded else self.n_layers)
 
     def weights_in_backward(self, left: int) -> int:
         """Returns the bytes of gathered weights while `left` blocks have not finished their backward."""
         blocks = min(2, left) if self.resharded else left
-        before = self.positions or self.embedding  # gathered early, in the first block's backward
+        before = self.positions or self.embedding  # positions or embedding are gathered in the first block's backward
         return self.root + self.block * blocks + (before if left == 1 else 0)
 
     def weights_in_embedding(self) -> int:
@@ -78,7 +78,7 @@ class Sharded:
     def buffer_in_backward(self, left: int) -> int:
         """Returns the bytes of the averaging buffer while `left` blocks have not finished their backward.
 
-        With reduce_once and several micro-batches, the result is 0. The buffer then replaces gradients of the same
+        With reduce_once and several micro-batches, the result is 0, because the buffer replaces gradients of equal
         size, which `whole_gradients` already counts.
         """
         before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged first
@@ -86,17 +86,17 @@ class Sharded:
         return 0 if self.whole_gradients else elements * REDUCED_BYTES
 
     def positions_gradient(self) -> int:
-        """Returns the bytes of the learned positions' gradient. FSDP2 averages this gradient after the backward."""
+        """Returns the bytes of the learned positions' gradient, which FSDP2 averages after the backward."""
         return self.trained_positions * self.run.weight_bytes
 
     def gradients_of_block(self) -> int:
-        """Returns the bytes of a block's gradients before they are copied to a buffer."""
+        """Returns the bytes of a block's gradients before they are copied to the averaging buffer."""
         return self.trained_block * self.run.compute_bytes
 
     def averaged_head(self) -> int:
         """Returns the peak bytes while an untied head's gradient is averaged.
 
-        The gradient itself is not counted here if `whole_gradients` counts it.
+        The result does not include the gradient itself if `whole_gradients` counts it.
         """
         if self.tied:
             return 0
@@ -114,7 +114,7 @@ class Sharded:
         """Returns the peak bytes while a gradient is averaged: the gradient, its buffer, the average and the new shard.
 
         is_last: whether the gradient is the last one of its group, so that it lives until the average is computed. In
-        the root, the norm's gradient is the last one.
+        the root group, the norm's gradient is the last gradient.
         """
         gradient, buffer = elements * gradient_bytes, elements * REDUCED_BYTES
         rounded = 0 if self.run.weight_bytes == REDUCED_BYTES else elements * self.run.weight_bytes

@@ -120,7 +120,7 @@ SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100":
 def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns tiles from the table. head_dim is the larger head_dim of q and v, at most 256. itemsize is in bytes."""
     if arch == "interpreter":
-        # Tiles are small, so that short inputs have several tiles.
+        # The interpreter uses small tiles, so that short inputs have several tiles.
         return TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
     listed = next(d for d in HEAD_DIMS if head_dim <= d)
     known: Arch = "sm80" if arch == "unknown" else arch  # the tiles of sm80 need the least shared memory
@@ -228,7 +228,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # compiled code may need as much as on any known GPU, so take the maximum
+    if arch == "unknown":  # code for an unknown GPU may need as much shared memory as on any known GPU
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -242,8 +242,8 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
     Each fp32 value is split into an upper and a lower half. Blocks are prefetched in fp32, and split into halves in
     registers, one column block at a time. Shared memory holds both halves of the tiles that a program keeps, and both
     halves of the current block. Kernels with mma.sync are an exception: they keep the halves of the current block in
-    registers. Shared memory then needs 4 bytes per element of this block instead of 8. The kernels for dK and dV also
-    store this block transposed.
+    registers. In these kernels, shared memory needs 4 bytes per element of the current block instead of 8. The kernels
+    for dK and dV still need 8 bytes, because they also store the current block transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """
@@ -278,7 +278,7 @@ def _shared_of_one_product(
     block = read_rows * (qk_width + v_width) * itemsize
     row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # with mma.sync, registers hold the current block, and shared memory the next
+    if arch == "sm80" or kept_rows < 64:  # mma.sync: registers hold the current block, shared memory holds the next
         in_flight = max(1, tiles.num_stages - 1)
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
     else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive
@@ -300,7 +300,7 @@ def _shared_of_one_product(
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
     """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
 
-    These operands are P and dS, which the program computes, and loaded blocks in which the program replaces NaN by 0.
+    The operands are P and dS, which the program computes, and loaded blocks in which the program replaces NaN by 0.
     """
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory
@@ -314,9 +314,10 @@ def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
     For fp32, the default is "tf32x3": the sum of three TF32 products of the upper and lower halves of the inputs.
-    Torch's own attention does the same. This is as accurate as FMA instructions ("ieee"), and three times as fast. A
-    single product ("tf32") is used if the user allowed TF32 in torch's matmuls. Infinities and NaN give the same
-    results as with FMA. Values in the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
+    Torch's own attention also uses three TF32 products. "tf32x3" is as accurate as FMA instructions ("ieee"), and three
+    times as fast. A single product ("tf32") is used if the user allowed TF32 in torch's matmuls. With "tf32x3",
+    infinities and NaN give the same results as with FMA instructions. Values in the top 1/4096 of the fp32 range round
+    to infinity in TF32, and count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"

@@ -1,8 +1,9 @@
 """Files of tile sizes that a user measured on their GPU. scripts/bench/tune_tiles.py writes such files.
 
-The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. Without this variable, the
-launch reads the installed file of the GPU, if there is one (`installed_file`). The tile sizes in the file replace those
-in tiles.py. A file for another GPU raises an error. If the variable is empty, no file is read.
+The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. If FLASH_ATTENTION_TILES is
+not set, the first launch reads the installed file of the GPU, if there is one (`installed_file`). The tile sizes in the
+file replace those in tiles.py. A file for another GPU raises an error. If FLASH_ATTENTION_TILES is empty, no file is
+read.
 """
 
 import json

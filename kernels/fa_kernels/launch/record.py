@@ -13,9 +13,8 @@ launchers of the compiled kernels directly.
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
 multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters.
-A call cannot be recorded if it runs a torch operator other than torch.empty or a view. It also cannot be recorded if
-the recorder does not know which tensor an address belongs to. If recording a call fails, all later calls with its key
-run without recording.
+A call cannot be recorded if it runs a torch operator other than torch.empty or a view, or if the recorder does not know
+which tensor an address belongs to. If recording a call fails, all later calls with its key run without recording.
 Tile tables and other module globals are not part of a key: call `forget()` after changing them.
 """
 
@@ -49,7 +48,7 @@ from fa_kernels.launch.triton_launcher import (
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call; 0 switches recording off
 MAX_KEYS = 512  # at this number of keys, all recordings are removed, because many may never be used again
-MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 500 bytes); a training step has up to 23 per layer
+MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
 ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
 # Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. If a
@@ -75,7 +74,7 @@ class _Watched(threading.local):
 
 _WATCHED = _Watched()
 _KEYS: dict[Hashable, "_Recording | _Known"] = {}
-_COMPILED: dict[Hashable, Any] = {}  # kernels of launch_unspecialised; a key holds kernel, device, constants
+_COMPILED: dict[Hashable, Any] = {}  # kernels of launch_unspecialised; a key holds kernel, device, dtypes, constants
 _SAID = False  # whether a failure to record has been logged
 
 
@@ -163,8 +162,9 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
     """Launches a kernel in less host time than `launch`.
 
     The kernel is compiled once for each combination of device, constants and dtypes. Each call may pass other numbers
-    and another grid, except in a recording, which keeps those of its first call. The first argument must be a tensor.
-    Numbers must be int32 and in do_not_specialize. Pointers must be aligned or in do_not_specialize_on_alignment.
+    and another grid, but a recording keeps the numbers and the grid of the recorded call. The first argument must be a
+    tensor. Numbers must be int32 and listed in do_not_specialize. Pointers must be aligned or listed in
+    do_not_specialize_on_alignment.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
@@ -184,7 +184,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 
 
 def lasting(x: Tensor) -> Tensor:
-    """Returns x. If a recording is in progress, its repeated calls will use this very tensor, not a new one.
+    """Returns x. If a recording is in progress, its repeated calls will use x itself, not a new tensor.
 
     Use `lasting` for tensors that are neither inputs nor new, such as the counter of a work queue.
     """
@@ -315,7 +315,7 @@ class _Unclear(Exception):
 class _Recorder(torch_private.TorchDispatchMode):
     """Records one call.
 
-    The recorder keeps all tensors of the call alive, so that no two of them get the same address.
+    The recorder keeps all tensors of the call alive, so that no two tensors get the same address.
     """
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
@@ -454,9 +454,9 @@ class _Recorder(torch_private.TorchDispatchMode):
         """Returns the index of the tensor whose first row contains `address`, and the offset from its start in bytes.
 
         Only the first row of each tensor is searched, because later rows of two tensors can overlap in memory. For
-        example, q, k and v can be views of one projection. Several tensors can start at the same address. In this case,
-        `same` records that their addresses must be equal in repeated calls too.
-        Raises: _Unclear if no first row contains `address`, or if several do and the offsets differ.
+        example, q, k and v can be views of one projection. If several tensors start at the same address, `same` records
+        that their addresses must also be equal in repeated calls.
+        Raises: _Unclear if no first row contains `address`, or if several first rows contain it at different offsets.
         """
         found = []
         for i, x in enumerate(self.tensors):
@@ -478,13 +478,13 @@ def _allocation(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Places slices of these sizes in one allocation. Returns their offsets and the size of the allocation in bytes."""
+    """Places slices in one allocation. Returns the slices' offsets and the size of the allocation, all in bytes."""
     *starts, end = accumulate((-(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for size in sizes), initial=0)
     return starts, end
 
 
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that picks the values at these indices and returns them as a tuple.
+    """Returns a function that picks the values at the indices `places`, and returns a tuple.
 
     operator.itemgetter returns a tuple only for two or more indices.
     """

@@ -1,10 +1,10 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
 The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
-dP. Together they need seven matmuls, while one fused kernel would need five. Every output is computed by exactly one
-program. The kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit
-in the registers together, the first kernel runs twice: once for dK and once for dV. In this case, there are eight
-matmuls.
+dP. Together, the two kernels need seven matmuls, while one fused kernel would need five. Every output is computed by
+exactly one program. The kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile
+do not fit in the registers together, the first kernel runs twice, once for dK and once for dV, which makes eight
+matmuls in total.
 """
 
 from typing import Any
@@ -109,7 +109,7 @@ def _accumulate_dk_dv(
             dp = dot_of_columns(v, do, PRECISION)  # [N, M]
             ds = p * (dp - delta[None, :]) * growth
             if MASKED:
-                ds = tl.where(visible, ds, 0.0)  # delta of a hidden query may be NaN, and 0 * NaN is NaN
+                ds = tl.where(visible, ds, 0.0)  # delta of a masked query may be NaN, and 0 * NaN is NaN
             dk = add_to_columns(dk, ds.to(q[0].dtype), q, PRECISION)
     return dk, dv
 

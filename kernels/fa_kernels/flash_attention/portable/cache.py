@@ -14,17 +14,17 @@ APPEND_ROWS = 16  # new tokens that one program appends
 
 @dataclass(frozen=True)
 class Cache:
-    """The cached keys and values of a batch, in pages. A table lists the pages of each sequence.
+    """The cached keys and values of a batch, in pages. A block table lists the pages of each sequence.
 
-    A cache without a block table has one page per sequence. A position is counted from the start of a sequence's
-    first page. The padding on the left is included in this count.
+    Without a block table, a cache has one page per sequence. Positions are counted from the start of a sequence's first
+    page, and include the padding on the left.
     """
 
     k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
     v: Tensor  # (n_pages, page_size, n_kv_heads, v_head_dim)
     seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new ones
     table: Tensor | None  # (batch, pages per sequence) int32, or None if page i holds sequence i
-    leftpad: Tensor | None  # (batch,) int32, the first position after the padding; None means 0
+    leftpad: Tensor | None  # (batch,) int32, the first position after the padding, or None without padding
 
     @property
     def capacity(self) -> int:
@@ -103,7 +103,7 @@ def _append_kernel(
     else:
         pages = tl.load(table_ptr + sequence * stride_table + positions // page_size, mask=inside, other=0)
         pages = pages.to(tl.int64)
-    # A wrong entry in the table must not cause a write outside of the cache.
+    # A wrong entry in the block table must not cause a write outside of the cache.
     writable = (inside & (pages >= 0) & (pages < n_pages))[:, None]
     within = (positions % page_size).to(tl.int64)
 
@@ -124,8 +124,9 @@ def _append_kernel(
 
 
 def append_to_cache(k: Tensor, v: Tensor, cache: Cache, rotary: Rotary | None) -> None:
-    """Writes k and v after the cached tokens of each sequence. k is rotated to its positions in the sequence.
+    """Writes k and v after the cached tokens of each sequence.
 
+    With `rotary`, each key is rotated by the angles of its position in the sequence.
     Tokens that do not fit in the cache are dropped.
     Shapes: k (batch, seqlen_new, n_kv_heads, head_dim); v (batch, seqlen_new, n_kv_heads, v_head_dim).
     """

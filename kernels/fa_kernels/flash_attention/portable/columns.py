@@ -1,9 +1,9 @@
 """Tiles of a head as column blocks: a head of 96 columns has a block of 64 and a block of 32.
 
 The width of a Triton block must be a power of two, but a head may have any width. A head of `WIDTH` columns is
-therefore divided into one or two blocks. `COLUMNS` is the tuple of their widths (columns_of_head.py). A tile is a tuple
-of blocks, one for each width in `COLUMNS`. Kernels that read two tensors load block 0 of both, then block 1 of both.
-The compiler keeps this order.
+therefore divided into one or two blocks. `COLUMNS` is the tuple of the widths of the blocks (columns_of_head.py). A
+tile is a tuple of blocks, one for each width in `COLUMNS`. Kernels that read two tensors load block 0 of both, then
+block 1 of both. The compiler keeps the order of the loads.
 """
 
 import triton

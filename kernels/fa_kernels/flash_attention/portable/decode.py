@@ -1,10 +1,10 @@
 """Decoding: attention of a few queries over a long cache of keys and values.
 
 If each sequence has one query, there are too few tiles of queries to fill a GPU. The keys of a sequence are therefore
-split over several programs, which write their outputs in fp32. A second kernel merges these outputs by their lse. The
-method is Flash-Decoding (pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds all query heads
-that share a KV head, so that each key is read once. decode_tile.py has the phases of the decoding kernel. cache.py
-describes the cache, and appends new tokens to it.
+split over several programs, which write their outputs in fp32. A second kernel merges the outputs of the splits by
+their lse. The method is Flash-Decoding (pytorch.org/blog/flash-decoding; arXiv:2307.08691, section 3.1). A tile holds
+all query heads that share a KV head, so that each key is read once. decode_tile.py has the phases of the decoding
+kernel. cache.py describes the cache, and appends new tokens to it.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ def _decode_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M rows of one sequence and one KV head. It reads one of n_splits parts of the keys.
+    """One program computes BLOCK_M rows of one sequence and one KV head for one of n_splits parts of the keys.
 
     A row is a query of one head: row r is token `r // GROUP` and head `r % GROUP` of the group. o (n_splits, batch,
     seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
@@ -75,8 +75,8 @@ def _decode_kernel(
         stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, PAGED,
     )  # fmt: skip
     running = begin_softmax(BLOCK_M, BLOCK_DV)
-    # Phases 0 and 2 process the blocks at both ends of the range of keys. These blocks need a mask. Every row sees all
-    # keys of phase 1.
+    # Phases 0 and 2 process the blocks at both ends of the range of keys, which need a mask. Every row sees all keys
+    # that phase 1 processes.
     for phase in tl.static_range(3):
         running = attend(
             running, q, rows, keys, pages, scoring,
@@ -205,14 +205,14 @@ def padded_width(width: int) -> int:
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows rows of a KV head. Short tiles are used if n_rows is small.
+    """Returns the tiles for n_rows rows of a KV head.
 
-    Otherwise, the tiles are those of the forward pass.
+    If n_rows is small, the tiles have few rows. If n_rows is large, the tiles are those of the forward pass.
 
     limit: the bytes of shared memory that a program can use.
     """
     if arch == "interpreter":
-        # Tiles are small, so that short inputs have several tiles.
+        # The interpreter uses small tiles, so that short inputs have several tiles.
         return TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
     block_m = max(16, triton.next_power_of_2(n_rows))
     head_dim, v_head_dim = padded_width(head_dim), padded_width(v_head_dim)
@@ -233,7 +233,7 @@ def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
 
     There should be about two programs per multiprocessor, and at least `MIN_SPLIT` keys per split.
 
-    n_keys: an upper bound of the number of keys that a tile sees. The host does not know the exact number.
+    n_keys: an upper bound on the number of keys that a tile sees. The host does not know the exact number of keys.
     """
     return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
 

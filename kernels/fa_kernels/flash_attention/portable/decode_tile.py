@@ -53,7 +53,8 @@ class Rows:
 class Span:
     """The keys of one split that a tile sees: start <= key < end. start and whole_start are multiples of BLOCK_N.
 
-    Every row sees all keys with whole_start <= key < whole_end. The other blocks of keys need a mask.
+    Every row sees all keys with whole_start <= key < whole_end. Blocks of keys before whole_start or after whole_end
+    need a mask.
     """
 
     start: tl.tensor
@@ -68,7 +69,7 @@ class Pages:
 
     k: tl.tensor  # pointer to the KV head in page 0
     v: tl.tensor
-    table: tl.tensor  # pointer to the pages of the sequence, or None
+    table: tl.tensor  # pointer to the row of the block table that lists the sequence's pages, or None
     only: tl.tensor  # the sequence's page, if the sequence has only one page
     n_pages: tl.tensor
     size: tl.tensor  # tokens per page
@@ -152,8 +153,8 @@ def span_of_split(
     whole_end = tl.minimum(first_aligned + right + 1, keys.end) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
 
-    # Loop bounds are converted to int64 here. If the compiler had to widen the loop counters, ptxas would serialise
-    # wgmma (warning C7515).
+    # Loop bounds are int64. If they were int32, the compiler would have to widen the loop counters, and ptxas would
+    # serialise wgmma (warning C7515).
     start, whole_start = start.to(tl.int64), whole_start.to(tl.int64)
     whole_end, end = whole_end.to(tl.int64), end.to(tl.int64)
     return Span(start, whole_start, whole_end, end)

@@ -111,8 +111,8 @@ def forward_tile(
     else:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-    # Phases 0 and 2 process the blocks at both ends of the range of keys. These blocks need a mask. Every row sees all
-    # keys of phase 1.
+    # Phases 0 and 2 process the blocks at both ends of the range of keys, which need a mask. Every row sees all keys
+    # that phase 1 processes.
     for phase in tl.static_range(PHASES):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, k_ptr, v_ptr,

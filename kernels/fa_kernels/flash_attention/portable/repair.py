@@ -1,6 +1,6 @@
-"""Recomputes tiles whose results contain NaN. Other kernels have marked these tiles.
+"""Recomputes tiles whose results contain NaN, because the NaN may have come from another document.
 
-The NaN may have come from another document.
+The kernels that first computed the tiles have marked the tiles with NaN.
 """
 
 import torch
@@ -28,7 +28,10 @@ def _repair_fwd_kernel(
     D: tl.constexpr, D_COLUMNS: tl.constexpr, DV: tl.constexpr, DV_COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Computes o and lse again for marked tiles of BLOCK_M queries. A program checks `LOOK` tiles at a time."""
+    """Computes o and lse again for marked tiles of BLOCK_M queries.
+
+    A program checks the marks of `LOOK` tiles at a time.
+    """
     n_tiles = tl.cdiv(total_q, BLOCK_M)
     n_items, step = n_tiles * n_heads, tl.num_programs(0)
     for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
