@@ -445,7 +445,7 @@ def test_train_prints_ddps_buckets(tmp_path):
 @pytest.mark.usefixtures("an_h200")
 def test_the_plan_of_another_attention_has_a_warning():
     printed = planner.summary(predict(GPT2), CUDA, processes=1, attention="naive")
-    assert "attention=naive needs more memory than planned" in printed and "that fits is" not in printed
+    assert "attention=naive can need more memory than planned" in printed and "that fits is" not in printed
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def summary(
         )
     else:
         length = (
-            f"attention={attention} needs more memory than planned; with attention=flash the longest seq_len is "
+            f"attention={attention} can need more memory than planned; with attention=flash the longest seq_len is "
             f"{longest}"
         )
     return (
