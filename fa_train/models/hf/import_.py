@@ -33,7 +33,7 @@ from fa_train.models.rope import rope_scaling as parse_rope_scaling
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOSS_CHUNK = 4096  # tokens, as in conf/memory
-SHARD_BYTES = 5 * 10**9  # the default of many versions of transformers
+SHARD_BYTES = 5 * 10**9  # as in transformers 4
 
 
 class SavesTokenizer(Protocol):
