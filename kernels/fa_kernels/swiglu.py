@@ -1,4 +1,4 @@
-"""SwiGLU (arXiv:2002.05202): silu(gate) * value. Each row of the input (rows, 2 ffn_dim) is a gate, then a value.
+"""SwiGLU (arXiv:2002.05202): silu(gate) * value. Each row of the input (rows, 2 ffn_dim) holds a gate, then a value.
 
 The forward and the backward pass are one kernel each. The output of SwiGLU is called the activations. The backward
 kernel also recomputes the activations, so the forward pass does not have to save them. The caller needs the activations

@@ -84,7 +84,7 @@ def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
 def without_dead_wrapper(x: Tensor) -> Tensor:
     """Returns x without the wrapper of a functorch transform that has ended. Other tensors are returned as they are."""
     if _unwrap_if_dead is None:
-        return x  # function.apply, which apply_without_transforms then returns, removes the wrapper
+        return x  # without _unwrap_if_dead, calls keep the functorch layer, which removes the wrapper
     unwrapped: Tensor = _unwrap_if_dead(x)
     return unwrapped
 
