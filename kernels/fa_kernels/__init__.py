@@ -1,4 +1,4 @@
-"""Flash attention in Triton, with the names and meanings of the flash-attn package."""
+"""Flash attention in Triton, with the API of the flash-attn package."""
 
 from fa_kernels.flash_attention.interface import flash_attn_func, flash_attn_varlen_func
 from fa_kernels.flash_attention.kvcache import flash_attn_with_kvcache

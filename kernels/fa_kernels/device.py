@@ -10,8 +10,8 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
-# Each GPU uses the tile sizes of one architecture. sm_89 uses the tile sizes of sm80. Consumer Blackwell (12.x) does so
-# too, because it has the instructions and the shared memory of sm_89.
+# Each GPU uses the tile sizes of one architecture. sm_89 uses the tile sizes of sm80. Consumer Blackwell (12.x) also
+# uses the tile sizes of sm80, because it has the instructions and the shared memory of sm_89.
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",
@@ -37,13 +37,13 @@ def arch_of(device: torch.device) -> Arch:
     return _ARCHITECTURES.get(torch.cuda.get_device_capability(device), "unknown")
 
 
-@cache  # each attention call needs this value twice
+@cache  # cached, because the forward and the backward pass of attention call is_hopper
 def is_hopper(device: torch.device) -> bool:
     """Returns whether a CUDA device is an sm_90."""
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@cache  # each attention call needs this value up to three times
+@cache  # cached, because several kernels of an attention call need the number
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

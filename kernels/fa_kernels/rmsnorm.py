@@ -1,8 +1,8 @@
 """RMSNorm (arXiv:1910.07467) fused with the residual addition before it.
 
 The forward kernel adds the output of a layer to the residual stream and normalises the sum. The backward kernel
-computes the gradients of the residual stream, of the added tensor and of the weight. The first two gradients are equal,
-but may have different dtypes.
+computes the gradients of the residual stream, of the added tensor and of the weight. The gradients of
+the residual stream and of the added tensor are equal, but may have different dtypes.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fa_kernels.device import multiprocessors
 
-ELEMENTS_PER_WARP = 1024  # a warp processes this many elements of a row, 32 per thread
-PROGRAMS_PER_SM = 12  # programs of the backward kernel; each program sums the gradient of the weight over its rows
+ELEMENTS_PER_WARP = 1024  # elements of a row that one warp processes, 32 per thread
+PROGRAMS_PER_SM = 12  # backward programs per SM; each program sums the gradient of the weight over its rows
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _add_norm_backward_kernel(
     """Each program processes rows in a grid-stride loop and writes a partial weight gradient.
 
     If x_ptr already holds the sum, added_ptr is None. If x and added have the same dtype, d_added_ptr is None, because
-    their gradients are the same.
+    dx is also the gradient of added.
     """
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
@@ -82,9 +82,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns x + added in x's dtype, and weight times RMSNorm(x + added) in `dtype`.
 
-    The norm is computed in fp32. Both results are differentiable, but only once.
+    The norm is computed in fp32. Both results are differentiable, but have no second derivatives.
     Shapes: x and added (rows, dim), weight (dim,) -> two tensors (rows, dim).
-    keep_sum: whether to save the sum for the backward pass, instead of x and added.
+    keep_sum: whether to save x + added for the backward pass, instead of both x and added.
     Raises: ValueError if the shapes do not fit together.
     """
     if x.dim() != 2 or added.shape != x.shape or weight.shape != x.shape[1:]:
@@ -132,10 +132,10 @@ def _forward_fake(
 def backward(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, added and weight. If added is None, x holds the sum.
+    """Returns the gradients of x, added and weight. If added is None, x holds x + added of the forward pass.
 
-    If x and added have the same dtype, their gradients are the same. In this case, the function returns an empty tensor
-    as the gradient of added.
+    If x and added have the same dtype, their gradients are the same, and the returned gradient of added is an empty
+    tensor.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)

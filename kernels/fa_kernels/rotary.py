@@ -2,8 +2,8 @@
 
 One kernel reads each element once, rotates it in fp32, rounds it and writes it once. Channel i is paired with channel i
 + head_dim / 2, as in Hugging Face's Llama. The kernel writes queries, keys and values side by side into one tensor, so
-that autograd saves one buffer for all three. The kernel rotates the first `n_rotated` heads, and copies the other heads
-unchanged. The backward pass joins the gradients of q, k and v into one tensor.
+that autograd saves one buffer for q, k and v. The kernel rotates the first `n_rotated` heads, and copies the other
+heads unchanged. The backward pass joins the gradients of q, k and v into one tensor.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, n_rotated: int, dtype: tor
     order.
     Shapes: x (total, n_heads, head_dim), with a last dimension of stride 1; cos and sin (total, head_dim / 2), fp32,
     contiguous.
-    Raises: ValueError if the shapes do not fit together.
+    Raises: ValueError if the shapes do not fit together, or if n_rotated exceeds n_heads.
     """
     _require_angles(x, cos, sin)
     if not 0 <= n_rotated <= x.shape[1]:
@@ -179,7 +179,7 @@ _rotate.register_autograd(_backward, setup_context=_save)
 
 
 class _RotateQKV(torch.autograd.Function):
-    """Rotates qkv and splits it into q, k and v. The backward kernel reads the three gradients in place.
+    """Rotates qkv and splits it into q, k and v. The backward kernel reads dq, dk and dv in place.
 
     If rotation and split were separate operations, autograd would first join the gradients in an additional pass over
     memory.

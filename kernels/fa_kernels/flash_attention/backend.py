@@ -1,7 +1,8 @@
 """Chooses the kernels of an attention call: the Hopper kernels if they support the call, else the portable kernels.
 
-The environment variable FLASH_ATTENTION_BACKEND can force one set of kernels: it is `auto` (the default), `portable` or
-`hopper`. With FLASH_ATTENTION_BACKEND=hopper, a call that the Hopper kernels do not support raises a ValueError.
+The environment variable FLASH_ATTENTION_BACKEND can be `auto` (the default), `portable` or `hopper`. The values
+`portable` and `hopper` force one set of kernels. With FLASH_ATTENTION_BACKEND=hopper, a call that the Hopper
+kernels do not support raises a ValueError.
 """
 
 import os
@@ -91,8 +92,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Computes dq, dk and dv, which are contiguous. If there are sinks, also returns delta (delta.py).
 
-    With `deterministic`, gradients have the same bits in every run. In this case, programs that add to the same element
-    of dq do so in a fixed order.
+    With `deterministic`, gradients have the same bits in every run, because programs add to each element of dq in a
+    fixed order.
     Shapes: q, k, v and o are as in `forward`; do has the shape of o; lse and dlse are (n_heads, total_q) fp32.
     """
     shapes = q.shape, k.shape, v.shape
@@ -144,9 +145,9 @@ def _common_key(
 ) -> tuple[Hashable, ...]:
     """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
 
-    Kernel launches and the checks of require_consistent depend only on values in the recording key. A schedule's
-    tensors are always int32, contiguous and on one device. The key therefore describes these tensors only by their
-    device and their numbers of tiles. Strides of contiguous tensors are not in the key, because they follow from the
+    Kernel launches and the checks of require_consistent depend only on values in the recording key. The tensors of a
+    schedule are always int32, contiguous and on one device, so the key holds only their device and the numbers of
+    tiles. Strides of contiguous tensors are not in the key, because they follow from the
     shape or do not matter.
     """
     return (

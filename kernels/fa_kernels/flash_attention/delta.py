@@ -17,7 +17,7 @@ def delta_of_rows(
     o_ptr, do_ptr, dlse_ptr, stride_dot, stride_doh, rows, head, total, n_heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Computes delta for the given rows (queries) of one head. Rows past the last query get 0.
+    """Computes delta for the given rows (queries) of one head. For rows past the last query, delta is 0.
 
     o is contiguous. The last dimension of do has stride 1. head is int64.
     """

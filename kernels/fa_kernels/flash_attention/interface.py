@@ -1,6 +1,6 @@
-"""The public attention functions, with the names and meanings of flash-attn 2.8.
+"""The public attention functions, with the API of flash-attn 2.8.
 
-The functions check their arguments and build the schedule (schedule.py). ops.py computes the attention.
+This module checks arguments and builds schedules (schedule.py). ops.py computes the attention.
 """
 
 import os
@@ -36,7 +36,7 @@ from fa_kernels.flash_attention.schedule import (
 )
 
 OUT_DTYPES = (*DTYPES, torch.float64)
-UNBOUNDED = 2**30  # larger windows count as unbounded, because a token index plus a window must fit in int32
+UNBOUNDED = 2**30  # windows of 2**30 or more count as unbounded, because a token index plus a window must fit in int32
 
 Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -73,27 +73,29 @@ def flash_attn_func(
         v: (batch, seqlen_k, n_kv_heads, v_head_dim). head_dim and v_head_dim may differ; both are at most 256.
         dropout_p: must be 0.0; dropout is not offered.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether to hide all keys to the right of the key that a query is aligned with.
+        causal: whether a query sees no keys after its aligned key.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the query's aligned key.
-        deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms has the same effect.
+        deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms also makes gradients
+            repeatable.
         return_attn_probs: whether to return (o, lse, an empty tensor), as flash-attn does without dropout.
         sinks: (n_heads,) float32, in nats. A sink is an additional score in the softmax of its head, without a value
             vector.
         return_lse: whether to return (o, lse).
         out_dtype: the dtype of o, by default q's dtype, or bfloat16 if q is float8_e4m3fn.
-        q_descale: (n_kv_heads,) float32, one factor of q per group of query heads; only for float8.
-        k_descale: (n_kv_heads,) float32, the factor of k; only for float8.
-        v_descale: (n_kv_heads,) float32, the factor of v; only for float8.
+        q_descale: (n_kv_heads,) float32, the factor by which the query heads of each KV head are multiplied; only for
+            float8.
+        k_descale: (n_kv_heads,) float32, the factor by which each head of k is multiplied; only for float8.
+        v_descale: (n_kv_heads,) float32, the factor by which each head of v is multiplied; only for float8.
 
     Returns:
         o (batch, seqlen_q, n_heads, v_head_dim). lse (batch, n_heads, seqlen_q) is float32, in nats, and includes the
             sinks.
 
     Raises:
-        ValueError: if a shape, a dtype, a device or the number of heads is wrong, or if dropout_p is not 0.0.
+        ValueError: if an argument has a wrong shape, dtype, device or value, for example if dropout_p is not 0.0.
 
     Source: FlashAttention-2, arXiv:2307.08691, Alg. 1 and 2.
     """
@@ -105,8 +107,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # A new schedule, ALiBi and fp8 scales need work on the GPU, so the arguments are checked before this work. For
-    # other calls, the check in the backend is early enough.
+    # Building a schedule, ALiBi or fp8 scales starts work on the GPU, so arguments are checked first. If nothing
+    # has to be built, the check in backend.py comes before all work on the GPU.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -150,8 +152,8 @@ def flash_attn_varlen_func(
     """Computes attention over documents packed end to end.
 
     Document i is the slice cu_seqlens[i]:cu_seqlens[i + 1] of the rows. Documents may be empty. Rows after the last
-    document have output 0, and their lse is the sink or -inf. flash_attn_func describes the arguments that are not
-    listed here.
+    document have output 0, and their lse is the sink of the head, or -inf without sinks. flash_attn_func describes the
+    arguments that are not listed here.
 
     Args:
         q: (total_q, n_heads, head_dim).
@@ -161,22 +163,24 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
         max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
         max_seqlen_k: an upper bound of the keys per document. If max_seqlen_k is an int of at least 4096, kernels are
-            chosen for this length. A bound that is too large may then cost speed. Otherwise, and in compiled code,
-            kernels are chosen for the mean length of documents.
+            chosen for documents of max_seqlen_k keys. A max_seqlen_k that is far too large may therefore make
+            attention slower. If max_seqlen_k is below 4096 or a tensor, and in compiled code, kernels are chosen for
+            the mean length of documents.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            Entries for pages after a document's last key are ignored. This function copies the pages to
-            n_docs * max_seqlen_k rows. flash_attn_with_kvcache reads pages in place instead.
+            Entries of block_table for pages after a document's last key are ignored. flash_attn_varlen_func copies the
+            pages to n_docs * max_seqlen_k rows, but flash_attn_with_kvcache reads pages in place.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
 
     Raises:
         ValueError: for the same reasons as in flash_attn_func, or if a value in cu_seqlens or block_table is wrong.
-            These values are checked only if they are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to wait
-            for the GPU. cu_seqlens must start at 0, must not decrease and must not end after the last row. No
-            document may be longer than max_seqlen_q or max_seqlen_k, and every page must exist. Wrong values that are
-            not checked give wrong results, but no access out of bounds.
+            Values in cu_seqlens and block_table are checked only if they are on the CPU, or if FLASH_ATTENTION_DEBUG=1
+            allows the host to wait for the GPU. Compiled code never checks values. cu_seqlens must start at 0, must not
+            decrease and must not end after the last row. A document may have at most max_seqlen_q queries and
+            max_seqlen_k keys. Every page of a document must exist. Wrong values that are not checked give wrong
+            results, but no access out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -223,8 +227,8 @@ def flash_attn_packed(
 ) -> Tensor:
     """Computes attention over a packed stream. The schedule says which keys each query sees (see schedule.py).
 
-    A schedule is built once per batch, and all layers share it. The other arguments and the errors are those of
-    flash_attn_func.
+    A schedule is built once per batch, and all layers share it. The arguments after `schedule`, and the
+    errors, are as in flash_attn_func.
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim).
     """
@@ -237,8 +241,8 @@ def flash_attn_packed(
 def window_of(window_size: Iterable[SupportsIndex]) -> tuple[int, int]:
     """Returns the window (left, right) in tokens, where -1 means unbounded.
 
-    `window_size` may be a tuple, a list, a tensor or a NumPy array of two integers. Raises: ValueError if window_size
-    is anything else.
+    `window_size` may be a tuple, a list, a tensor or a NumPy array. Raises: ValueError unless `window_size` holds
+    exactly two integers.
     """
     try:
         left, right = window_size
@@ -309,7 +313,8 @@ def _from_pages(
 ) -> tuple[Tensor, Tensor]:
     """Copies k and v from pages to documents packed end to end.
 
-    Shapes: (n_pages, page_size, n_kv_heads, head_dim) -> (n_docs * max_seqlen_k, n_kv_heads, head_dim), each.
+    Shapes: k (n_pages, page_size, n_kv_heads, head_dim) -> (n_docs * max_seqlen_k, n_kv_heads, head_dim). The shapes
+    of v have v_head_dim in place of head_dim.
     """
     n_docs, (n_pages, page_size) = cu_seqlens_k.numel() - 1, k.shape[:2]
     if k.shape[:2] != v.shape[:2] or n_pages * page_size == 0:
@@ -355,8 +360,8 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
     """Returns two factors per head, (2, n_heads) float32: the scores' factor (row 0) and the output's factor (row 1).
 
-    `descales` holds q_descale, k_descale and v_descale. Each of them is (n_kv_heads,), or None for a factor of 1.
-    If all three are None, returns None.
+    `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1.
+    If all three descales are None, _descale returns None.
     """
     if descales[0] is descales[1] is descales[2] is None:
         return None
@@ -379,7 +384,7 @@ def _seqlen_that_decides(max_seqlen: int) -> int | None:
 
     If a document is long, it causes most of the batch's work, so the kernels are chosen for its length.
     """
-    # max_seqlen may be a tensor. To read its value, the host would have to wait for the GPU.
+    # If max_seqlen is a tensor, its value is ignored, because the host would have to wait for the GPU to read it.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 

@@ -1,4 +1,4 @@
-"""flash_attn_with_kvcache: attention over a cache of keys and values, with the names and meanings of flash-attn 2.8."""
+"""flash_attn_with_kvcache: attention over a cache of keys and values, with the API of flash-attn 2.8."""
 
 from collections.abc import Iterable
 from typing import SupportsIndex
@@ -65,8 +65,9 @@ def flash_attn_with_kvcache(
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
             length of the cache.
         cache_batch_idx: (batch,) int32, for each sequence the index of its row in the cache.
-        cache_leftpad: (batch,) int32, the first position that queries are allowed to see.
-        block_table: (batch, pages per sequence) int32. Entries after a sequence's last page are ignored.
+        cache_leftpad: (batch,) int32, for each sequence the first position that queries are allowed to see.
+        block_table: (batch, pages per sequence) int32. Entries of block_table after a sequence's last page are
+            ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
         causal: whether a query sees no keys after its aligned key.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
@@ -75,18 +76,18 @@ def flash_attn_with_kvcache(
             False, column i is paired with column i + rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
             tokens between the key and the query's aligned key.
-        num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the function
-            chooses the number.
+        num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the
+            number is chosen automatically.
         return_softmax_lse: whether to return (o, lse).
 
     Returns:
         o (batch, seqlen_q, n_heads, v_cache's head_dim) in q's dtype; lse (batch, n_heads, seqlen_q) float32 in nats.
 
     Raises:
-        ValueError: if a shape, a dtype, a device or the number of heads is wrong; if k is given without
-            cache_seqlens, rotary_cos without k, or a block_table together with cache_batch_idx. Values of
-            cache_seqlens, cache_batch_idx and block_table are checked only on the CPU. On a GPU, wrong values are not
-            detected, but never cause an access outside of the cache.
+        ValueError: if an argument has a wrong shape, dtype, device or value. k needs cache_seqlens, rotary_cos needs k,
+            and block_table and cache_batch_idx must not be combined. Values of cache_seqlens, cache_batch_idx and
+            block_table are checked only on the CPU. On a GPU, wrong values are not detected, but never cause an access
+            outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """
@@ -132,7 +133,7 @@ def append(
     angles: list[Tensor],
     interleaved: bool,
 ) -> None:
-    """Writes k and v after the first `seqlens` tokens of each sequence. `angles` is empty or [cos, sin]."""
+    """Writes k and v to the cache, after the first seqlens[i] tokens of sequence i. `angles` is empty or [cos, sin]."""
     append_to_cache(k, v, Cache(k_cache, v_cache, seqlens, table, None), _rotary(angles, interleaved))
 
 

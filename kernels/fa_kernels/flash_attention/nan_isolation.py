@@ -1,7 +1,7 @@
 """NaN isolation: NaN in one document must not reach the results of other documents.
 
 A kernel either isolates NaN while it computes (`isolate_nan`), or only marks rows whose results contain NaN.
-In the second case, portable/repair.py computes the tiles with marked rows again.
+After a kernel that marks rows, portable/repair.py computes the tiles with marked rows again.
 """
 
 import torch
@@ -16,14 +16,14 @@ ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so it can check
 
 @triton.jit
 def isolate_nan(x):
-    """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N].
+    """Returns x [N, D] with 0 in place of inf and NaN, and a vector [N] for the rows of x.
 
-    The vector is NaN for each row that contains inf or NaN, and 0 for the other rows.
+    The vector is NaN for each row of x that contains inf or NaN, and 0 for the other rows.
 
-    The next matmul multiplies rows of x by 0 if a query does not see them. But 0 * NaN is NaN. Without `isolate_nan`,
-    NaN would therefore reach other documents. The caller adds the returned vector to the weights of visible rows, so
-    that NaN still reaches the queries that see it. `isolate_nan` doubles the instructions of a masked loop, so kernels
-    for one document are compiled without `isolate_nan`.
+    The next matmul multiplies a row of x by the weight 0 if a query does not see the row. Because 0 * NaN is NaN, NaN
+    would reach other documents without `isolate_nan`. The caller can add the returned vector to the weights of visible
+    rows, so that NaN still reaches the queries that see the row. `isolate_nan` doubles the instructions of a
+    masked loop, so kernels for one document are compiled without `isolate_nan`.
     """
     zeros = x * 0.0  # NaN where x is not finite
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
@@ -33,8 +33,7 @@ def isolate_nan(x):
 def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
     """Returns whether a tile has a NaN mark. The tile is the `ROWS` rows of a head that begin at row `first`.
 
-    marks_ptr points to the result of `new_marks`. If head and first are tensors, the function checks many tiles at
-    once.
+    marks_ptr points to the result of `new_marks`. If head and first are blocks [N], is_marked checks N tiles at once.
     """
     marks_ptr += head.to(tl.int64) * tl.cdiv(total, ROWS_PER_MARK)
     last = tl.minimum(first + ROWS, total) - 1
@@ -56,6 +55,6 @@ def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
     """Returns uninitialised marks, (n_heads, ceil(total / 64)) int32.
 
-    A kernel writes one mark for every 64 rows of a head. A mark is 1 if any of its rows has NaN, else 0.
+    A kernel writes one mark for every 64 rows of a head. A mark is 1 if one of its 64 rows has NaN, else 0.
     """
     return torch.empty(n_heads, ceil_div(total, ROWS_PER_MARK.value), dtype=torch.int32, device=device)

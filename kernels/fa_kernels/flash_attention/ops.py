@@ -1,8 +1,8 @@
-"""Attention for torch: the registered operators with their fakes and FLOP formulas, and autograd.
+"""Attention as registered operators of torch, with fake implementations, FLOP formulas and autograd.
 
 This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
-registered operators. torch.compile does not break the graph at these operators, and checkpoint policies can name them.
-Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
+registered operators. torch.compile does not break the graph at registered operators, and checkpoint policies can name
+them. Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
 `flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the functions
 that run:
 
@@ -15,8 +15,8 @@ that run:
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
 A call is observed if code outside this file could watch operators (see `observed`). The backward pass calls
-`observed` again. Operators of torch accept no Schedule and no Features. They receive the seven tensors of the Schedule
-instead. They receive ALiBi as a list of three tensors, which is empty without ALiBi.
+`observed` again. Operators of torch accept no Schedule and no Features. The registered operators receive the
+seven tensors of the Schedule instead. ALiBi is passed to the operators as a list of three tensors, or as an empty list.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from fa_kernels.torch_private import (
     without_dead_wrapper,
 )
 
-_PLAIN = {Tensor, Parameter, type(None)}  # these types do not override torch operators; other tensor types may
+_PLAIN = {Tensor, Parameter, type(None)}  # types that do not override torch operators, as other types may
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -192,8 +192,8 @@ def _gradients(
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks
-    # If gradients are enabled here, the caller may want second derivatives, which attention does not support. Autograd
-    # raises an error for second derivatives only if it has recorded the operator.
+    # If gradients are enabled in a backward pass, the caller may want second derivatives, which attention does not
+    # support. Autograd raises an error for second derivatives only if it has recorded backward_operator.
     if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
@@ -204,13 +204,14 @@ def _gradients(
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
-_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # the last two: deterministic, is_observed
+_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # the last two elements are deterministic and is_observed
 
 
 class _Attention(torch.autograd.Function):
     """Attention as an autograd Function.
 
-    torch's `register_autograd` would compute the same, but takes more host time, because it flattens lists in Python.
+    torch's `register_autograd` would compute the same gradients, but takes more host time, because it flattens lists in
+    Python.
     """
 
     @staticmethod
@@ -222,8 +223,8 @@ class _Attention(torch.autograd.Function):
         o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, is_observed)
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # Hooks may offload tensors that are saved with save_for_backward. The schedule is not saved there, because all
-        # layers share it.
+        # The schedule is not passed to save_for_backward, because hooks may offload tensors that are saved with
+        # save_for_backward, and all layers share the schedule.
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
         return (o, lse) if wants_lse else o
@@ -274,7 +275,7 @@ def observed(q: Tensor, *others: Tensor | None) -> bool:
 
 
 def needs_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
-    """Returns whether autograd records a call, so that a backward pass may follow."""
+    """Returns whether autograd records attention of q, k, v and sinks for a backward pass."""
     return torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
@@ -329,7 +330,7 @@ def flash_attention_forward(
 
 @register_flop_formula(torch.ops.flash_attention.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts all pairs of a query and a key, as torch does for its attention. The host does not know the mask."""
+    """Counts all pairs of a query and a key, as torch's formulas do, because the host does not know the mask."""
     return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (q_shape[2] + v_shape[2])
 
 

@@ -1,4 +1,4 @@
-"""Attention over q, k and v that are packed in one tensor. Names and meanings are those of flash-attn 2.8.
+"""Attention over q, k and v that are packed in one tensor. The API is that of flash-attn 2.8.
 
 Kernels read q, k and v in place, as views of the packed tensor. The gradient of the packed tensor is also one tensor.
 """
@@ -29,7 +29,7 @@ def flash_attn_qkvpacked_func(
 ) -> Outputs:
     """Computes flash_attn_func for q, k and v that are packed in one tensor.
 
-    The other arguments and the errors are those of flash_attn_func.
+    Arguments that are not listed here, and errors, are as in flash_attn_func.
 
     Args:
         qkv: (batch, seqlen, 3, n_heads, head_dim).
@@ -62,7 +62,7 @@ def flash_attn_kvpacked_func(
 ) -> Outputs:
     """Computes flash_attn_func for k and v that are packed in one tensor.
 
-    The other arguments and the errors are those of flash_attn_func.
+    Arguments that are not listed here, and errors, are as in flash_attn_func.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -97,7 +97,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Outputs:
     """Computes flash_attn_varlen_func for q, k and v that are packed in one tensor.
 
-    The other arguments and the errors are those of flash_attn_varlen_func.
+    Arguments that are not listed here, and errors, are as in flash_attn_varlen_func.
 
     Args:
         qkv: (total, 3, n_heads, head_dim).
@@ -136,7 +136,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Outputs:
     """Computes flash_attn_varlen_func for k and v that are packed in one tensor.
 
-    The other arguments and the errors are those of flash_attn_varlen_func.
+    Arguments that are not listed here, and errors, are as in flash_attn_varlen_func.
 
     Args:
         q: (total_q, n_heads, head_dim).

@@ -17,11 +17,10 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# The number of keys that a query may see determines the length class. These are the bounds between length classes.
-# docs/hopper.md says which kernels each length class uses.
-SHORT_DOCUMENT = 2**9  # below this length, key_tiles is ascending, so that neighbouring tiles share queries in L2
+# Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each class uses.
+SHORT_DOCUMENT = 2**9  # below this bound, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
-VERY_LONG_DOCUMENT = 2**16  # at this length or above, Hopper's forward kernel processes only a few heads at a time
+VERY_LONG_DOCUMENT = 2**16  # at this bound or above, Hopper's forward kernel processes only a few heads at a time
 
 LengthClass = Literal["short", "medium", "long", "very_long"]
 
@@ -29,9 +28,9 @@ LengthClass = Literal["short", "medium", "long", "very_long"]
 class Schedule(NamedTuple):
     """The range that each token of a packed batch sees, and the order of tiles.
 
-    All tensors are int32, on the device of q, k and v. Tokens are counted over the whole batch.
+    All tensors are int32, on the device of q, k and v. Token indices count over the whole batch.
 
-    Query i sees key j if and only if `key_start[i] <= j < key_end[i]`. An equivalent condition is
+    Query i sees key j if and only if `key_start[i] <= j < key_end[i]`, which is equivalent to
     `query_start[j] <= i < query_end[j]`.
     """
 
@@ -40,11 +39,11 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), tile indices; tiles of the longest document come first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), like query_tiles; if documents are short, in ascending order
-    wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), like query_tiles, but ascending if documents are short
+    wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), sorted like query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
-    # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,
-    # so that it does not reach other documents.
+    # crosses_documents is True if there are several documents, or if tokens may follow the last document. Kernels then
+    # isolate NaN, so that NaN in one document does not reach other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 
@@ -56,7 +55,7 @@ class Schedule(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """Returns a Schedule that holds the given tensors. They must be in the order of the method `tensors`.
+        """Returns a Schedule that holds the given tensors, which must be in the order of Schedule.tensors().
 
         Only the forward pass needs `length_class`.
         """
@@ -91,8 +90,8 @@ def build_schedule(
             number means all.
         padded: whether there can be tokens after the last document.
         seqlen: the number of keys per document, which determines the length class; by default the mean.
-        gradients: whether the schedule must also serve backward passes. If False, the fields that only backward passes
-            read (query_start, query_end, key_tiles) may be empty.
+        gradients: whether the schedule must also serve backward passes. If gradients is False, the fields that
+            only backward passes read (query_start, query_end, key_tiles) may be empty.
     """
     left, right = window_size
     if causal:
@@ -251,7 +250,8 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
 class _Side(NamedTuple):
     """One side of the attention: either the documents of the queries, or the documents of the keys.
 
-    Documents are counted from 1. Tokens after the last document belong to an additional, empty document.
+    Documents are counted from 1. Tokens after the last document belong to an additional document, which is empty on
+    the other side.
     """
 
     starts: Tensor  # (n_docs + 2,) int32
@@ -262,8 +262,8 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # Documents are counted from 1. The document of a token is the number of documents that begin at or before it.
-        # No token belongs to an empty document of cu_seqlens.
+        # A token's document, counted from 1, is the number of documents that begin at or before the token. No token
+        # belongs to an empty document of cu_seqlens.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 
@@ -273,15 +273,15 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 class _Paired(NamedTuple):
-    """Positions on the other side, one for each token of the own side. Each field is (total,) int32."""
+    """Positions on the other side, for each token of the own side. Each field is (total,) int32."""
 
-    start: Tensor  # where the token's document starts
-    end: Tensor  # where the token's document ends
-    aligned: Tensor  # the token's aligned token
+    start: Tensor  # where the token's document starts on the other side
+    end: Tensor  # where the token's document ends on the other side
+    aligned: Tensor  # the token on the other side that the token is aligned with
 
 
 def _paired(own: _Side, other: _Side) -> _Paired:
-    """Pairs the queries with the documents of the keys if `own` is the side of the queries, and vice versa."""
+    """Returns for each token of `own` where its document is on the `other` side, and its aligned token."""
     start, end = other.starts[own.document], other.ends[own.document]
     return _Paired(start, end, own.token if own is other else own.token - own.ends[own.document] + end)
 
@@ -311,11 +311,11 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
     With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. If a tile holds several documents, the longer of its first and last document determines its place.
+    run last. If a tile holds several documents, the longer of its first and last document determines the tile's place.
 
     Args:
-        length: (total,). For tiles of queries, it holds the number of keys in each query's document. For tiles of keys,
-            it holds the number of queries in each key's document.
+        length: (total,), for tiles of queries the number of keys in each query's document, and for tiles of keys the
+            number of queries in each key's document.
         last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
             has the most work, and so has its first tile of keys.
     """

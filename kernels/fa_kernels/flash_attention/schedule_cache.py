@@ -10,13 +10,13 @@ import torch
 
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
-# A schedule is cached only up to this number of queries and keys. With more tokens, the GPU works for longer than the
-# host needs to build the schedule.
+# A schedule is cached only if its queries and keys are at most MAX_TOKENS in total. For larger batches, attention takes
+# the GPU longer than the host needs to build a schedule.
 MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 
 _T = TypeVar("_T")
-_KEPT: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules, the oldest first
+_KEPT: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules; the oldest schedule comes first
 
 
 def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | None:
@@ -28,8 +28,8 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     if torch.compiler.is_compiling() or may_have_dispatch_mode():
         return None  # a dispatch mode may create fake tensors, or count operations
     if isinstance(device, torch.device) and device.type == "cuda":
-        # The device is replaced by its index, because `cuda` means another device after set_device. The address of the
-        # stream does not identify the device, because the default stream of every device is 0.
+        # The result has the index of the device, because `cuda` means another device after set_device. The address of
+        # the stream does not identify the device, because the default stream of every device has the address 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0
@@ -37,7 +37,7 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     # cached tensors either, because the cache may drop a tensor before the graph is replayed.
     if torch.cuda.is_current_stream_capturing():
         return None
-    # The stream is included, because another stream could read a cached tensor before this stream has written it.
+    # The result has the stream, because another stream could read a cached tensor before this stream has written it.
     return device, current_stream_address(device)
 
 
@@ -67,6 +67,6 @@ def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
             value = build()
         if len(_KEPT) >= MAX_SCHEDULES:
             oldest, *_ = _KEPT
-            _KEPT.pop(oldest, None)  # another thread may have removed this key
+            _KEPT.pop(oldest, None)  # None avoids a KeyError if another thread has removed the key
         _KEPT[key] = value
     return value

@@ -14,7 +14,7 @@ _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 
 
 class Address(NamedTuple):
-    """The address and dtype of a tensor. A cached descriptor holds an Address, so it does not keep the tensor alive."""
+    """The address and dtype of a tensor. A cached descriptor holds no tensor, so the tensor can be freed."""
 
     pointer: int
     dtype: torch.dtype

@@ -1,11 +1,11 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
-This module relies on the following private details of Triton. A launch returns its CompiledKernel.
+This module relies on the following private details of Triton. A kernel launch returns its CompiledKernel.
 CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes another launcher. `prepared`
 binds the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and
 calls the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes
-descriptors at each launch, but record.py caches one encoding for each address. Our launcher therefore has a signature
-that lists the parts of an encoded descriptor.
+descriptors at each launch, but record.py caches one encoding for each address. The launchers that
+`_launcher` makes therefore accept the parts of an encoded descriptor as arguments.
 """
 
 import re
@@ -75,14 +75,14 @@ class _Source(NamedTuple):
 def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[..., None]:
     """Returns a function that launches the kernel. The function accepts only the kernel's arguments.
 
-    The function runs no launch hooks, so do not use it if `has_launch_hooks()`.
+    The function runs no launch hooks, so do not use the function if `has_launch_hooks()` is True.
     """
     launcher = _launcher(compiled)
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return partial(launcher, *where, *how)
-    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. These constants are
-    # added here instead, and the launcher is skipped.
+    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. The code below
+    # adds the constants once, and skips the launcher at each launch.
     where += launcher.launch_cooperative_grid, launcher.launch_pdl
     launch, no_scratch = launcher.launch, (None, None)
     if triton.__version__.startswith("3.6."):
