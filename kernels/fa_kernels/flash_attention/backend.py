@@ -89,10 +89,10 @@ def backward(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes dq, dk and dv, which are contiguous. If there are sinks, also returns delta (delta.py).
+    """Computes dq, dk and dv, which are contiguous. If there are sinks, the function also returns delta (delta.py).
 
-    With `deterministic`, gradients have the same bits in every run. In this case, programs that add to the same element
-    of dq do so in a fixed order.
+    With `deterministic`, gradients have the same bits in every run, because partial sums of dq are added in a fixed
+    order.
     Shapes: q, k, v and o are as in `forward`; do has the shape of o; lse and dlse are (n_heads, total_q) fp32.
     """
     shapes = q.shape, k.shape, v.shape
@@ -114,8 +114,8 @@ def backward(
 def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: Arch) -> int:
     """Returns an upper bound of the temporary memory of the backward pass, in bytes per query and head.
 
-    All kernels need one fp32 value, delta, per query and head. The Hopper kernels need two more fp32 values per query
-    and head. The fused Hopper kernel (hopper/backward/fused.py) also needs an fp32 sum of dQ.
+    The portable kernels need one fp32 value, delta, per query and head. The Hopper kernels need three fp32 values per
+    query and head, of which one is delta. The fused Hopper kernel (hopper/backward/fused.py) also sums dQ in fp32.
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
@@ -145,9 +145,8 @@ def _common_key(
     """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
 
     Kernel launches and the checks of require_consistent depend only on values in the recording key. A schedule's
-    tensors are always int32, contiguous and on one device. The key therefore describes these tensors only by their
-    device and their numbers of tiles. Strides of contiguous tensors are not in the key, because they follow from the
-    shape or do not matter.
+    tensors are always int32, contiguous and on one device, so the key holds only their device and numbers of tiles.
+    The key holds no strides of contiguous tensors, because such strides follow from the shape or do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],

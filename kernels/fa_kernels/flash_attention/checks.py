@@ -29,8 +29,8 @@ def require_backend(device: torch.device, dtype: torch.dtype | None = None) -> N
 def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
 
-    If a call repeats recorded launches (launch/record.py), this function does not run. Everything that the function
-    checks must therefore be in the key of the recording (backend._common_key).
+    A call that repeats recorded launches (launch/record.py) does not run require_consistent. Everything that
+    require_consistent checks must therefore be in the key of the recording (backend._common_key).
     Shapes: q (tokens, n_heads, head_dim), k and v (tokens, n_kv_heads, head_dim), or with (batch, seqlen) in place of
     `tokens`.
     """
@@ -94,7 +94,7 @@ def softcap_of(softcap: float) -> float:
 
 
 def require_constant(name: str, x: object) -> None:
-    """Raises ValueError if x is a tensor that requires a gradient, because attention computes none for it."""
+    """Raises ValueError if x is a tensor that requires a gradient, because attention computes no gradient for x."""
     if isinstance(x, Tensor) and x.requires_grad:
         raise ValueError(f"{name} must not require a gradient, because attention computes none for it")
 

@@ -12,8 +12,8 @@ class Features(NamedTuple):
     sinks: (n_heads,) fp32, contiguous, in nats, or None.
     alibi: an empty sequence, or the three tensors slopes, aligned and document.
         slopes: (n_docs or 1, n_heads) fp32, contiguous.
-        aligned: (total_q,) int32. For each query, it holds the key whose ALiBi bias is 0.
-        document: (total_q,) int32. For each query, it holds the row of slopes to use.
+        aligned: (total_q,) int32. aligned[i] is the index of the key whose ALiBi bias is 0 for query i.
+        document: (total_q,) int32. document[i] is the row of slopes for query i, if slopes has several rows.
     descale: (2, n_heads) fp32, or None. Row 0 of descale holds the factor of each head's scores, and row 1 the factor
     of each head's output. Only the forward pass supports descale.
     """

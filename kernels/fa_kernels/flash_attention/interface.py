@@ -105,8 +105,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # A new schedule, ALiBi and fp8 scales need work on the GPU, so the arguments are checked before this work. For
-    # other calls, the check in the backend is early enough.
+    # A new schedule, ALiBi and fp8 scales need work on the GPU, so their arguments are checked before this work. For
+    # calls without such work, the check in backend.forward is early enough.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -161,22 +161,23 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
         max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
         max_seqlen_k: an upper bound of the keys per document. If max_seqlen_k is an int of at least 4096, kernels are
-            chosen for this length. A bound that is too large may then cost speed. Otherwise, and in compiled code,
-            kernels are chosen for the mean length of documents.
+            chosen for documents of max_seqlen_k keys. If max_seqlen_k is larger than the longest document, these
+            kernels may be slower. In compiled code, or if max_seqlen_k is smaller or a tensor, kernels are chosen for
+            the mean length of documents.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
-            Entries for pages after a document's last key are ignored. This function copies the pages to
-            n_docs * max_seqlen_k rows. flash_attn_with_kvcache reads pages in place instead.
+            Entries for pages after a document's last key are ignored. flash_attn_varlen_func copies the pages to
+            n_docs * max_seqlen_k rows. Unlike flash_attn_varlen_func, flash_attn_with_kvcache reads pages in place.
 
     Returns:
         o (total_q, n_heads, v_head_dim); lse is (n_heads, total_q).
 
     Raises:
         ValueError: for the same reasons as in flash_attn_func, or if a value in cu_seqlens or block_table is wrong.
-            These values are checked only if they are on the CPU, or if FLASH_ATTENTION_DEBUG=1 allows the host to wait
-            for the GPU. cu_seqlens must start at 0, must not decrease and must not end after the last row. No
-            document may be longer than max_seqlen_q or max_seqlen_k, and every page must exist. Wrong values that are
-            not checked give wrong results, but no access out of bounds.
+            Values of cu_seqlens and block_table are checked only if the tensors are on the CPU, or if
+            FLASH_ATTENTION_DEBUG=1 allows the host to wait for the GPU. cu_seqlens must start at 0, must not decrease
+            and must not end after the last row. No document may be longer than max_seqlen_q or max_seqlen_k, and every
+            page must exist. Wrong values that are not checked give wrong results, but no access out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -198,8 +199,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k. If compiled code used max_seqlen_k, torch would compile again for each
-        # length class, and torch 2.11 even for each value of max_seqlen_k.
+        # Compiled code ignores max_seqlen_k. Otherwise, torch would compile again for each length class.
+        # torch 2.11 would even compile again for each value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )
@@ -223,8 +224,8 @@ def flash_attn_packed(
 ) -> Tensor:
     """Computes attention over a packed stream. The schedule says which keys each query sees (see schedule.py).
 
-    A schedule is built once per batch, and all layers share it. The other arguments and the errors are those of
-    flash_attn_func.
+    A schedule is built once per batch, and all layers share it. softmax_scale, softcap, sinks, deterministic and the
+    errors are those of flash_attn_func.
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim).
     """
@@ -339,7 +340,7 @@ def _from_pages(
         if wrong.numel():
             raise ValueError(f"block_table must hold pages from 0 to {n_pages - 1}; got {wrong.tolist()}")
     token = torch.arange(n_docs * max_seqlen_k, dtype=torch.int32, device=k.device)
-    # Rows after the last document belong to no document, so their values do not matter.
+    # No query sees the rows after the last document, so the values of these rows do not matter.
     document = (torch.searchsorted(cu_seqlens_k, token, right=True) - 1).clamp(0, max(0, n_docs - 1))
     place = (token - cu_seqlens_k[document]).clamp(0, capacity - 1)
     page, row = block_table[document, place // page_size].clamp(0, n_pages - 1), place % page_size
@@ -355,8 +356,8 @@ def _outputs(o: Tensor, lse: Tensor | None, q: Tensor, return_attn_probs: bool) 
 def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Tensor, k: Tensor) -> Tensor | None:
     """Returns two factors per head, (2, n_heads) float32: the scores' factor (row 0) and the output's factor (row 1).
 
-    `descales` holds q_descale, k_descale and v_descale. Each of them is (n_kv_heads,), or None for a factor of 1.
-    If all three are None, returns None.
+    `descales` holds q_descale, k_descale and v_descale. Each descale is (n_kv_heads,), or None for a factor of 1.
+    If all three descales are None, returns None.
     """
     if descales[0] is descales[1] is descales[2] is None:
         return None
@@ -377,9 +378,9 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
     """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least `LONG_DOCUMENT`, else None.
 
-    If a document is long, it causes most of the batch's work, so the kernels are chosen for its length.
+    A long document causes most of the batch's work, so the kernels are chosen for the length of the long document.
     """
-    # max_seqlen may be a tensor. To read its value, the host would have to wait for the GPU.
+    # max_seqlen may be a tensor. To read the value of a tensor, the host would have to wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 

@@ -1,7 +1,7 @@
 """NaN isolation: NaN in one document must not reach the results of other documents.
 
 A kernel either isolates NaN while it computes (`isolate_nan`), or only marks rows whose results contain NaN.
-In the second case, portable/repair.py computes the tiles with marked rows again.
+portable/repair.py computes the tiles with marked rows again.
 """
 
 import torch
@@ -16,16 +16,16 @@ ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so it can check
 
 @triton.jit
 def isolate_nan(x):
-    """Replaces inf and NaN in x [N, D] by 0. Also returns a vector [N].
+    """Returns x [N, D] with 0 in place of inf and NaN, and a vector [N] that marks the rows with inf or NaN.
 
     The vector is NaN for each row that contains inf or NaN, and 0 for the other rows.
 
-    The next matmul multiplies rows of x by 0 if a query does not see them. But 0 * NaN is NaN. Without `isolate_nan`,
-    NaN would therefore reach other documents. The caller adds the returned vector to the weights of visible rows, so
-    that NaN still reaches the queries that see it. `isolate_nan` doubles the instructions of a masked loop, so kernels
-    for one document are compiled without `isolate_nan`.
+    The matmul after `isolate_nan` multiplies a row of x by 0 for each query that does not see the row. 0 * NaN is NaN,
+    so NaN would reach other documents without `isolate_nan`. The caller adds the returned vector to the weights of
+    visible rows, so that NaN still reaches the queries that see it. `isolate_nan` doubles the instructions of a masked
+    loop, so kernels for one document are compiled without `isolate_nan`.
     """
-    zeros = x * 0.0  # NaN where x is not finite
+    zeros = x * 0.0  # `zeros` is NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
 
 

@@ -1,10 +1,10 @@
-"""Attention for torch: the registered operators with their fakes and FLOP formulas, and autograd.
+"""Attention for torch: registered operators, their fake implementations, their FLOP formulas, and autograd.
 
 This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
 registered operators. torch.compile does not break the graph at these operators, and checkpoint policies can name them.
 Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
 `flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the functions
-that run:
+that run in each case:
 
 | observed?     | gradients? | forward                                       | backward          |
 |:--------------|:-----------|:----------------------------------------------|:------------------|
@@ -15,8 +15,8 @@ that run:
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
 A call is observed if code outside this file could watch operators (see `observed`). The backward pass calls
-`observed` again. Operators of torch accept no Schedule and no Features. They receive the seven tensors of the Schedule
-instead. They receive ALiBi as a list of three tensors, which is empty without ALiBi.
+`observed` again. Operators of torch accept no Schedule and no Features. The registered operators therefore receive the
+seven tensors of the Schedule, and the fields of Features. ALiBi is a list of three tensors, or an empty list.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from fa_kernels.torch_private import (
     without_dead_wrapper,
 )
 
-_PLAIN = {Tensor, Parameter, type(None)}  # these types do not override torch operators; other tensor types may
+_PLAIN = {Tensor, Parameter, type(None)}  # subclasses of Tensor other than Parameter may override torch operators
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -192,8 +192,8 @@ def _gradients(
     if dlse is not None:
         dlse = dlse.contiguous()
     sinks = features.sinks
-    # If gradients are enabled here, the caller may want second derivatives, which attention does not support. Autograd
-    # raises an error for second derivatives only if it has recorded the operator.
+    # If gradients are enabled in a backward pass, the caller may want second derivatives, which attention does not
+    # support. Autograd raises an error for second derivatives only if it has recorded `backward_operator`.
     if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
             backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
@@ -204,13 +204,13 @@ def _gradients(
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
-_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # the last two: deterministic, is_observed
+_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # the two bools are `deterministic` and `is_observed`
 
 
 class _Attention(torch.autograd.Function):
     """Attention as an autograd Function.
 
-    torch's `register_autograd` would compute the same, but takes more host time, because it flattens lists in Python.
+    torch's `register_autograd` would give the same gradients, but takes more host time: it flattens lists in Python.
     """
 
     @staticmethod
@@ -222,8 +222,8 @@ class _Attention(torch.autograd.Function):
         o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, is_observed)
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # Hooks may offload tensors that are saved with save_for_backward. The schedule is not saved there, because all
-        # layers share it.
+        # Hooks may offload tensors that are saved with save_for_backward. The schedule must not be offloaded, because
+        # all layers share it.
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
         return (o, lse) if wants_lse else o
@@ -303,8 +303,8 @@ def flash_attention_forward(
     input has a forward-mode tangent.
     """
     sinks = features.sinks
-    # Without this check, forward-mode tangents would be lost silently. Even the registered operator drops tangents
-    # if no input requires a gradient.
+    # Without this error, forward-mode tangents would be lost silently: even the registered operator drops tangents if
+    # no input requires a gradient.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
@@ -329,7 +329,7 @@ def flash_attention_forward(
 
 @register_flop_formula(torch.ops.flash_attention.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts all pairs of a query and a key, as torch does for its attention. The host does not know the mask."""
+    """Counts all pairs of a query and a key, as torch does for its attention, because the host has no mask."""
     return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (q_shape[2] + v_shape[2])
 
 

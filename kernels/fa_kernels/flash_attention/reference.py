@@ -22,8 +22,8 @@ def attention_reference(
     """Computes attention over packed documents in `dtype`, with all scores in memory.
 
     The arguments are those of flash_attn_varlen_func. Returns o (total_q, n_heads, v_head_dim) and lse
-    (n_heads, total_q); both are differentiable. A query that sees no key has output 0. Its lse is the sink of the head,
-    or -inf without sinks. Queries after the last document see no key.
+    (n_heads, total_q); both are differentiable. A query that sees no key has output 0, and its lse is the sink of its
+    head, or -inf without sinks. Queries after the last document see no key.
     """
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     total_q, n_heads, head_dim = q.shape
@@ -51,10 +51,11 @@ def attention_reference(
             slopes = alibi_slopes if alibi_slopes.dim() == 1 else alibi_slopes[index]
             scores = scores - slopes.to(dtype)[:, None, None] * distance.abs().to(q.device)
         scores = scores.masked_fill(~visible.to(q.device), float("-inf"))
-        # The sink is one more column of scores; it has no row in v.
+        # The sink is an additional column of scores. Unlike keys, the sink has no row in v.
         scores = torch.cat([scores, sink[:, None, None].expand(-1, q1 - q0, 1)], dim=2)
         sees = torch.isfinite(scores.detach()).any(dim=2)
-        # Rows that see no key get scores of 0 here, which avoids NaN in gradients. Their results are replaced below.
+        # Rows that see neither a key nor a sink get scores of 0, which avoids NaN in gradients. The results of these
+        # rows are replaced below.
         safe = scores.masked_fill(~sees[..., None], 0.0)
         outputs.append((safe.softmax(dim=-1)[..., :-1] @ values * sees[..., None]).transpose(0, 1))
         lses.append(safe.logsumexp(dim=-1).masked_fill(~sees, float("-inf")))

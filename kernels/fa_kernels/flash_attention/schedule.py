@@ -1,9 +1,9 @@
 """The schedule of a batch: which keys each query sees, and the order in which kernels process tiles.
 
 A schedule is built once per batch, and all layers share it. With documents, causality and windows, a query sees one
-contiguous range of keys. The start and the end of a query's range never decrease from one query to the next. Two
-integers per token therefore describe the mask of a batch. Each tile of queries also reads one contiguous range of keys.
-Only the blocks at both ends of a tile's range need a mask.
+contiguous range of keys, so two integers per token describe the mask of a batch. The start and the end of a query's
+range never decrease from one query to the next. A tile of queries therefore reads one contiguous range of keys. Only
+the blocks at both ends of a tile's range need a mask.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# The number of keys that a query may see determines the length class. These are the bounds between length classes.
+# Bounds between length classes, in keys. The number of keys that a query may see determines the length class.
 # docs/hopper.md says which kernels each length class uses.
 SHORT_DOCUMENT = 2**9  # below this length, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
@@ -29,9 +29,9 @@ LengthClass = Literal["short", "medium", "long", "very_long"]
 class Schedule(NamedTuple):
     """The range that each token of a packed batch sees, and the order of tiles.
 
-    All tensors are int32, on the device of q, k and v. Tokens are counted over the whole batch.
+    All tensors are int32, on the device of q, k and v. The indices of queries and keys count all tokens of the batch.
 
-    Query i sees key j if and only if `key_start[i] <= j < key_end[i]`. An equivalent condition is
+    Query i sees key j if and only if `key_start[i] <= j < key_end[i]`, or equivalently,
     `query_start[j] <= i < query_end[j]`.
     """
 
@@ -40,11 +40,11 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), tile indices; tiles of the longest document come first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), like query_tiles; if documents are short, in ascending order
-    wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), in the order of query_tiles
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), tile indices; in ascending order if documents are short
+    wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), tile indices; tiles of the longest document come first
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
-    # True if there are several documents, or if tokens may follow the last document. If True, kernels isolate NaN,
-    # so that it does not reach other documents.
+    # crosses_documents is True if there are several documents, or if tokens may follow the last document. If
+    # crosses_documents is True, kernels isolate NaN, so that NaN does not reach other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 
@@ -56,7 +56,7 @@ class Schedule(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], crosses_documents: bool, length_class: LengthClass = "medium"
     ) -> "Schedule":
-        """Returns a Schedule that holds the given tensors. They must be in the order of the method `tensors`.
+        """Returns a Schedule that holds the given tensors, which must be in the order of the method `tensors`.
 
         Only the forward pass needs `length_class`.
         """
@@ -92,7 +92,7 @@ def build_schedule(
         padded: whether there can be tokens after the last document.
         seqlen: the number of keys per document, which determines the length class; by default the mean.
         gradients: whether the schedule must also serve backward passes. If False, the fields that only backward passes
-            read (query_start, query_end, key_tiles) may be empty.
+            read (query_start, query_end and key_tiles) may be empty.
     """
     left, right = window_size
     if causal:
@@ -262,8 +262,8 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # Documents are counted from 1. The document of a token is the number of documents that begin at or before it.
-        # No token belongs to an empty document of cu_seqlens.
+        # Documents are counted from 1. The document of a token is the number of documents that begin at or before the
+        # token. No token belongs to an empty document of cu_seqlens.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 
@@ -273,7 +273,7 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 class _Paired(NamedTuple):
-    """Positions on the other side, one for each token of the own side. Each field is (total,) int32."""
+    """For each token of the own side, three positions on the other side. Each field is (total,) int32."""
 
     start: Tensor  # where the token's document starts
     end: Tensor  # where the token's document ends
@@ -281,7 +281,7 @@ class _Paired(NamedTuple):
 
 
 def _paired(own: _Side, other: _Side) -> _Paired:
-    """Pairs the queries with the documents of the keys if `own` is the side of the queries, and vice versa."""
+    """Pairs queries with the documents of the keys, or keys with the documents of the queries if `own` has the keys."""
     start, end = other.starts[own.document], other.ends[own.document]
     return _Paired(start, end, own.token if own is other else own.token - own.ends[own.document] + end)
 
@@ -311,13 +311,13 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
     With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. If a tile holds several documents, the longer of its first and last document determines its place.
+    run last. A tile that holds several documents is placed by the longer of its first and its last document.
 
     Args:
-        length: (total,). For tiles of queries, it holds the number of keys in each query's document. For tiles of keys,
-            it holds the number of queries in each key's document.
+        length: (total,). For tiles of queries, length[i] is the number of keys in the document of query i. For tiles of
+            keys, length[i] is the number of queries in the document of key i.
         last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
-            has the most work, and so has its first tile of keys.
+            has the most work. In the same way, a document's first tile of keys has the most work.
     """
     of_last = length[tile - 1 :: tile]
     if length.numel() % tile:

@@ -10,8 +10,8 @@ import torch
 
 from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
 
-# A schedule is cached only up to this number of queries and keys. With more tokens, the GPU works for longer than the
-# host needs to build the schedule.
+# A schedule is cached only if its queries and keys are at most MAX_TOKENS together. With more tokens, the GPU works for
+# longer than the host needs to build the schedule.
 MAX_TOKENS = 2**18
 MAX_SCHEDULES = 8
 
@@ -28,16 +28,16 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     if torch.compiler.is_compiling() or may_have_dispatch_mode():
         return None  # a dispatch mode may create fake tensors, or count operations
     if isinstance(device, torch.device) and device.type == "cuda":
-        # The device is replaced by its index, because `cuda` means another device after set_device. The address of the
-        # stream does not identify the device, because the default stream of every device is 0.
+        # The device is replaced by its index, because `cuda` means another GPU after set_device. The address of the
+        # stream does not identify the GPU, because the default stream of every GPU has the address 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0
-    # A captured CUDA graph owns the tensors that it creates, so the cache must not keep them. The graph must not read
-    # cached tensors either, because the cache may drop a tensor before the graph is replayed.
+    # A captured CUDA graph owns the tensors that it creates, so the cache must not keep them. A graph must also not
+    # read cached tensors, because the cache may drop a tensor before the graph is replayed.
     if torch.cuda.is_current_stream_capturing():
         return None
-    # The stream is included, because another stream could read a cached tensor before this stream has written it.
+    # The stream is part of the key, because another stream could read a cached tensor before it has been written.
     return device, current_stream_address(device)
 
 

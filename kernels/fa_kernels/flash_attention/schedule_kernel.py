@@ -1,10 +1,10 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-torch would need more than thirty operators to compute a schedule. These operators would take more host time than
-attention over short documents takes on the GPU. Some programs of this kernel compute the ranges of tokens. Each of the
-other programs computes positions of tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
+torch would need more than thirty operators to compute a schedule. More than thirty operators would take more host time
+than attention over short documents takes on the GPU. A program of this kernel computes either the ranges of some
+tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
 finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
-before this tile. The program finds the documents of all tiles itself, so programs do not communicate.
+before this tile. Each program finds the documents of all tiles itself, so programs do not communicate.
 
 The numbers of documents and tokens are not compile-time constants, so one compiled kernel serves all batches.
 """
@@ -24,16 +24,16 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
-TOKENS = 512  # one program computes the ranges of this many tokens
-TILES = 32  # one program computes the positions of this many tiles
-OTHERS = 256  # a program compares its own tiles with this many other tiles at a time
+TOKENS = 512  # tokens per program that computes ranges
+TILES = 32  # tiles per program that computes positions of tiles
+OTHERS = 256  # number of tiles with which a program compares its own tiles at a time
 WARPS = 8  # per program
-ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer begins at a multiple of this
+ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the buffer begins at a multiple of ALIGNMENT
 
 
 @structure
 class _Side:
-    """What a kernel needs to find the ranges of queries, or the ranges of keys.
+    """The values from which a kernel computes the ranges of queries, or the ranges of keys.
 
     The own side has the tokens whose ranges are computed. The ranges contain tokens of the other side.
     """
@@ -83,7 +83,7 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns the ranges of the given tokens of `side`."""
+    """Returns the `_Ranges` of tokens that are on the own side."""
     n_edges = side.n_edges
     document = _document_of(tokens, side.own_ptr, n_edges, side.stride)
     start = _edge(document - 1, side.other_ptr, n_edges, side.total_other)
@@ -152,12 +152,11 @@ def _schedule_kernel(
     WORK_TILE: tl.constexpr, WIDE_TILE: tl.constexpr,
     TOKENS: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes a part of one result.
+    """Each program computes some elements of the schedule's tensors.
 
-    The programs with the lowest ids compute query_tiles. The next programs compute wide_query_tiles, then the ranges of
-    queries, then key_tiles, then the ranges of keys. A launch without gradients has no programs for key_tiles and for
-    the ranges of keys.
-    out_ptr: the buffer that holds all tensors, as `_layout` describes.
+    In the order of their ids, programs compute query_tiles, wide_query_tiles, the ranges of queries, key_tiles, and the
+    ranges of keys. A launch without gradients has no programs for key_tiles and for the ranges of keys.
+    out_ptr: the buffer that holds all tensors, with the layout of `_layout`.
     """
     key_start_ptr = out_ptr
     key_end_ptr = key_start_ptr + _aligned(total_q, ALIGNMENT)
@@ -166,7 +165,8 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # The programs of one tensor have consecutive ids. Each value is the first id after the programs of one tensor.
+    # after_tiles is the first id after the programs for query_tiles. The other names `after_...` are formed in the same
+    # way.
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)
@@ -212,14 +212,14 @@ def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradient
     places: list[int] = []  # indices into sizes
     for size in (total_q, total_q, query_tiles, wide_tiles, *of_gradients):
         places.append(len(sizes) if size else 0)
-        sizes += [part for part in (size, -size % ALIGNMENT) if part]  # each part costs 1 us in split_with_sizes
+        sizes += [part for part in (size, -size % ALIGNMENT) if part]  # split_with_sizes takes 1 us per part
     key_start, key_end, query_tiles, wide_query_tiles, query_start, query_end, key_tiles = places
     pick = itemgetter(key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles)
     return _Layout(sum(sizes), sizes, pick, programs)
 
 
 def takes(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
-    """Returns whether the kernel can read cu_seqlens, and no tool traces torch operators."""
+    """Returns True if the kernel can read cu_seqlens and no tool traces torch operators."""
     if torch.compiler.is_compiling() or may_be_traced():
         return False
     return _is_readable(cu_seqlens_q) and (cu_seqlens_k is cu_seqlens_q or _is_readable(cu_seqlens_k))

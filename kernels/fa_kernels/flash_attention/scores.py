@@ -5,7 +5,7 @@ import triton.language as tl
 
 from fa_kernels.device import LOG2_E, interpreted
 
-# triton.jit decides at import whether to interpret kernels, so this value is also computed at import.
+# triton.jit decides at import whether to interpret kernels, so `_INTERPRETED` is also computed at import.
 _INTERPRETED = tl.constexpr(interpreted())
 
 
@@ -14,10 +14,10 @@ def tanh(x, dtype: tl.constexpr):
     """Computes tanh(x) in fp32, where x is score / softcap. `dtype` is the dtype of q and k.
 
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
-    narrower dtypes use the approximate instruction `tanh.approx`, whose relative error of 2^-11 is below the rounding
-    error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`. If all scores of a key are close to the soft cap,
-    its dK is a sum of small terms, because each term has the factor `1 - tanh(x)^2`. With `tanh.approx`, the error of
-    dK in fp16 could then exceed twice the error of torch.
+    narrower dtypes use the approximate instruction `tanh.approx`. Its relative error of 2^-11 is below the rounding
+    error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`, because the error of dK in fp16 could exceed
+    twice torch's error with `tanh.approx`. This error occurs if all scores of a key are close to the soft cap: dK is
+    then a sum of small terms, each with the factor `1 - tanh(x)^2`.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -32,7 +32,7 @@ def tanh(x, dtype: tl.constexpr):
 def _reciprocal(x):
     """Computes 1 / x for x from 1 to infinity, within one unit in the last place.
 
-    Triton's division would compile to four times as much code as this instruction.
+    Triton's division would compile to four times as much code as the instruction `rcp.approx`.
     """
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -41,7 +41,7 @@ def _reciprocal(x):
 def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
     """Applies the soft cap (Gemma 2, arXiv:2408.00118).
 
-    Returns softcap * tanh(softmax_scale * scores / softcap) in log2 units, and the tanh.
+    Returns the capped scores softcap * tanh(softmax_scale * scores / softcap) in log2 units, and the tanh alone.
     """
     t = tanh(scores * (softmax_scale / softcap), dtype)
     return t * (softcap * LOG2_E), t
@@ -61,7 +61,7 @@ def alibi_bias(slope, aligned, keys):
 def load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
     """Returns the slope and the aligned key of each query in `rows`.
 
-    Without ALiBi, returns placeholders that are not used.
+    Without ALiBi, the returned values are placeholders that no code uses.
     """
     if HAS_ALIBI:
         document = tl.load(document_ptr + rows, mask=inside, other=0)

@@ -13,15 +13,15 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform()
 def structure(cls: type[_Class]) -> type[_Class]:
-    """Decorates a class with annotated fields.
+    """Decorator that turns a class with annotated fields into a structure.
 
     Objects of the class can be arguments, results and loop variables in kernels. A field may be any value of a kernel:
     a tensor, a buffer, a descriptor, a tuple, None or another structure. Fields cannot be reassigned. Methods must be
-    `gluon.jit` functions. The interpreter supports structures without methods only.
+    `gluon.jit` functions. In the interpreter, structures must not have methods.
     """
-    if interpreted():  # there, kernels are Python functions, and `constexpr(None) is None` would be false
+    if interpreted():  # interpreted kernels are Python functions, in which `constexpr(None) is None` would be false
         return dataclass(frozen=True, eq=False)(cls)
-    fields = constexpr(tuple(cls.__annotations__))  # a constexpr, so that kernels are compiled again if names change
+    fields = constexpr(tuple(cls.__annotations__))  # a constexpr, so that new names of fields cause a recompilation
 
     def __init__(self, *values):
         for field, value in zip(fields.value, values, strict=True):
