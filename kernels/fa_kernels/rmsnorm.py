@@ -1,8 +1,8 @@
 """RMSNorm (arXiv:1910.07467) fused with the residual addition before it.
 
 The forward kernel adds the output of a layer to the residual stream and normalises the sum. The backward kernel
-computes the gradients of the residual stream, of the added tensor and of the weight. The first two gradients are equal,
-but may have different dtypes.
+computes the gradients of the residual stream, of the added tensor and of the weight. The gradients of the residual
+stream and of the added tensor are equal, but may have different dtypes.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fa_kernels.device import multiprocessors
 
-ELEMENTS_PER_WARP = 1024  # a warp processes this many elements of a row, 32 per thread
-PROGRAMS_PER_SM = 12  # programs of the backward kernel; each program sums the gradient of the weight over its rows
+ELEMENTS_PER_WARP = 1024  # elements of a row that one warp processes; 32 per thread
+PROGRAMS_PER_SM = 12  # programs of the backward kernel; each program sums the weight gradient over its own rows
 
 
 @triton.jit
@@ -134,8 +134,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, added and weight. If added is None, x holds the sum.
 
-    If x and added have the same dtype, their gradients are the same. In this case, the function returns an empty tensor
-    as the gradient of added.
+    If x and added have the same dtype, their gradients are the same, so the function returns an empty tensor as the
+    gradient of added.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)

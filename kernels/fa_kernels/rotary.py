@@ -179,7 +179,7 @@ _rotate.register_autograd(_backward, setup_context=_save)
 
 
 class _RotateQKV(torch.autograd.Function):
-    """Rotates qkv and splits it into q, k and v. The backward kernel reads the three gradients in place.
+    """Rotates qkv and splits it into q, k and v. The backward kernel reads the gradients of q, k and v in place.
 
     If rotation and split were separate operations, autograd would first join the gradients in an additional pass over
     memory.

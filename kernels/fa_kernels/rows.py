@@ -1,4 +1,4 @@
-"""Copies and adds rows of one or two tensors by index. Context parallelism uses this to exchange keys and values.
+"""Copies and adds rows of one or two tensors by index. Context parallelism exchanges keys and values with this module.
 
 Tensors have the shape (rows, heads, head_dim), and each row is contiguous. The kernels need one pass over the data.
 torch's functions would need several passes: index_select and index_copy_ process one tensor at a time, and sums in fp32
@@ -100,7 +100,8 @@ def copy_rows(
     """Copies rows: for each i and each pair of a source and a target, target[to_rows[i]] = source[from_rows[i]].
 
     sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a target's row must be contiguous.
-    from_rows, to_rows: (n,) int32; None means 0, 1, 2 and so on. If both are None, all rows of the sources are copied.
+    from_rows, to_rows: (n,) int32; None means the rows 0, 1, 2 and so on. If both from_rows and to_rows are None, all
+    rows of the sources are copied.
     Raises: ValueError if the heads of a target's row are not contiguous.
     """
     sources = [_with_contiguous_rows(source) for source in sources]
@@ -116,8 +117,8 @@ def copy_rows(
 def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor) -> None:
     """Adds rows of `added` to rows of `totals`, by index.
 
-    Row rows[i] of `totals` gets a sum: its old value plus the rows entries[offsets[i] : offsets[i + 1]] of `added`. The
-    sum is computed in fp32, in the order of the entries, and rounded once.
+    For each i, the rows entries[offsets[i] : offsets[i + 1]] of `added` are added to row rows[i] of `totals`. The sum
+    is computed in fp32, in the order of the entries, and rounded once.
     totals, added: one or two tensors each, (rows, heads, head_dim). The heads of a total's row must be contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.
     Raises: ValueError if the heads of a total's row are not contiguous.
@@ -157,7 +158,7 @@ def _add_in_kernel(
 
 
 def _launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel. If all addresses are aligned, this takes less host time than Triton's own launch."""
+    """Launches a kernel. If all addresses are aligned, the launch takes less host time than Triton's own launch."""
     if any(x.data_ptr() % ALIGNMENT for x in arguments if isinstance(x, Tensor)):
         kernel[grid](*arguments, **constants)
     else:
@@ -203,7 +204,7 @@ def _require_contiguous_rows(targets: Sequence[Tensor]) -> None:
 def _launch_sizes(targets: Sequence[Tensor], n_rows: int) -> tuple[tuple[int, int], int, tuple[int, int]]:
     """Returns the number of elements in a row of each tensor, the number of columns of a tile, and the launch grid.
 
-    Triton's functions for such numbers are not used, because they take more host time.
+    The function does not call triton.next_power_of_2 and triton.cdiv, because they take more host time.
     """
     (_, heads_a, dim_a), (_, heads_b, dim_b) = targets[0].shape, targets[-1].shape
     widths = heads_a * dim_a, heads_b * dim_b

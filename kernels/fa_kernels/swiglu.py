@@ -3,7 +3,7 @@
 The forward and the backward pass are one kernel each. The output of SwiGLU is called the activations. The backward
 kernel also recomputes the activations, so the forward pass does not have to save them. The caller needs the activations
 for the gradient of the next linear layer's weight. The backward kernel overwrites the gradient of the activations with
-the activations. It writes the gradient of the input over the input, or to a new tensor.
+the activations. The backward kernel writes the gradient of the input over the input, or to a new tensor.
 """
 
 import torch
@@ -73,8 +73,8 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
     """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
-    swiglu_backward is one torch operator, so a simulation of GPU memory on the CPU does not look inside it. It would
-    otherwise count the temporaries of `_backward_plainly`, which the GPU kernel does not need.
+    swiglu_backward is one torch operator, so a simulation of GPU memory on the CPU does not count the temporary tensors
+    of `_backward_plainly`. The GPU kernel does not need these temporary tensors.
     """
     _backward(projected, d_activated, d_projected=projected)
 
@@ -84,8 +84,8 @@ def swiglu_gradient(projected: Tensor, d_activated: Tensor) -> Tensor:
     """Returns the gradient of `projected`, and overwrites `d_activated` with the activations.
 
     Shapes: projected and its gradient (rows, 2 ffn_dim), d_activated (rows, ffn_dim), all contiguous.
-    swiglu_gradient is a torch operator. torch.compile therefore copies d_activated only if later code reads the old
-    values.
+    Because swiglu_gradient is a torch operator, torch.compile copies d_activated only if later code reads the old
+    values of d_activated.
     """
     d_projected = torch.empty_like(projected)
     _backward(projected, d_activated, d_projected)

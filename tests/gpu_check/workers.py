@@ -1,6 +1,6 @@
 """Processes that run cases.
 
-After an illegal memory access, a process can no longer use the GPU. A new process then takes its place.
+After an illegal memory access, a process can no longer use the GPU. A new process replaces such a process.
 """
 
 import multiprocessing
@@ -85,7 +85,7 @@ class _Worker:
 def _serve(pipe: Connection) -> None:
     """Runs each case that the process receives from the pipe.
 
-    Ends when the process receives None, or when its GPU context is lost.
+    The process ends when it receives None, or when its GPU context is lost.
     """
     from triton import knobs
 
@@ -115,7 +115,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can still use the GPU. An illegal memory access makes this impossible."""
+    """Returns whether this process can still use the GPU. After an illegal memory access, it cannot."""
     try:
         _wait_for_gpu()
     except RuntimeError:

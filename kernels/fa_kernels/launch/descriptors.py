@@ -14,7 +14,7 @@ _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 
 
 class Address(NamedTuple):
-    """The address and dtype of a tensor. A cached descriptor holds an Address, so it does not keep the tensor alive."""
+    """The address and dtype of a tensor. Cached descriptors hold an Address, so they do not keep the tensor alive."""
 
     pointer: int
     dtype: torch.dtype
@@ -42,7 +42,7 @@ def columns_of_heads(
     An operand is a pair (x, block) of arguments for `rows_of_heads`.
     """
     first, rest = split_columns(operands[0][0].shape[-1])
-    if not rest:  # a slice of all columns would cost host time
+    if not rest:  # slicing x would cost host time
         return [rows_of_heads(x, block) for x, block in operands], [None] * len(operands)
     columns = slice(None, first), slice(first, None)
     of_first, of_second = ([rows_of_heads(x[..., some], block) for x, block in operands] for some in columns)

@@ -1,11 +1,11 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
-This module relies on the following private details of Triton. A launch returns its CompiledKernel.
-CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes another launcher. `prepared`
+This module relies on the following private details of Triton. A launch of a kernel returns its CompiledKernel.
+CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes a new launcher. `prepared`
 binds the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and
 calls the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes
-descriptors at each launch, but record.py caches one encoding for each address. Our launcher therefore has a signature
-that lists the parts of an encoded descriptor.
+descriptors at each launch, but record.py caches one encoding for each address. To accept encoded descriptors, the
+launcher from `_launcher` has a signature that lists the parts of an encoded descriptor.
 """
 
 import re
@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # the tested versions; launchers of other versions may differ
+KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # tested versions; launchers of other versions may differ
 
 
 def is_known() -> bool:
@@ -81,8 +81,8 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return partial(launcher, *where, *how)
-    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. These constants are
-    # added here instead, and the launcher is skipped.
+    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. To save this time,
+    # `prepared` skips the launcher and adds the constant arguments itself.
     where += launcher.launch_cooperative_grid, launcher.launch_pdl
     launch, no_scratch = launcher.launch, (None, None)
     if triton.__version__.startswith("3.6."):
