@@ -10,8 +10,8 @@ def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
 
     The rows see only columns from start to end - 1. Every row sees every column from whole_start to whole_end - 1.
     whole_end - whole_start is a multiple of `BLOCK`. Blocks before whole_start or after whole_end need a mask. The
-    start and the end of a row's range never decrease from one row to the next. The ranges of the first and the last row
-    therefore determine the result.
+    start and the end of a row's range never decrease from one row to the next, so the ranges of the first and the last
+    row determine the result.
     """
     start, last_start = tl.load(start_ptr + first), tl.load(start_ptr + last)
     first_end, end = tl.load(end_ptr + first), tl.load(end_ptr + last)
