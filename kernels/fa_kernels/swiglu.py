@@ -74,7 +74,7 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
     swiglu_backward is one torch operator, so a simulation of GPU memory on the CPU does not count the temporary tensors
-    of `_backward_plainly`. The GPU kernel does not need these temporary tensors.
+    of `_backward_plainly`. The GPU kernel needs no temporary tensors.
     """
     _backward(projected, d_activated, d_projected=projected)
 

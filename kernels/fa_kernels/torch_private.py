@@ -42,7 +42,7 @@ def may_have_dispatch_mode() -> bool:
 def may_be_watched() -> bool:
     """Returns whether a torch mode, a functorch transform, a trace or a profiler is active.
 
-    If this version of torch cannot tell, the function returns True.
+    If torch lacks a private name that the function needs, the function returns True.
     """
     return may_be_traced() or bool(_has_function_mode() or _profiles())
 
@@ -50,8 +50,8 @@ def may_be_watched() -> bool:
 def may_be_traced() -> bool:
     """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
 
-    While a mode, a transform or a trace is active, tensors may have no data. If this version of torch cannot tell, the
-    function returns True.
+    While a mode, a transform or a trace is active, tensors may have no data. If torch lacks a private name that the
+    function needs, the function returns True.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None

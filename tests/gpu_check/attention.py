@@ -27,7 +27,7 @@ HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
 # Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part. Some
 # documents are empty, and some share a tile.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
-# These documents are so long that a kernel uses each buffer of its shared-memory rings more than once.
+# Documents that are so long that a kernel uses each buffer of its shared-memory rings more than once.
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]
 
 

@@ -1,6 +1,7 @@
 """Processes that run cases.
 
-After an illegal memory access, a process can no longer use the GPU. A new process replaces such a process.
+After an illegal memory access, a process can no longer use the GPU. A new process replaces a process that cannot use
+the GPU.
 """
 
 import multiprocessing
@@ -115,7 +116,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can still use the GPU. After an illegal memory access, it cannot."""
+    """Returns whether this process can use the GPU. A process that made an illegal memory access cannot use the GPU."""
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -105,8 +105,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # A new schedule, ALiBi and fp8 scales need work on the GPU, so their arguments are checked before this work. For
-    # calls without such work, the check in backend.forward is early enough.
+    # A new schedule, ALiBi and fp8 scales need work on the GPU, so the arguments are checked before this work. For
+    # calls without a new schedule, ALiBi and fp8 scales, the check in the backend is early enough.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -161,9 +161,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
         max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
         max_seqlen_k: an upper bound of the keys per document. If max_seqlen_k is an int of at least 4096, kernels are
-            chosen for documents of max_seqlen_k keys. If max_seqlen_k is larger than the longest document, these
-            kernels may be slower. In compiled code, or if max_seqlen_k is smaller or a tensor, kernels are chosen for
-            the mean length of documents.
+            chosen for documents of max_seqlen_k keys. A max_seqlen_k that is larger than the longest document may cost
+            speed. In compiled code, or if max_seqlen_k is below 4096 or a tensor, kernels are chosen for the mean
+            length of documents.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
             Entries for pages after a document's last key are ignored. flash_attn_varlen_func copies the pages to
@@ -199,8 +199,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k. Otherwise, torch would compile again for each length class.
-        # torch 2.11 would even compile again for each value of max_seqlen_k.
+        # Compiled code ignores max_seqlen_k, because torch would compile again for each length class. torch 2.11 would
+        # even compile again for each value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )

@@ -303,8 +303,8 @@ def flash_attention_forward(
     input has a forward-mode tangent.
     """
     sinks = features.sinks
-    # Without this error, forward-mode tangents would be lost silently: even the registered operator drops tangents if
-    # no input requires a gradient.
+    # Without an error, forward-mode tangents would be lost silently. Even the registered operator drops tangents if no
+    # input requires a gradient.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):

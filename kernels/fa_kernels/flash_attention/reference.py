@@ -54,8 +54,8 @@ def attention_reference(
         # The sink is an additional column of scores. Unlike keys, the sink has no row in v.
         scores = torch.cat([scores, sink[:, None, None].expand(-1, q1 - q0, 1)], dim=2)
         sees = torch.isfinite(scores.detach()).any(dim=2)
-        # Rows that see neither a key nor a sink get scores of 0, which avoids NaN in gradients. The results of these
-        # rows are replaced below.
+        # Rows that see neither a key nor a sink get scores of 0, which avoids NaN in gradients. The results of rows
+        # that see neither a key nor a sink are replaced below.
         safe = scores.masked_fill(~sees[..., None], 0.0)
         outputs.append((safe.softmax(dim=-1)[..., :-1] @ values * sees[..., None]).transpose(0, 1))
         lses.append(safe.logsumexp(dim=-1).masked_fill(~sees, float("-inf")))

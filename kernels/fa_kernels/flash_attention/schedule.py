@@ -316,8 +316,8 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     Args:
         length: (total,). For tiles of queries, length[i] is the number of keys in the document of query i. For tiles of
             keys, length[i] is the number of queries in the document of key i.
-        last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
-            has the most work. In the same way, a document's first tile of keys has the most work.
+        last_first: whether a document's last tile comes first. Under a causal mask, the last tile of queries and the
+            first tile of keys have the most work in a document.
     """
     of_last = length[tile - 1 :: tile]
     if length.numel() % tile:

@@ -1,10 +1,10 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-torch would need more than thirty operators to compute a schedule. More than thirty operators would take more host time
-than attention over short documents takes on the GPU. A program of this kernel computes either the ranges of some
-tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
-finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
-before this tile. Each program finds the documents of all tiles itself, so programs do not communicate.
+To compute a schedule, torch would need more than thirty operators. The host time of thirty operators is longer than the
+GPU time of attention over short documents. A program of this kernel computes either the ranges of some tokens, or the
+positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens finds the document
+of a token. To find the position of a tile without sorting, a program counts the tiles that come before this tile. Each
+program that orders tiles finds the documents of all tiles itself, so programs do not communicate.
 
 The numbers of documents and tokens are not compile-time constants, so one compiled kernel serves all batches.
 """
@@ -165,8 +165,8 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # after_tiles is the first id after the programs for query_tiles. The other names `after_...` are formed in the same
-    # way.
+    # Programs that compute the same kind of result have consecutive ids. Each `after_...` is the first id after the
+    # programs of one kind.
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)

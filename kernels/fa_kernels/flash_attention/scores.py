@@ -14,10 +14,10 @@ def tanh(x, dtype: tl.constexpr):
     """Computes tanh(x) in fp32, where x is score / softcap. `dtype` is the dtype of q and k.
 
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
-    narrower dtypes use the approximate instruction `tanh.approx`. Its relative error of 2^-11 is below the rounding
-    error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`, because the error of dK in fp16 could exceed
-    twice torch's error with `tanh.approx`. This error occurs if all scores of a key are close to the soft cap: dK is
-    then a sum of small terms, each with the factor `1 - tanh(x)^2`.
+    narrower dtypes use the approximate instruction `tanh.approx`. The relative error of `tanh.approx` is 2^-11, less
+    than the rounding error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`, because with `tanh.approx`, the
+    error of dK in fp16 could exceed twice the error of torch. If all scores of a key are close to the soft cap, dK of
+    the key is a sum of small terms, because each term has the factor `1 - tanh(x)^2`.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)

@@ -2,9 +2,9 @@
 
 A command-line argument names a module of this folder and one of its cases, for example `portable:sm90-128-128-fwd-2`.
 The hash of a case covers the code of the kernel, and of all functions and classes of fa_kernels that the kernel uses.
-The hash also covers the constants in this code, the kernel's arguments, the compile options and the GPU. Comments,
-docstrings, and code that the kernel does not use do not change the hash. Triton's own hashes would include comments and
-line numbers.
+The hash also covers the constants that the code uses, the kernel's arguments, the compile options and the GPU.
+Comments, docstrings, and code that the kernel does not use do not change the hash. Triton's own hashes would include
+comments and line numbers.
 """
 
 import ast

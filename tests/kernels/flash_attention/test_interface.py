@@ -398,7 +398,7 @@ def test_any_wrong_documents_stay_in_bounds(edges, causal):
     assert torch.isfinite(o).all()
 
 
-# test_flash_attention.py tests the head_dims in ELSEWHERE. Tests here skip them, because the interpreter is slow.
+# The interpreter is slow, so this file skips the head_dims that test_flash_attention.py tests.
 ELSEWHERE = {8, 16, 40, 64, 80, 96, 128, 192, 256}
 OTHER_HEAD_DIMS = [d for d in range(8, 257, 8) if d not in ELSEWHERE] if GPU else [24, 136, 224]
 

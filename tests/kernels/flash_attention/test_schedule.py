@@ -87,8 +87,8 @@ def test_queries_go_document_by_document():
     # Of the tiles of 128 tokens, tile 7 has tokens of the documents with 300 and 500 tokens. Tile 11 has tokens of the
     # last two documents, and padding.
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
-    # Four tiles of 192 tokens have tokens of two documents each. In tokens per document, tile 0 has tokens of 128 and
-    # 512, tile 3 of 512 and 300, tile 4 of 300 and 500, and tile 7 of 500 and 60.
+    # Tiles of 192 tokens: tile 0 has tokens of the first two documents, and tile 7 has tokens of the last two. Tile 3
+    # has tokens of the documents with 512 and 300 tokens. Tile 4 has tokens of the documents with 300 and 500 tokens.
     assert schedule.wide_query_tiles.tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 8]
 
 

@@ -159,8 +159,8 @@ def test_shared_bytes_counts_both_halves_of_fp32():
     for (arch, head_dim, direction), shared in reported.items():
         tiles = tile_config(arch, head_dim, direction, 4)
         assert 0 <= shared_bytes(arch, tiles, head_dim, head_dim, direction, 4) - shared < 3072, (arch, direction)
-    # An H200 refused to launch this dq kernel. The tiles of 16 rows are those of decoding kernels, which need more
-    # shared memory than forward kernels with the same tiles.
+    # An H200 refused to launch the dq kernel with 294912 bytes. The tiles of 16 rows are those of decoding kernels,
+    # which need more shared memory than forward kernels with the same tiles.
     assert shared_bytes("sm90", TileConfig(128, 32, 8, 1), 128, 128, "dq", 4) >= 294912
     assert shared_bytes("sm80", TileConfig(16, 32, 8, 1), 256, 256, "fwd", 4) >= 102400
     assert shared_bytes("sm90", TileConfig(16, 64, 8, 1), 256, 256, "fwd", 4) >= 172032

@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names    # on any machine.
 
 The script imports torch and triton, and then forks one process for each private name. A forked process removes one
-private name from torch and imports fa_kernels. It then restores the name, because torch itself needs the name, and
-compares both passes with the reference.
+private name from torch and imports fa_kernels. The forked process then restores the name, because torch itself needs
+the name, and compares both passes with the reference.
 """
 
 import os

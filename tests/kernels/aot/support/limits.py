@@ -55,7 +55,7 @@ PORTABLE = {
     ("sm100", 256, "dq"): (208, 0, "UTCHMMA"),
 }
 # {(head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} of the portable kernels for
-# several documents on sm90. These kernels isolate NaN.
+# several documents on sm90, which isolate NaN
 ISOLATING = {
     (64, "contain_fwd"): (168, 0, "HGMMA"),
     (64, "contain_dkdv"): (255, 0, "HGMMA"),
@@ -87,7 +87,7 @@ REPAIRS = {
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
 # {(arch, head_dim, pass): (bytes of spill stores, tensor-core instruction)} of fp32 kernels with three TF32 matmuls per
-# product. Their registers have no limit. If a tile has fewer than 64 rows, the instruction is HMMA on every GPU.
+# product. The table does not limit registers. If a tile has fewer than 64 rows, the instruction is HMMA on every GPU.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),

@@ -15,8 +15,8 @@ from tests.kernels.support.attention_check import cumulative
 
 pytestmark = NEEDS_SM_90
 
-# Each entry says by how much the base-2 exponents of the scores rise from one block of 64 keys to the next. The kernel
-# visits the blocks from the last to the first.
+# The kernel visits blocks of 64 keys from the last to the first. An entry of RISES is the rise of the base-2 exponents
+# of the scores from one visited block to the next.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to the nearest value
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile
