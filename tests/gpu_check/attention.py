@@ -27,7 +27,7 @@ HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
 # Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part. Some
 # documents are empty, and some share a tile.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
-# so long that every ring of shared-memory buffers is used more than once
+# Documents that are so long that a kernel uses each buffer of its shared-memory rings more than once.
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]
 
 
@@ -53,7 +53,7 @@ def check_hopper(
 ) -> None:
     """Checks Hopper's kernels for one length class of documents.
 
-    If there are several documents, NaN in one document must not spread to the others.
+    If `several`, NaN in one document must not spread to other documents.
     """
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
@@ -147,8 +147,8 @@ def _require_isolation(
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
     """Checks the forward pass in fp8 against a reference in fp64.
 
-    The tolerance is a sum. Its first term covers the rounding of P to 11 bits in the kernel. Its second term covers
-    errors of the scores. When Hopper's tensor cores add fp8 products, they keep only 13 bits below the largest
+    The first term of the tolerance covers the rounding of P to 11 bits in the kernel. The second term of the tolerance
+    covers errors of the scores. When Hopper's tensor cores add fp8 products, they keep only 13 bits below the largest
     exponent.
     """
     shapes = _shapes(sum(lengths), heads, width)[:3]
@@ -177,8 +177,8 @@ def _varlen(lengths: list[int], options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _dense(options: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a function that calls flash_attn_func on one document. Its arguments and shapes are those of
-    flash_attn_varlen_func.
+    """Returns a function that calls flash_attn_func on one document. The arguments and shapes of the returned function
+    are those of flash_attn_varlen_func.
     """
 
     def attention(

@@ -1,4 +1,4 @@
-"""Lists all cases of the GPU check. The cases come from the tile tables of the kernels.
+"""Lists all cases of the GPU check. The cases of attention come from the tile tables of the kernels.
 
 Each case has a name and a function to call.
 """
@@ -24,8 +24,8 @@ from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, o
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
-# Each tile size is tested with some of these features. tests/kernels/flash_attention/test_matrix.py tests combinations
-# of features with the tile sizes of the GPU on which it runs.
+# Each tile size is tested with some entries of FEATURES. tests/kernels/flash_attention/test_matrix.py tests
+# combinations of features with the tile sizes of the GPU on which the test runs.
 FEATURES = (), ("softcap",), ("sinks", "strided"), ("alibi",), ("window", "sinks"), ("bidirectional",)
 PAGE_SIZES = 16, 64, 256
 
@@ -48,8 +48,8 @@ def portable_cases(device: torch.device) -> Iterator[Case]:
     """Yields a case for each tile size of each pass, dtype and width.
 
     The tile sizes that `device` uses run once with one document, once with several documents, and once with unaligned
-    rows, which need different load instructions. Any other tile sizes run only once. These runs alternate between one
-    document and several.
+    rows, which need different load instructions. Tile sizes of other GPUs run only once, either with one document or
+    with several, in turn.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES

@@ -17,8 +17,9 @@ CAPACITY = 768  # tokens per sequence: several whole blocks of every tile size
 def check_decode(
     dtype: torch.dtype, width: Width, rows: int, tiles: TileConfig, page_size: int | None, option: int
 ) -> None:
-    """rows: the number of queries per KV head, which is (query tokens) * (query heads per KV head).
+    """Checks the decoding kernel with the given tile sizes.
 
+    rows: the number of queries per KV head, which is (query tokens) * (query heads per KV head).
     option: the index of one of four sets of features.
     """
     group = 1 + option % 2 if rows > 1 else 1

@@ -17,8 +17,8 @@ ROWS = 130  # with this number of rows, every operation needs several programs
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
     """Checks RMSNorm of a sum in two cases.
 
-    If the residual stream is fp32, the forward stores the sum. If the residual stream has the dtype `dtype`, the
-    backward recomputes the sum.
+    If the residual stream is fp32, the forward pass stores the sum. If the residual stream has the dtype `dtype`, the
+    backward pass recomputes the sum.
     """
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)
@@ -27,7 +27,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
         def exact(x: Tensor, added: Tensor, weight: Tensor, stream: torch.dtype = stream) -> tuple[Tensor, Tensor]:
             total = x + added
-            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # rounded to the dtype of the stored sum
+            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # in the dtype of the residual stream
             return rounded, F.rms_norm(rounded, weight.shape, weight, 1e-5)
 
         ours = add_rms_norm(x, added, weight, 1e-5, dtype, keep_sum=keep_sum)
@@ -58,7 +58,7 @@ def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
-    """Checks the activations and the gradient of their input."""
+    """Checks the output of SwiGLU (the activations), and the gradient of its input."""
     projected = _draw(ROWS, 2 * ffn_dim, dtype=dtype)
     d_activated = torch.randn(ROWS, ffn_dim, device=DEVICE).to(dtype)
 

@@ -46,7 +46,8 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Yields {pass: tile sizes} for one call after another. Together, the calls use all tile sizes of other GPUs.
+    """Yields a dictionary {pass: tile sizes} for each call to check. Together, the calls use all tile sizes of other
+    GPUs.
 
     Nothing is yielded for a width that leaves columns unused. The code for such a width differs from the code for a
     wider head only by a mask.
@@ -57,8 +58,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # dK and dV are computed by one kernel or by two. The variant that `device` does not use is tested only if it
-        # has new tile sizes.
+        # dK and dV are computed by one kernel or by two. The variant that `device` does not use is tested only if some
+        # of its tile sizes are not used on `device`.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
@@ -122,8 +123,9 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Returns tile sizes, each with its number of queries per KV head. A program can use `size` bytes of shared memory.
-    The list is empty if no tile size fits.
+    """Returns tile sizes, each with its number of queries per KV head. The list is empty if no tile size fits.
+
+    size: the shared memory in bytes that a program can use.
     """
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]
@@ -142,5 +144,5 @@ def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, devic
 
 def _shared_memory(device: torch.device) -> int:
     """Returns the largest number of bytes of shared memory that one program can use."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # Any, because torch's type stub is incomplete
     return properties.shared_memory_per_block_optin

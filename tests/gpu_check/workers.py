@@ -1,6 +1,7 @@
 """Processes that run cases.
 
-After an illegal memory access, a process can no longer use the GPU. A new process then takes its place.
+After an illegal memory access, a process can no longer use the GPU. A new process replaces a process that cannot use
+the GPU.
 """
 
 import multiprocessing
@@ -85,7 +86,7 @@ class _Worker:
 def _serve(pipe: Connection) -> None:
     """Runs each case that the process receives from the pipe.
 
-    Ends when the process receives None, or when its GPU context is lost.
+    The process ends when it receives None, or when its GPU context is lost.
     """
     from triton import knobs
 
@@ -115,7 +116,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can still use the GPU. An illegal memory access makes this impossible."""
+    """Returns whether this process can use the GPU. A process that made an illegal memory access cannot use the GPU."""
     try:
         _wait_for_gpu()
     except RuntimeError:

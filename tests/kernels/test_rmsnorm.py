@@ -33,7 +33,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions use torch's implementation. In the second run, the kernels replace it.
+    On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
     """
     # pretend that the device has one multiprocessor, so that each program has several rows
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
@@ -52,7 +52,7 @@ def draw(rows: int, dim: int, dtypes: tuple[torch.dtype, ...], device: torch.dev
 
 
 def results(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor, keep_sum: bool) -> list[Tensor]:
-    """Returns the sum, its norm, and the gradients of x, the addend and the weight."""
+    """Returns the sum, its RMSNorm, and the gradients of x, the addend and the weight."""
     x, added, weight = leaves = [tensor.clone().requires_grad_() for tensor in (x, added, weight)]
     total, y = add_rms_norm(x, added, weight, EPS, dy.dtype, keep_sum=keep_sum)
     return [total.detach(), y.detach(), *torch.autograd.grad((total, y), leaves, (d_sum, dy))]

@@ -40,7 +40,7 @@ def rotated(x, cos, sin, n_rotated):
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernel.
 
-    On the CPU, the operator uses torch's implementation. In the second run, the kernel replaces it.
+    On the CPU, the operator uses torch's implementation, and the second run replaces it by the kernel.
     """
     if request.param == "kernel" and device.type == "cpu":
 
@@ -110,7 +110,7 @@ def draw(device, total=9, dtype=torch.float32):
 
 
 def rotated_then_split(qkv, heads, cos, sin):
-    """Computes the same as rotate_qkv.
+    """Computes the same results as rotate_qkv.
 
     In the backward pass, autograd concatenates the gradients of q, k and v, and rotate_heads then rotates the result.
     """
@@ -166,7 +166,7 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
-    """The gradients of qkv are also equal. Outputs that are not used get no gradient."""
+    """The outputs and the gradients of qkv are bitwise equal to autograd's. Unused outputs get no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
 
     def run(rotated):
@@ -185,7 +185,7 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Returns a scalar that depends on y, and its first three derivatives with respect to x."""
+        """Returns sum(y**4), and then three times the gradient of sum(sin(previous result)) with respect to x."""
         found = [(y**4).sum()]
         for _ in range(3):
             found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]
@@ -199,7 +199,7 @@ def test_qkv_is_differentiable_to_any_order(device):
 
 
 def test_qkv_is_one_buffer(device):
-    """q, k and v share one buffer. Autograd therefore keeps only one tensor, and offload copies only one tensor."""
+    """q, k and v share one buffer, so autograd keeps only one tensor, and activation offload copies only one tensor."""
     qkv, cos, sin = draw(device)
     q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
     assert all(x.untyped_storage().data_ptr() == q.data_ptr() != qkv.data_ptr() for x in (q, k, v))

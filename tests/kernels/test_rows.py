@@ -17,7 +17,7 @@ ROWS = 37
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions use torch's implementation. In the second run, the kernels replace it.
+    On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_copy_plainly", module._copy_in_kernel)

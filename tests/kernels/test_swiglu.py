@@ -36,7 +36,7 @@ def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projec
 def implementation(request, device, monkeypatch):
     """Runs a test once with torch's implementation and once with the kernels.
 
-    On the CPU, the functions use torch's implementation. In the second run, the kernels replace it.
+    On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", through_the_kernel)

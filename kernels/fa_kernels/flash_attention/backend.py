@@ -90,7 +90,7 @@ def backward(
     features: Features,
     deterministic: bool,
 ) -> tuple[Tensor, ...]:
-    """Computes dq, dk and dv, which are contiguous. If there are sinks, also returns delta (delta.py).
+    """Computes dq, dk and dv, which are contiguous. If there are sinks, the function also returns delta (delta.py).
 
     With `deterministic`, gradients have the same bits in every run, because programs add to each element of dq in a
     fixed order.
@@ -115,8 +115,8 @@ def backward(
 def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: Arch) -> int:
     """Returns an upper bound of the temporary memory of the backward pass, in bytes per query and head.
 
-    All kernels need one fp32 value, delta, per query and head. The Hopper kernels need two more fp32 values per query
-    and head. The fused Hopper kernel (hopper/backward/fused.py) also needs an fp32 sum of dQ.
+    The portable kernels need one fp32 value, delta, per query and head. The Hopper kernels need three fp32 values per
+    query and head, of which one is delta. The fused Hopper kernel (hopper/backward/fused.py) also sums dQ in fp32.
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4

@@ -202,8 +202,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k. If compiled code used max_seqlen_k, torch would compile again for each
-        # length class, and torch 2.11 even for each value of max_seqlen_k.
+        # Compiled code ignores max_seqlen_k, because torch would compile again for each length class. torch 2.11 would
+        # even compile again for each value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )
@@ -344,7 +344,7 @@ def _from_pages(
         if wrong.numel():
             raise ValueError(f"block_table must hold pages from 0 to {n_pages - 1}; got {wrong.tolist()}")
     token = torch.arange(n_docs * max_seqlen_k, dtype=torch.int32, device=k.device)
-    # Rows after the last document belong to no document, so their values do not matter.
+    # No query sees the rows after the last document, so the values of these rows do not matter.
     document = (torch.searchsorted(cu_seqlens_k, token, right=True) - 1).clamp(0, max(0, n_docs - 1))
     place = (token - cu_seqlens_k[document]).clamp(0, capacity - 1)
     page, row = block_table[document, place // page_size].clamp(0, n_pages - 1), place % page_size
@@ -382,7 +382,7 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
     """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least `LONG_DOCUMENT`, else None.
 
-    If a document is long, it causes most of the batch's work, so the kernels are chosen for its length.
+    A long document causes most of the batch's work, so the kernels are chosen for the length of the long document.
     """
     # If max_seqlen is a tensor, its value is ignored, because the host would have to wait for the GPU to read it.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None

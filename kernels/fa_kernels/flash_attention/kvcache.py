@@ -216,7 +216,7 @@ def _decode_fake(
 
 @register_flop_formula(torch.ops.flash_attention.decode)
 def _decode_flops(q_shape, k_shape, v_shape, seqlens_shape, seqlen_new, table_shape, *args, **kwargs) -> int:
-    """Counts the FLOPs of all positions in the cache, because the host does not know how many are in use."""
+    """Counts the FLOPs of all positions in the cache, because the host does not know the lengths of sequences."""
     batch, seqlen_q, n_heads, head_dim = q_shape
     capacity = k_shape[1] * (1 if table_shape is None else table_shape[1])
     return 2 * batch * seqlen_q * capacity * n_heads * (head_dim + v_shape[-1])

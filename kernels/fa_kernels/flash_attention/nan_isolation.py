@@ -25,7 +25,7 @@ def isolate_nan(x):
     rows, so that NaN still reaches the queries that see the row. `isolate_nan` doubles the instructions of a
     masked loop, so kernels for one document are compiled without `isolate_nan`.
     """
-    zeros = x * 0.0  # NaN where x is not finite
+    zeros = x * 0.0  # `zeros` is NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
 
 

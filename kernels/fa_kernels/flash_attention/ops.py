@@ -4,7 +4,7 @@ This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_atten
 registered operators. torch.compile does not break the graph at registered operators, and checkpoint policies can name
 them. Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
 `flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the functions
-that run:
+that run in each case:
 
 | observed?     | gradients? | forward                                       | backward          |
 |:--------------|:-----------|:----------------------------------------------|:------------------|
@@ -304,8 +304,8 @@ def flash_attention_forward(
     input has a forward-mode tangent.
     """
     sinks = features.sinks
-    # Without this check, forward-mode tangents would be lost silently. Even the registered operator drops tangents
-    # if no input requires a gradient.
+    # Without an error, forward-mode tangents would be lost silently. Even the registered operator drops tangents if no
+    # input requires a gradient.
     if may_have_tangents() and any(map(_has_tangent, (q, k, v, sinks))):
         raise NotImplementedError("attention's inputs must have no forward-mode tangents; got inputs with tangents")
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):

@@ -1,9 +1,9 @@
 """The schedule of a batch: which keys each query sees, and the order in which kernels process tiles.
 
 A schedule is built once per batch, and all layers share it. With documents, causality and windows, a query sees one
-contiguous range of keys. The start and the end of a query's range never decrease from one query to the next. Two
-integers per token therefore describe the mask of a batch. Each tile of queries also reads one contiguous range of keys.
-Only the blocks at both ends of a tile's range need a mask.
+contiguous range of keys, so two integers per token describe the mask of a batch. The start and the end of a query's
+range never decrease from one query to the next. A tile of queries therefore reads one contiguous range of keys. Only
+the blocks at both ends of a tile's range need a mask.
 """
 
 from collections.abc import Sequence

@@ -33,8 +33,8 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0
-    # A captured CUDA graph owns the tensors that it creates, so the cache must not keep them. The graph must not read
-    # cached tensors either, because the cache may drop a tensor before the graph is replayed.
+    # A captured CUDA graph owns the tensors that it creates, so the cache must not keep them. A graph must also not
+    # read cached tensors, because the cache may drop a tensor before the graph is replayed.
     if torch.cuda.is_current_stream_capturing():
         return None
     # The result has the stream, because another stream could read a cached tensor before this stream has written it.

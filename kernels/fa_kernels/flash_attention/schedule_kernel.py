@@ -83,7 +83,7 @@ def _edge(index, cu_ptr, n_edges, total):
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns the ranges of the given tokens of `side`."""
+    """Returns the `_Ranges` of tokens that are on the own side."""
     n_edges = side.n_edges
     document = _document_of(tokens, side.own_ptr, n_edges, side.stride)
     start = _edge(document - 1, side.other_ptr, n_edges, side.total_other)
@@ -154,10 +154,9 @@ def _schedule_kernel(
 ):  # fmt: skip
     """Each program computes a part of one order of tiles, or a part of the ranges of queries or keys.
 
-    The programs with the lowest ids compute query_tiles. The next programs compute wide_query_tiles, then the ranges of
-    queries, then key_tiles, then the ranges of keys. A launch without gradients has no programs for key_tiles and for
-    the ranges of keys.
-    out_ptr: the buffer that holds all tensors, as `_layout` describes.
+    In the order of their ids, programs compute query_tiles, wide_query_tiles, the ranges of queries, key_tiles, and the
+    ranges of keys. A launch without gradients has no programs for key_tiles and for the ranges of keys.
+    out_ptr: the buffer that holds all tensors, with the layout of `_layout`.
     """
     key_start_ptr = out_ptr
     key_end_ptr = key_start_ptr + _aligned(total_q, ALIGNMENT)

@@ -41,7 +41,7 @@ def _reciprocal(x):
 def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
     """Applies the soft cap (Gemma 2, arXiv:2408.00118).
 
-    Returns softcap * tanh(softmax_scale * scores / softcap) in log2 units, and the tanh.
+    Returns the capped scores softcap * tanh(softmax_scale * scores / softcap) in log2 units, and the tanh alone.
     """
     t = tanh(scores * (softmax_scale / softcap), dtype)
     return t * (softcap * LOG2_E), t
@@ -61,7 +61,7 @@ def alibi_bias(slope, aligned, keys):
 def load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
     """Returns the slope and the aligned key of each query in `rows`.
 
-    Without ALiBi, returns placeholders that are not used.
+    Without ALiBi, the returned values are placeholders that no code uses.
     """
     if HAS_ALIBI:
         document = tl.load(document_ptr + rows, mask=inside, other=0)

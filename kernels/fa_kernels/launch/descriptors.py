@@ -42,7 +42,7 @@ def columns_of_heads(
     An operand is a pair (x, block) of arguments for `rows_of_heads`.
     """
     first, rest = split_columns(operands[0][0].shape[-1])
-    if not rest:  # a slice of all columns would cost host time
+    if not rest:  # slicing x would cost host time
         return [rows_of_heads(x, block) for x, block in operands], [None] * len(operands)
     columns = slice(None, first), slice(first, None)
     of_first, of_second = ([rows_of_heads(x[..., some], block) for x, block in operands] for some in columns)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # the tested versions; launchers of other versions may differ
+KNOWN_TRITON = ("3.6.0", "3.7.0", "3.7.1")  # tested versions; launchers of other versions may differ
 
 
 def is_known() -> bool:

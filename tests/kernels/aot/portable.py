@@ -3,8 +3,8 @@
 The name of a case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte
 means fp8, 2 bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89
 and sm120 use the table of sm80. `precision_of` gives the precision of matmuls. The kernels are for one document,
-without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which keeps NaN inside
-its document. `repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
+without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which isolates NaN.
+`repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ INDEX_POINTERS = {
 }
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
-# {name of a tensor-core instruction in PTX: its name in machine code}. mma.sync reads its operands from registers, the
-# others from shared memory. Tests search the PTX, because cuobjdump is slow.
+# {name of a tensor-core instruction in PTX: its name in machine code}, from the newest to the oldest instruction.
+# Tests search the PTX for the name, because cuobjdump is slow.
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 
@@ -197,7 +197,7 @@ def resources(log):
 def idle_barriers(ttgir):
     """Returns the mbarriers that a Gluon kernel allocates but passes to no warp group.
 
-    ptxas can reuse the shared memory of such an mbarrier.
+    ptxas can reuse the shared memory of an mbarrier that no warp group gets.
     """
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds no barrier"

@@ -1,9 +1,10 @@
 """Hashes the source of each compiled case, and prints the hashes as JSON. Run this file as a module.
 
-An argument names a module of this folder and one of its cases, for example `portable:sm90-128-128-fwd-2`. The hash of a
-case covers the code of the kernel, and of all functions and classes of fa_kernels that this code names. It also covers
-the constants in this code, the kernel's arguments, the compile options and the GPU. Comments, docstrings and other code
-of the host do not change the hash. Triton's own hashes would include comments and line numbers.
+A command-line argument names a module of this folder and one of its cases, for example `portable:sm90-128-128-fwd-2`.
+The hash of a case covers the code of the kernel, and of all functions and classes of fa_kernels that the kernel uses.
+The hash also covers the constants that the code uses, the kernel's arguments, the compile options and the GPU.
+Comments, docstrings, and code that the kernel does not use do not change the hash. Triton's own hashes would include
+comments and line numbers.
 """
 
 import ast
@@ -48,9 +49,10 @@ def is_ours(value):
 
 
 def collect(value, found):
-    """Adds the code of a function or class of fa_kernels to `found`.
+    """Adds the code of `value`, a function or class of fa_kernels, to `found`.
 
-    Also adds the code of the functions and classes that this code names, and the values of the constants that it names.
+    For each name in the code of `value`, the function also adds the code of the named function or class, or the value
+    of the named constant.
     """
     place = f"{value.__module__}.{value.__qualname__}"
     if place in found:
@@ -67,7 +69,7 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds the value `used` to `found`, unless it belongs to another package. The code at `place` names this value."""
+    """Adds `used`, which the code at `place` names, to `found`. Objects of other packages are not added."""
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
             collect(used, found)
@@ -80,8 +82,8 @@ def add(place, used, found):
 def parts_of(name):
     """Returns what determines the compiled code of a case, for example of `portable:sm90-128-128-fwd-2`.
 
-    The result has three parts: the GPU, the compile options with the kernel's arguments, and a dictionary. The keys of
-    the dictionary are places in the source. Its values are the code or the constants that are found there.
+    The result has three parts: the GPU, the compile options with the kernel's arguments, and a dictionary. The
+    dictionary maps places in the source to the code or the constants that are found at these places.
     """
     module, _, case = name.partition(":")
     source, capability, options = import_module(f"tests.kernels.aot.{module}").case_source(*case.split("-"))

@@ -7,7 +7,7 @@ from tests.kernels.aot.portable import table_of
 from tests.kernels.aot.reports import compile_all
 from tests.kernels.aot.support.limits import DECODE
 
-# `make test-oldest-triton` compiles only these cases, one for each kind of cache on sm80 and sm90
+# `make test-oldest-triton` compiles only the cases in CORE, one for each kind of cache on sm80 and sm90.
 CORE = {"sm80-128-1-dense", "sm80-128-64-paged", "sm90-128-1-dense", "sm90-128-64-paged"}
 
 

@@ -1,6 +1,6 @@
 """For sm80, sm89, sm100 and sm120, every tile table entry has a recorded report that is fresh and within limits.
 
-`make aot-reports` compiles entries whose report is missing or stale. Here, only `COMPILED_AGAIN` is compiled.
+`make aot-reports` compiles entries whose report is missing or stale. The tests compile only `COMPILED_AGAIN`.
 """
 
 import subprocess
@@ -16,8 +16,8 @@ from tests.kernels.aot.reports import RECORDED, ROOT, environment
 from tests.kernels.aot.support.limits import OF_4_BYTES, PORTABLE, SURPLUS, TENSOR_MEMORY
 
 RECORDS = sorted(RECORDED.glob("entries_*.json"))
-# Allowed bytes of spill stores above the limits in `PORTABLE`. Those limits are for one document, and kernels for
-# several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
+# Allowed bytes of spill stores above the limits in `PORTABLE`. The limits in `PORTABLE` are for one document. Kernels
+# for several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
 UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # not used, because separate kernels compute dk and dv
 COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-64-64-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")
@@ -32,7 +32,7 @@ for case in ("sm89-64-64-fwd-2", "sm80-64-64-contain_fwd-2", "sm80-64-64-dq-2"):
     print(source_hash(f"portable:{case}"))
 """
 
-# names of code and constants, for example Ring or fused.SUMS
+# Prints the names of the code and constants that determine a kernel, for example Ring or fused.SUMS.
 NAMED = """
 from tests.kernels.aot.sources import parts_of
 print(*[name for place in parts_of("hopper_backward:bf16-128-1-0-0")[2] for name in place.split()], sep="\\n")

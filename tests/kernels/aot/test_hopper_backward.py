@@ -1,7 +1,7 @@
 """The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill few registers.
 
-Other tests here check the buffers that the function `prepare` makes for the kernels, and which kernels a backward pass
-launches.
+Other tests in this file check the buffers that the function `prepare` makes for the kernels, and which kernels a
+backward pass launches.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from tests.kernels.aot.hopper_backward import TORCH_DTYPES
 from tests.kernels.aot.reports import compile_all
 from tests.kernels.aot.support.limits import BACKWARD_SPILLS
 
-# `make test-oldest-triton` compiles only these cases, one for each kernel and head_dim
+# `make test-oldest-triton` compiles only the cases in CORE, one for each kernel and head_dim.
 CORE = {
     "bf16-64-4-1-1", "bf16-96-4-1-1", "bf16-128-1-1-1", "bf16-64ordered-4-1-1", "bf16-96ordered-1-1-1",
     "bf16-128ordered-1-1-1", "fp16-128dkdv-4-1-1", "fp16-128dq-4-1-1", "bf16-256dkdv-4-1-1", "bf16-256dq-4-1-1",
@@ -103,7 +103,7 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires a multiple of four elements
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
-    log2_lse[1, 5] = float("inf")  # a row that sees no key gets inf, because 2^(score - inf) is 0
+    log2_lse[1, 5] = float("inf")  # lse of a row that sees no key: 2^(score - inf) is 0
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
     torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)

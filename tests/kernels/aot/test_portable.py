@@ -20,12 +20,12 @@ from tests.kernels.aot.support.limits import (
     case_of,
 )
 
-# ptxas serialises the matmuls of the dkdv kernel for head_dim 192 on sm90, and warns about it. The tile size of this
-# kernel is nevertheless the fastest on an H200.
+# ptxas serialises the matmuls of the dkdv kernel for head_dim 192 on sm90, and prints a warning. Nevertheless, the
+# kernel's tile size is the fastest one on an H200.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 MODULE = "tests.kernels.aot.portable"
-# Without a GPU, the tests compile kernels of one head_dim for sm80 and sm100, and some kernels for sm90. The lists
-# whose names start with `SLOW` have the other kernels for sm90, which only a machine with a GPU compiles.
+# Without a GPU, the tests compile kernels of one head_dim for sm80 and sm100, and some kernels for sm90. Only a machine
+# with a GPU compiles the remaining kernels for sm90, which are in the lists whose names start with `SLOW`.
 SLOW_ISOLATING = [entry for entry in ISOLATING if entry[0] in (96, 192)]
 HERE_HEAD_DIMS = {"sm80": {128}, "sm90": {head_dim for head_dim, _ in SLOW_ISOLATING}, "sm100": {128}}
 HERE = [entry for entry in PORTABLE if entry[1] in HERE_HEAD_DIMS[entry[0]] and (entry[0] != "sm100" or "fwd" in entry)]
@@ -34,7 +34,7 @@ SLOW_REPAIRS = [entry for entry in REPAIRS if entry[0] < 128]
 HERE_OF_4_BYTES = [("sm90", 64, "dkdv"), ("sm90", 64, "dq")]
 SLOW_OF_4_BYTES = [entry for entry in OF_4_BYTES if entry[0] == "sm90" and entry not in HERE_OF_4_BYTES]
 
-# `make test-oldest-triton` compiles only these cases, with one head_dim for each architecture and kernel
+# `make test-oldest-triton` compiles only the `CORE` cases, with one head_dim for each architecture and kernel.
 CORE_HEAD_DIMS = {"sm80": 128, "sm90": 96, "sm100": 128}
 CORE_ISOLATING = CORE_REPAIRS = 128
 CORE_UNUSUAL = {"sm90-192-128-dkdv-2", "sm90-128-128-fwd-1"}

@@ -398,7 +398,7 @@ def test_any_wrong_documents_stay_in_bounds(edges, causal):
     assert torch.isfinite(o).all()
 
 
-# test_flash_attention.py tests these head_dims. They are not tested again here, because the interpreter is slow.
+# The interpreter is slow, so this file skips the head_dims that test_flash_attention.py tests.
 ELSEWHERE = {8, 16, 40, 64, 80, 96, 128, 192, 256}
 OTHER_HEAD_DIMS = [d for d in range(8, 257, 8) if d not in ELSEWHERE] if GPU else [24, 136, 224]
 
@@ -428,7 +428,7 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """A max_seqlen below `LONG_DOCUMENT` is ignored. Otherwise, one document could slow down all shorter ones."""
+    """The length class ignores a max_seqlen below `LONG_DOCUMENT`, because one document could slow down all others."""
     asked = []
     build = interface.build_schedule
     monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))

@@ -47,7 +47,7 @@ def test_windows_hide_keys_of_the_cache(causal, num_splits, window):
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
 def test_query_heads_may_share_kv_heads(n_heads, n_kv_heads):
-    """A tile contains queries of all heads in a group. It can start or end between two heads of a token."""
+    """A tile contains queries of all heads in a group. A tile can start or end between two heads of a token."""
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
 
 

@@ -1,10 +1,11 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see tests/kernels/support/attention_check.py).
-Every pair of lengths is tested with every mask. Each of these cases takes its features, head count and layout from a
-fixed list, in order. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and
-layouts. Other head_dims are tested with fewer combinations, because each one is compiled separately. If the environment
-variable MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
+Every pair of lengths is tested with every mask. Each pair of lengths with a mask takes its features, head count and
+layout from a fixed list, in order. The head_dims of Hopper's kernels are tested with all combinations of features, head
+counts and layouts. Other head_dims are tested with fewer combinations, because each combination is compiled separately.
+If the environment variable MATRIX_REPORT names a folder, our largest errors are written to this folder, next to
+torch's.
 """
 
 import itertools
@@ -67,7 +68,7 @@ def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     """Returns the lengths of the documents' queries and of the documents' keys.
 
     `pair` has the numbers of queries and keys of one document. If `layout` contains "varlen", empty, short and random
-    documents are added. Otherwise, a document of at most 1000 queries occurs twice.
+    documents are added. Without "varlen", a document of at most 1000 queries occurs twice.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)
@@ -89,7 +90,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         (total_q, n_heads, v_head_dim),
     ]  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    if layout == "strided":  # each head is half of a wider one, and TMA reads it in place
+    if layout == "strided":  # each head is half of a wider head, and TMA reads the half in place
         inputs[:3] = [torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in inputs[:3]]
         if total_q % 2:
             inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)

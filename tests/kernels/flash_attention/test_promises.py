@@ -160,7 +160,7 @@ def test_adversarial_scores_give_finite_and_accurate_results(name, head_dim):
 def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic, causal):
     """One element of q, k, v or do is NaN or infinite.
 
-    The tile and the block of 64 rows that contain this element also contain rows of the neighbouring documents.
+    The tile and the block of 64 rows that contain the changed element also contain rows of neighbouring documents.
     """
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)

@@ -84,8 +84,8 @@ def test_queries_go_document_by_document():
     lengths = [128, 512, 0, 300, 500, 60]  # the documents end at 128, 640, 640, 940, 1440 and 1500
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     schedule = causal_schedule(cu, 1552, torch.device("cpu"))
-    # tile 7 has tokens of the documents with 300 and 500 tokens; tile 11 has tokens of the last two documents, and
-    # padding
+    # Of the tiles of 128 tokens, tile 7 has tokens of the documents with 300 and 500 tokens. Tile 11 has tokens of the
+    # last two documents, and padding.
     assert schedule.query_tiles.tolist() == [4, 3, 2, 1, 11, 10, 9, 8, 7, 6, 5, 0, 12]
     # Tiles of 192 tokens: tile 0 has tokens of the first two documents, and tile 7 has tokens of the last two. Tile 3
     # has tokens of the documents with 512 and 300 tokens. Tile 4 has tokens of the documents with 300 and 500 tokens.
@@ -160,7 +160,7 @@ def test_one_document_is_known_from_the_call_alone(cu, expected):
 
 @pytest.mark.parametrize("cu", [[0, 5], [0, 3], [0, 2, 5]], ids=str)
 def test_given_documents_may_end_before_the_tokens_do(cu):
-    """NaN after the last document must not spread into that document. Only the GPU knows where the document ends."""
+    """NaN after the last document must not spread into that document. The host does not know where documents end."""
     cu = torch.tensor(cu, dtype=torch.int32)
     assert causal_schedule(cu, 5, CPU).crosses_documents
     assert build_schedule(cu, cu, 5, 5, causal=False).crosses_documents

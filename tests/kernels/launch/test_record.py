@@ -19,11 +19,11 @@ from fa_kernels.launch import record, triton_launcher
 
 @pytest.mark.slow
 def test_replayed_launches_are_those_of_triton():
-    """Runs in a new process, because this process has imported the kernels for the interpreter."""
+    """The comparison runs in a new process, because pytest's process has imported the kernels for the interpreter."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.support.replayed_launches"],
         env={name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", backend.VARIABLE)}
-        | {"CUDA_VISIBLE_DEVICES": ""},  # the process must not use a real GPU
+        | {"CUDA_VISIBLE_DEVICES": ""},  # the new process must not use a real GPU
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
@@ -32,7 +32,7 @@ def test_replayed_launches_are_those_of_triton():
 
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
-    """Only the function `launch` records a launch. Any other launch would be missing when a call is replayed."""
+    """Only the function `launch` records launches. A launch by other means would be missing in a replayed call."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
     assert sorted(past) == ["cache.py", "decode.py"]  # calls with a KV cache are not replayed
@@ -149,7 +149,7 @@ def test_another_device_is_another_key(on_gpu_0):
     """Replayed launches do not check the device of a tensor.
 
     A call with a tensor on the wrong device must have another key, so that the call is not replayed and Triton raises
-    its error.
+    an error.
     """
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     features = Features(1.0, 0.0, None, [])
@@ -300,8 +300,9 @@ def recorded(recorder, addresses, outputs=()):
 
 
 def addresses_of(made):
-    """Returns the addresses that a replayed call gives to temporary tensors of these sizes, and the number of
-    allocations of the call.
+    """Returns the addresses that a replayed call gives to its temporary tensors, and the number of its allocations.
+
+    made: the sizes of the temporary tensors in bytes.
     """
     recorder = record._Recorder([])
 
@@ -347,7 +348,7 @@ def test_addresses_of_unused_inputs_are_not_read():
 
 
 def test_arguments_of_known_addresses_are_kept():
-    """Launch arguments are built again only if an address has changed."""
+    """Launch arguments are built only for addresses that no earlier call had."""
     record.forget()
     recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     for address in (16, 32, 16):
@@ -406,7 +407,7 @@ def test_addresses_must_be_aligned():
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, several, monkeypatch):
-    """Each call gets new tensors, and the later calls are replayed.
+    """Each of four calls gets new tensors, and the third and the fourth call are replayed.
 
     Without `deterministic`, dq can differ by rounding, because its partial sums are added in any order.
     """

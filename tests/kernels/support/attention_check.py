@@ -20,7 +20,7 @@ MASKS = [
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
-    """Returns cu_seqlens of documents with these lengths, (n_docs + 1,) int32."""
+    """Returns cu_seqlens of documents with the given lengths, (n_docs + 1,) int32."""
     return torch.tensor([0, *lengths]).cumsum(0).to(DEVICE, torch.int32)
 
 
@@ -107,7 +107,7 @@ def compare(
     exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
-    # A score is a sum of head_dim products. `floor` is the fp32 rounding error of such a sum if its largest products
+    # A score is a sum of head_dim products. `floor` is the fp32 rounding error of a score whose largest products
     # cancel.
     floor = torch.finfo(torch.float32).eps * do.shape[-1] * max(x.abs().max().item() for x in (*inputs, do))
     floors = dict.fromkeys(results, floor)

@@ -52,7 +52,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale, left, right, softcap, slopes) 
 
 
 def reference(q, caches, new, rotary, lengths, leftpad, scale, causal, window, softcap, interleaved, slopes, dtype):
-    """Returns the outputs and the lse of flash_attn_with_kvcache, and updates `caches` as that function would.
+    """Returns what flash_attn_with_kvcache should return as o and lse, and appends new keys and values to `caches`.
 
     caches: for each sequence a pair of k and v, each (capacity, n_kv_heads, D).
     """
@@ -208,7 +208,7 @@ def assert_caches(caches: list[Tensor], before: Stored, expected: list[list[Tens
     for pair, rows, places in zip(expected, fresh, before.places, strict=True):
         for cache, old, wanted in zip(caches, before.caches, pair, strict=True):
             found, found_before = cache[places].flatten(0, 1), old[places].flatten(0, 1)
-            # rotated keys can differ in the last bit
+            # rotated keys can differ from the reference in the last bit
             torch.testing.assert_close(found[rows], wanted[rows], rtol=2 * torch.finfo(cache.dtype).eps, atol=1e-6)
             found_before[rows] = found[rows]
             assert torch.equal(found.nan_to_num(7.0), found_before.nan_to_num(7.0))

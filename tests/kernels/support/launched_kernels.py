@@ -1,4 +1,4 @@
-"""Compiles to PTX, without a GPU, the kernels that public calls launch on an H200. TRITON_INTERPRET must be unset."""
+"""Compiles the kernels that public calls launch on an H200, without a GPU, to PTX. TRITON_INTERPRET must be unset."""
 
 from collections.abc import Callable
 from functools import partial

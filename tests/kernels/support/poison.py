@@ -19,7 +19,7 @@ RECORDER = "fa_kernels.launch.record"  # the recorder must not record the operat
 def poisoned_memory() -> Iterator[None]:
     """Makes torch.empty and similar functions return memory full of NaN, True or the largest integer.
 
-    torch.use_deterministic_algorithms also fills memory, but it makes torch run other kernels than in production.
+    torch.use_deterministic_algorithms also fills memory, but with it, torch runs other kernels than in production.
     """
     # the first device context makes torch cache a list of functions; the list must hold the unpatched ones
     with torch.device("meta"):

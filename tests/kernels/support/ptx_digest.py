@@ -149,7 +149,7 @@ def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
     os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        # the processes must import the kernels with the environment that is set here
+        # new processes must import the kernels with the environment variables that are set above
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(os.cpu_count(), context, start, (known,)) as pool:
             results = dict(zip(cases, pool.map(digest, cases), strict=True))

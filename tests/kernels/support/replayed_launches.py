@@ -1,7 +1,8 @@
 """Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
 
-Triton's launcher calls a simulated driver. This driver compiles and runs no kernel; it only records the arguments of
-each launch. The function `differences` returns an error message for each case in which the launches differ.
+Triton's launcher calls a simulated driver. The simulated driver compiles and runs no kernel, and only records the
+arguments of each launch. The function `differences` returns an error message for each case in which the launches
+differ.
 """
 
 import gc
@@ -158,8 +159,8 @@ def _noting(source: str) -> SimpleNamespace:
 
 
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
-    """Replaces the addresses in launches by names. "input 2 + 64" is an input with an offset, and "new 3" is other
-    memory.
+    """Replaces the addresses in launches by names. "input 2 + 64" is an input with an offset in bytes, and "new 3" is
+    memory of no input.
     """
     names: dict[int, str] = {}
     blocks = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in ALLOCATED if x.dtype == torch.uint8]
@@ -292,9 +293,9 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Returns an error message for each of these calls that is replayed.
+    """Returns an error message for each call in `calls` that is replayed.
 
-    A replay would skip work or return old results.
+    A replay of a call in `calls` would skip work or return old results.
     """
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
@@ -325,7 +326,7 @@ def misplaced() -> list[str]:
 def launchers() -> list[str]:
     """Returns an error message if calls with a second key make new launchers.
 
-    Different keys must share launchers. Making a new launcher takes more time than replayed launches save.
+    Calls with different keys must share launchers, because making a launcher takes more time than replays save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:

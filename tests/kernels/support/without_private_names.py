@@ -2,8 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names    # on any machine.
 
-The script imports torch and triton, and then forks one process for each private name. Each process removes its
-name from torch, imports fa_kernels, restores the name for torch itself, and compares both passes with the reference.
+The script imports torch and triton, and then forks one process for each private name. A forked process removes one
+private name from torch and imports fa_kernels. The forked process then restores the name, because torch itself needs
+the name, and compares both passes with the reference.
 """
 
 import os
@@ -12,7 +13,7 @@ import traceback
 from types import SimpleNamespace
 
 import torch
-import torch._dynamo  # otherwise, each forked process would import it at the first call
+import torch._dynamo  # imported here, so that forked processes do not import torch._dynamo again
 import torch.utils.flop_counter
 import triton.language  # noqa: F401
 
@@ -46,7 +47,7 @@ def check(path):
 
     if value is not None:
         setattr(owner, name, value)
-    if name == "_current_level":  # torch itself reads this name at each call
+    if name == "_current_level":  # torch itself reads `_current_level` at each call
         torch_private.forward_ad = SimpleNamespace()
     inputs = [torch.randn(1, 20, heads, 16, requires_grad=True) for heads in (2, 1, 1)]
     cu_seqlens = torch.tensor([0, 20])

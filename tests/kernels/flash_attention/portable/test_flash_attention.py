@@ -1,7 +1,7 @@
 """Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU.
 
 By default, the interpreter runs only half of the cases of packed documents, and few features without a mask. With
-DOCUMENT_CASES=all, it runs all cases.
+DOCUMENT_CASES=all, the interpreter runs all cases.
 """
 
 import math
@@ -142,7 +142,7 @@ def test_large_scores_saturate_the_softcap():
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_softcap_is_accurate_in_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
-    """Each dtype uses a different tanh instruction. `spread` is the standard deviation of the scores."""
+    """bf16 and fp16 use different instructions for tanh. `spread` is the standard deviation of the scores."""
     monkeypatch.setenv(backend.VARIABLE, chosen)
     q, *others = draw(1024, 1024, 4, 2, head_dim, dtype=dtype)
     check(q.detach() * spread, *others, cumulative([1024]), cumulative([1024]), causal=True, softcap=softcap)
@@ -162,7 +162,7 @@ def test_rows_outside_every_document_give_zero():
 def test_partial_outputs_in_fp32_merge_to_the_whole():
     """Each half of the keys gives an output, and the two outputs are merged by their lse.
 
-    The result and its gradients equal those of attention over all keys.
+    The merged output and its gradients equal the output and the gradients of attention over all keys.
     """
     q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
     cu_q = cumulative([40])
@@ -237,7 +237,7 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
 def test_inputs_and_gradients_need_not_be_contiguous():
     """q and k are slices of one tensor, and v is a transposed view.
 
-    The gradient is a broadcast tensor.
+    The gradient of o is a broadcast tensor.
     """
     qkv = torch.randn(45, 3, 2, 16, device=DEVICE)
     q, k = qkv[:, 0].requires_grad_(), qkv[:, 1].requires_grad_()
@@ -257,7 +257,7 @@ def test_inputs_and_gradients_need_not_be_contiguous():
 def test_a_batch_may_have_any_layout(batch, alibi):
     """q, k and v are stored with heads before tokens, with tokens before heads, or in one tensor.
 
-    The kernels cannot read the gradient in place, so it must be copied.
+    The kernels cannot read the gradient of o in place, so the gradient of o must be copied.
     """
     q, k, v = torch.randn(3, batch, 2, 21, 16, device=DEVICE)
     slopes = torch.rand(2, device=DEVICE) if alibi else None
@@ -343,7 +343,7 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
         flash_attn_func(*(x.unflatten(0, (1 + several, -1)) for x in (q, k, v))),
     ):
         o.sum().backward()
-    # with cu_seqlens, crosses_documents is always true, because padding can follow the only document
+    # with cu_seqlens, crosses_documents is always true, because padding can follow the last document
     assert known == [True, True, several] * 2
 
 

@@ -14,10 +14,10 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import key_passes
 from tests.support.marks import slow
 
-LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # the second document contains NaN, and shares tiles with the others
+LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # document 1 contains NaN, and shares tiles with documents 0 and 2
 TOTAL = sum(LENGTHS)
 FEATURES = Features(0.2, 0.0, None, ())
-AT_ONCE, APART = 24, 200  # head_dims for which dK and dV have one kernel, or separate kernels
+AT_ONCE, APART = 24, 200  # head_dims: with 24, one kernel computes dK and dV; with 200, two kernels compute them
 
 
 def run(tensors, schedule):
@@ -29,7 +29,7 @@ def run(tensors, schedule):
 
 def inputs(head_dim, device):
     generator = torch.Generator(device).manual_seed(0)
-    # On a GPU, dK and dV have separate kernels in bf16 only. Triton's interpreter computes bf16 incorrectly.
+    # On a GPU, dK and dV have separate kernels only in 2-byte dtypes. Triton's interpreter computes bf16 incorrectly.
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return [torch.randn(TOTAL, 1, head_dim, device=device, generator=generator).to(dtype) for _ in range(4)]
 

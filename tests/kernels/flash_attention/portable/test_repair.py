@@ -126,8 +126,8 @@ def test_empty_inputs_launch_no_program(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
-    """The programs read a limited number of tiles in each step. The tests above have more tiles, so they need several
-    steps.
+    """Programs check a limited number of tiles for marks in each step. The other tests in this file have more tiles, so
+    that their programs need several steps.
     """
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)

@@ -14,7 +14,7 @@ from fa_kernels.flash_attention import tiles
 def pretended_gpu() -> Iterator[Callable[[tuple[int, int], int], torch.device]]:
     """Yields a function that sets the compute capability and the bytes of shared memory, and returns the device.
 
-    torch.cuda.get_device_name returns "Made Up" for this device.
+    torch.cuda.get_device_name returns "Made Up" for the pretended device.
     """
     caches = (tiles._launch_tiles, tiles._warn_of_guesses)
     given: dict[str, object] = {}

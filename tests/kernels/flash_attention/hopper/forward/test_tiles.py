@@ -1,4 +1,4 @@
-"""Tests each tile size of the Hopper forward with each mask and feature, and with heads that are columns of wider rows.
+"""Tests each tile size of the Hopper forward kernel with each mask and feature. Heads are slices of wider heads.
 
 The tests pass the tile sizes directly to the kernel. In normal calls, some tile sizes occur only with long documents,
 whose dense reference would take too much memory.

@@ -36,9 +36,7 @@ def run(one):
 
 
 def problems(head_dim):
-    """Yields a pair of forward calls. If the backward kernel adds partial sums to dQ, also yields two pairs of backward
-    calls.
-    """
+    """Yields a pair of forward calls, then pairs of backward calls if the backward kernel adds partial sums to dQ."""
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
     if config_of(head_dim, torch.bfloat16, softcap=0.0) is not None:

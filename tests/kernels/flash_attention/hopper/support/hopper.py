@@ -22,7 +22,7 @@ NEEDS_SM_90 = [
 
 
 def tiles_of(head_dim: int) -> set[ForwardConfig]:
-    """Returns all forward tile sizes of this head_dim, over all length classes and output dtypes."""
+    """Returns the forward tile sizes for `head_dim` in all length classes and output dtypes."""
     return {
         forward_config(head_dim, length_class, wide_o)
         for length_class in get_args(LengthClass)

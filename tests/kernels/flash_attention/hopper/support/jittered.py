@@ -2,9 +2,9 @@
 
     python -m tests.kernels.flash_attention.hopper.support.jittered FILE    # writes FILE.
 
-Run the module in a new process. A process that has already compiled a kernel would reuse it without the sleeps. At each
-synchronisation, one warp in 8 sleeps for up to 4 us. If nothing in the code fixes the order of two events, the sleeps
-can change it.
+Run the module in a new process, because a process reuses kernels that it has already compiled without the sleeps. At
+each synchronisation, one warp in 8 sleeps for up to 4 us. The sleeps can change the order of two events if no
+synchronisation fixes their order.
 """
 
 import sys
@@ -162,8 +162,8 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Makes `RUNS` calls, and yields two values for each: hashes of the repeatable outputs, and the first head of dq if
-    dq is not repeatable.
+    """Makes `RUNS` calls. For each call, yields hashes of the repeatable outputs, and the first head of dq if dq is not
+    repeatable.
 
     A repeatable output has the same bits in every run. The second value is None if all outputs are repeatable.
     """
