@@ -1,10 +1,10 @@
-"""Runs every compiled form of every kernel once on a GPU, and compares the results with torch's (python -m
+"""Runs every compiled variant of every kernel on a GPU, and compares the results with torch's (python -m
 tests.gpu_check).
 
 The cases of the check come from the tile tables. The portable kernels run with the tile sizes of every GPU in the
-tables. They also run with smaller tile sizes, which `fit` finds for GPUs with less shared memory. Hopper's kernels run
-in each of their compiled forms. The decoding kernels and the fused operations run too. Tests on a CPU never run
-compiled machine code. A change of a kernel is therefore finished only after `make gpu-check` has passed on a GPU.
+tables. The portable kernels also run with smaller tile sizes, which `fit` finds for GPUs with less shared memory. Every
+compiled variant of Hopper's kernels runs. The decoding kernels, the fused operations and the schedule kernel run too.
+Run `make gpu-check` after every change of a kernel, because tests on a CPU never run compiled machine code.
 """
 
 import argparse

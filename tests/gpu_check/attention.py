@@ -27,7 +27,7 @@ HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
 # Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part. Some
 # documents are empty, and some share a tile.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
-# so long that every ring of shared-memory buffers is used more than once
+# these documents are so long that kernels use every buffer of their shared-memory rings more than once
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]
 
 
@@ -59,7 +59,7 @@ def check_hopper(
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # hides cached schedules, which can have another length class
+        patch.dict(schedule_cache._KEPT, clear=True),  # cached schedules can have another length class
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 
@@ -147,9 +147,8 @@ def _require_isolation(
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
     """Checks the forward pass in fp8 against a reference in fp64.
 
-    The tolerance is a sum. Its first term covers the rounding of P to 11 bits in the kernel. Its second term covers
-    errors of the scores. When Hopper's tensor cores add fp8 products, they keep only 13 bits below the largest
-    exponent.
+    The tolerance is the sum of two errors: the kernel rounds P to 11 bits, and the scores have an error. When Hopper's
+    tensor cores add fp8 products, they keep only 13 bits below the largest exponent.
     """
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)
@@ -177,8 +176,9 @@ def _varlen(lengths: list[int], options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _dense(options: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a function that calls flash_attn_func on one document. Its arguments and shapes are those of
-    flash_attn_varlen_func.
+    """Returns a function that calls flash_attn_func on one document.
+
+    The returned function has the arguments and shapes of flash_attn_varlen_func.
     """
 
     def attention(

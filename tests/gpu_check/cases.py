@@ -24,8 +24,8 @@ from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, o
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
-# Each tile size is tested with some of these features. tests/kernels/flash_attention/test_matrix.py tests combinations
-# of features with the tile sizes of the GPU on which it runs.
+# Each tile size is tested with some of the entries of `FEATURES`. tests/kernels/flash_attention/test_matrix.py tests
+# combinations of features with the tile sizes of the GPU on which it runs.
 FEATURES = (), ("softcap",), ("sinks", "strided"), ("alibi",), ("window", "sinks"), ("bidirectional",)
 PAGE_SIZES = 16, 64, 256
 
@@ -33,7 +33,7 @@ PAGE_SIZES = 16, 64, 256
 @dataclass(frozen=True)
 class Case:
     name: str
-    run: Callable[[], None]  # raises an error if a result is wrong
+    run: Callable[[], None]  # raises an error if a result of the case is wrong
 
 
 def all_cases(device: torch.device) -> list[Case]:
@@ -48,8 +48,8 @@ def portable_cases(device: torch.device) -> Iterator[Case]:
     """Yields a case for each tile size of each pass, dtype and width.
 
     The tile sizes that `device` uses run once with one document, once with several documents, and once with unaligned
-    rows, which need different load instructions. Any other tile sizes run only once. These runs alternate between one
-    document and several.
+    rows (not in fp8). Unaligned rows need different load instructions. Each of the other tile sizes runs once, in turn
+    with one document and with several documents.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
@@ -72,8 +72,9 @@ def _portable_case(
 
 
 def hopper_cases() -> Iterator[Case]:
-    """Yields a case for each variant of Hopper's kernels: length class, features, dtype, and order in which dQ is
-    summed.
+    """Yields a case for each variant of Hopper's kernels.
+
+    Variants differ in dtype, head_dim, tile sizes, number of documents, features, and the order in which dQ is summed.
     """
     heads = cycle(HEADS)
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):

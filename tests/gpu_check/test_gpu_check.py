@@ -89,7 +89,7 @@ def cached(h100):
 
 
 def slightly_wrong(function):
-    """Wraps `function` so that its last rows are wrong, as if a kernel left out a tile."""
+    """Wraps `function` so that the last rows of its output are wrong, as if a kernel left out a tile."""
 
     def wrong(*arguments, **options):
         o, *rest = function(*arguments, **options)

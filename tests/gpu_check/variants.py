@@ -46,10 +46,10 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Yields {pass: tile sizes} for one call after another. Together, the calls use all tile sizes of other GPUs.
+    """Yields {pass: tile sizes} for one call after another.
 
-    Nothing is yielded for a width that leaves columns unused. The code for such a width differs from the code for a
-    wider head only by a mask.
+    Together, the calls use all tile sizes that `device` can run but does not use itself.
+    Yields nothing for a width that leaves columns of a tile unused, because unused columns only add a mask to the code.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -57,8 +57,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # dK and dV are computed by one kernel or by two. The variant that `device` does not use is tested only if it
-        # has new tile sizes.
+        # One kernel computes both dK and dV, or each has its own kernel. The kernels that `device` does not use are
+        # tested only if they have tile sizes that `device` can run.
         if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
@@ -98,14 +98,14 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns the tile sizes that `device` uses, each with its number of queries per KV head."""
+    """Returns pairs: a number of queries per KV head, and the tile sizes that `device` uses for this number."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns the tile sizes that other GPUs use, each with its number of queries per KV head.
+    """Returns pairs: a number of queries per KV head, and the tile sizes that another GPU uses for this number.
 
-    The list is empty if an earlier entry of `WIDTHS` has the same padded head_dims.
+    The list is empty if an earlier entry of `WIDTHS` has the same padded head_dims as `width`.
     """
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
@@ -122,8 +122,9 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Returns tile sizes, each with its number of queries per KV head. A program can use `size` bytes of shared memory.
-    The list is empty if no tile size fits.
+    """Returns pairs: a number of queries per KV head, and the tile sizes for this number.
+
+    A program can use `size` bytes of shared memory. The list is empty if no tile size fits.
     """
     try:
         return [(rows, decode_tiles(arch, *width, itemsize, rows, paged, size)) for rows in DECODE_ROWS]
@@ -142,5 +143,5 @@ def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, devic
 
 def _shared_memory(device: torch.device) -> int:
     """Returns the largest number of bytes of shared memory that one program can use."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks this attribute
     return properties.shared_memory_per_block_optin

@@ -1,6 +1,6 @@
 """Processes that run cases.
 
-After an illegal memory access, a process can no longer use the GPU. A new process then takes its place.
+After an illegal memory access, a process can no longer use the GPU, so a new process replaces it.
 """
 
 import multiprocessing
@@ -115,7 +115,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can still use the GPU. An illegal memory access makes this impossible."""
+    """Returns whether this process can still use the GPU, which is not so after an illegal memory access."""
     try:
         _wait_for_gpu()
     except RuntimeError:

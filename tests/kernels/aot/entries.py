@@ -2,8 +2,8 @@
 
     python -m tests.kernels.aot.entries    # compiles the missing and stale cases, and writes recorded/entries_*.json.
 
-Compiling all cases takes half an hour on two cores. For each report, the record holds a hash of the kernel's source. A
-test can therefore find stale reports without compiling.
+Compiling all cases takes half an hour on two cores. The record holds each report with a
+hash of the kernel's source, so that a test can find stale reports without compiling.
 """
 
 import json
@@ -16,12 +16,12 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES
 from tests.kernels.aot.portable import table_of
 from tests.kernels.aot.reports import RECORDED, ROOT, Reports, compile_in_processes, hashes_of
 
-GPUS = ("sm80", "sm89", "sm100", "sm120")  # sm90 is missing, because an H100 runs its kernels (make gpu-check)
-BATCH = 8 * (os.cpu_count() or 1)  # the record is written each time this number of cases is compiled
+GPUS = ("sm80", "sm89", "sm100", "sm120")  # not sm90: an H100 runs the kernels for sm90 in make gpu-check
+BATCH = 8 * (os.cpu_count() or 1)  # number of cases that are compiled before the record is written again
 
 
 def all_cases() -> list[str]:
-    """Returns the cases of every entry.
+    """Returns the cases of every entry of the tile tables.
 
     Each entry has a case for one document. Entries for 2-byte dtypes also have a case for several documents.
     """
@@ -41,7 +41,7 @@ def sources() -> dict[str, str]:
 
 
 def record_file() -> Path:
-    """Returns the file with the record for the installed Triton version."""
+    """Returns the path of the file that records the reports for the installed Triton version."""
     return RECORDED / f"entries_{triton.__version__}.json"
 
 
@@ -66,7 +66,7 @@ def compile_entries(cases: list[str], hashes: dict[str, str]) -> Reports:
 
 
 def record() -> None:
-    """Compiles the cases whose report is missing or stale."""
+    """Compiles the cases whose report is missing or stale, and records their reports."""
     file, hashes = record_file(), sources()
     reports = read(file) if file.exists() else {}
     reports = {case: report for case, report in reports.items() if report["source"] == hashes.get(case)}

@@ -1,10 +1,10 @@
 """Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. The case compiles the kernel that
-attention launches for these values. A suffix after head_dim, as in fp16-128dkdv-1-1-0, selects another kernel. The
-suffix `ordered` means the kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq` mean the two kernels of
-the two-pass backward. The kernel 128dkdv is always compiled with a soft cap. With head_dim 256 there are only the
-two-pass kernels.
+The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. Without a
+suffix after head_dim, a case compiles the fused kernel, which sums dQ in any order. The suffix `ordered` means the
+fused kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq`, as in fp16-128dkdv-1-1-0, mean the two kernels
+of the two-pass backward. The kernel 128dkdv is always compiled with a soft cap. For head_dim 256, only the two-pass
+kernels exist.
 """
 
 import json
@@ -34,7 +34,7 @@ def descriptor(dtype, block):
 def source_of_keys(dtype, group, softcap, marks):
     """Returns the source of the kernel that computes dK and dV, but not dQ, for head_dim 128.
 
-    Calls with a soft cap launch this kernel.
+    Attention launches this kernel only for fp16 with a soft cap.
     """
     assert softcap == "1"
     signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")

@@ -3,8 +3,8 @@
 The name of a case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte
 means fp8, 2 bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89
 and sm120 use the table of sm80. `precision_of` gives the precision of matmuls. The kernels are for one document,
-without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which keeps NaN inside
-its document. `repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
+without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which isolates
+NaN. `repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ INDEX_POINTERS = {
 }
 FEATURE_POINTERS = ("sinks_ptr", "slopes_ptr", "aligned_ptr", "document_ptr", "descale_ptr")
 ELEMENT = {1: "*fp8e4nv", 2: "*bf16", 4: "*fp32"}
-# {name of a tensor-core instruction in PTX: its name in machine code}. mma.sync reads its operands from registers, the
-# others from shared memory. Tests search the PTX, because cuobjdump is slow.
+# {name of a tensor-core instruction in PTX: its name in machine code}. Unlike mma.sync, tcgen05.mma and wgmma can read
+# both operands from shared memory. Tests search the PTX, because cuobjdump is slow.
 TENSOR_CORES = {"tcgen05.mma.": "UTCHMMA", "wgmma.mma_async.": "HGMMA", "mma.sync.": "HMMA"}
 
 
@@ -56,8 +56,8 @@ def compile_case(*case):
     """Compiles one entry of the tile table and returns its report."""
     source, capability, options = case_source(*case)
     log = io.StringIO()
-    # Let Triton run ptxas, because the options of ptxas depend on Triton's version. A kernel from Triton's cache would
-    # have no ptxas log.
+    # Let Triton run ptxas, because each version of Triton passes other options to ptxas. Always compile, because a
+    # kernel from Triton's cache has no ptxas log.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True

@@ -19,7 +19,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 
 ROOT = Path(__file__).parents[3]
 CACHE = ROOT / ".pytest_cache" / "ahead_of_time"
-RECORDED = Path(__file__).with_name("recorded")  # a file for each Triton version
+RECORDED = Path(__file__).with_name("recorded")  # contains a file for each Triton version
 
 Reports = dict[str, dict[str, Any]]
 
@@ -27,7 +27,7 @@ Reports = dict[str, dict[str, Any]]
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
     """Returns the reports of `module` in the order of the cases.
 
-    A recorded or cached report is used if it belongs to the present source. All other cases are compiled.
+    A recorded or cached report is used if it belongs to the present source. Cases without such a report are compiled.
     """
     fresh = fresh_reports(module)
     files = {case: cache_file(module, case) for case in cases if case not in fresh}
@@ -45,8 +45,7 @@ def cache_file(module: str, case: str) -> Path:
 def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
     """Compiles the cases in new processes, with Triton's interpreter off.
 
-    The workers of pytest-xdist share the CPU cores, so each worker starts only as many processes as its share of the
-    cores.
+    The workers of pytest-xdist share the CPU cores. Each worker starts one process for each core of its share.
     """
     if not cases:
         return {}
@@ -82,7 +81,7 @@ def environment() -> dict[str, str]:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns the report in a file, or None if the file is missing or its key has changed."""
+    """Returns the report in a file, or None if the file is missing or its key is not the present `key()`."""
     if not file.exists():
         return None
     kept = json.loads(file.read_text())
@@ -113,8 +112,9 @@ def without_source(report: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def recorded() -> dict[str, Reports]:
-    """Returns the recorded reports of each module for this Triton version. Each report has its source's hash.
+    """Returns the recorded reports of each module for this Triton version.
 
+    Each report includes the hash of the source from which it was made.
     Returns an empty dict if the code that makes the reports has changed.
     """
     file = RECORDED / f"{triton.__version__}.json"
@@ -140,7 +140,7 @@ def source_hashes() -> dict[str, dict[str, str]]:
 
 
 def hashes_of(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """Returns the hashes of the sources of cases, for each module. One process takes a few seconds for all of them."""
+    """Returns the hashes of the sources of cases, for each module. Hashing all recorded cases takes a few seconds."""
     names = [f"{module.rpartition('.')[2]}:{case}" for module, some in cases.items() for case in some]
     found = compile_in_processes("tests.kernels.aot.sources", names)
     return {
@@ -170,8 +170,8 @@ def record() -> Path:
 def recorded_key() -> str:
     """Returns a hash of the modules that make reports. Comments and docstrings do not change the hash.
 
-    The hash is the same on every machine. It does not depend on Triton's version, because each version has a file of
-    recorded reports. Environment variables that change how kernels are compiled change the hash.
+    The hash is the same on every machine and for every Triton version. (Each Triton version has its own file of
+    recorded reports.) Environment variables that change how kernels are compiled change the hash.
     """
     modules = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_"))
     code = [(path.name, code_of(path.read_text())) for path in modules]

@@ -2,7 +2,7 @@
 
 Run this file as a module.
 
-A case is an architecture, for example sm90. The schedule kernel has no other variants.
+A case is an architecture, for example sm90. The schedule kernel has one variant for each architecture.
 """
 
 import json

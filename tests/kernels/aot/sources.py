@@ -1,9 +1,9 @@
 """Hashes the source of each compiled case, and prints the hashes as JSON. Run this file as a module.
 
 An argument names a module of this folder and one of its cases, for example `portable:sm90-128-128-fwd-2`. The hash of a
-case covers the code of the kernel, and of all functions and classes of fa_kernels that this code names. It also covers
-the constants in this code, the kernel's arguments, the compile options and the GPU. Comments, docstrings and other code
-of the host do not change the hash. Triton's own hashes would include comments and line numbers.
+case covers the code of the kernel, and the code of all functions and classes of fa_kernels that the kernel uses. The
+hash also covers the constants that the kernel uses, the kernel's arguments, the compile options and the GPU. Comments,
+docstrings and all other host code do not change the hash. Triton's own hashes would include comments and line numbers.
 """
 
 import ast
@@ -48,15 +48,15 @@ def is_ours(value):
 
 
 def collect(value, found):
-    """Adds the code of a function or class of fa_kernels to `found`.
+    """Adds the code of `value`, which is a function or class of fa_kernels, to `found`.
 
-    Also adds the code of the functions and classes that this code names, and the values of the constants that it names.
+    Also adds the functions, classes and constants of fa_kernels that the code of `value` uses, directly or indirectly.
     """
     place = f"{value.__module__}.{value.__qualname__}"
     if place in found:
         return
     module = sys.modules[value.__module__]
-    # Python finds the source of a Triton aggregate in a wrong place, so classes are found by name.
+    # Python returns wrong source code for a Triton aggregate, so the source of a class is found by its name.
     source = value.src if isinstance(value, JITCallable) else definitions(module)[value.__qualname__]
     found[place], names = code_and_names(source)
     for first, *rest in names:
@@ -67,7 +67,7 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds the value `used` to `found`, unless it belongs to another package. The code at `place` names this value."""
+    """Adds `used`, a value that the code at `place` uses, to `found`. Skips functions and classes of other packages."""
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
             collect(used, found)
@@ -80,8 +80,8 @@ def add(place, used, found):
 def parts_of(name):
     """Returns what determines the compiled code of a case, for example of `portable:sm90-128-128-fwd-2`.
 
-    The result has three parts: the GPU, the compile options with the kernel's arguments, and a dictionary. The keys of
-    the dictionary are places in the source. Its values are the code or the constants that are found there.
+    The result has three parts: the GPU, the compile options with the kernel's arguments, and a dictionary. The
+    dictionary maps the name of each function, class and constant to its code or value.
     """
     module, _, case = name.partition(":")
     source, capability, options = import_module(f"tests.kernels.aot.{module}").case_source(*case.split("-"))

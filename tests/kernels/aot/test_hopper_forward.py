@@ -12,7 +12,7 @@ CORE = {
     "64-long-bf16-bf16-marks", "96-long-fp16-fp32-sinks+softcap+marks", "128-medium-fp16-fp32-sinks+softcap+marks",
     "256-long-bf16-bf16-marks",
 }  # fmt: skip
-SHARED = 227 * 1024  # bytes of shared memory that one program can use
+SHARED = 227 * 1024  # bytes of shared memory that one program can use on an H100
 
 
 # The cases in `SLOW` are compiled only on a machine with a GPU. The case 96-long with sinks is compiled everywhere,

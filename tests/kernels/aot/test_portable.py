@@ -20,12 +20,12 @@ from tests.kernels.aot.support.limits import (
     case_of,
 )
 
-# ptxas serialises the matmuls of the dkdv kernel for head_dim 192 on sm90, and warns about it. The tile size of this
-# kernel is nevertheless the fastest on an H200.
+# ptxas serialises the matmuls of the dkdv kernel for head_dim 192 on sm90, and warns about it. On an H200, the
+# dkdv kernel for head_dim 192 is nevertheless fastest with the tile size of the table.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 MODULE = "tests.kernels.aot.portable"
-# Without a GPU, the tests compile kernels of one head_dim for sm80 and sm100, and some kernels for sm90. The lists
-# whose names start with `SLOW` have the other kernels for sm90, which only a machine with a GPU compiles.
+# Without a GPU, the tests compile kernels of one head_dim for sm80 and sm100, and some kernels for sm90. On a machine
+# with a GPU, the tests also compile the other kernels for sm90, which are in the lists whose names start with `SLOW`.
 SLOW_ISOLATING = [entry for entry in ISOLATING if entry[0] in (96, 192)]
 HERE_HEAD_DIMS = {"sm80": {128}, "sm90": {head_dim for head_dim, _ in SLOW_ISOLATING}, "sm100": {128}}
 HERE = [entry for entry in PORTABLE if entry[1] in HERE_HEAD_DIMS[entry[0]] and (entry[0] != "sm100" or "fwd" in entry)]
@@ -62,7 +62,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """`PORTABLE` has all entries of the tile table, except for dkdv if dk and dv are separate entries."""
+    """`PORTABLE` has all entries of the tile table, except the dkdv entry of a head_dim with separate dk and dv entries."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(PORTABLE) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}
@@ -115,7 +115,7 @@ def assert_4_bytes_within_limits(entries):
         assert report["tensor_memory"] <= TENSOR_MEMORY, (case, report)
         computed = computed_shared_bytes(case)
         assert report["shared"] <= computed <= SHARED_LIMIT[arch], (case, report, computed)
-        if direction != "fwd":  # in the forward pass, shared_bytes also covers the decoding kernel
+        if direction != "fwd":  # for `fwd`, shared_bytes is also large enough for decoding
             assert computed <= 1.6 * report["shared"], (case, report, computed)
 
 

@@ -54,7 +54,7 @@ PORTABLE = {
     ("sm100", 256, "dv"): (255, 96, "UTCHMMA"),
     ("sm100", 256, "dq"): (208, 0, "UTCHMMA"),
 }
-# The portable kernels for several documents on sm90, which isolate NaN. Recorded reports have these names of cases.
+# The portable kernels for several documents on sm90, which isolate NaN. Recorded reports use the names in the keys.
 ISOLATING = {
     (64, "contain_fwd"): (168, 0, "HGMMA"),
     (64, "contain_dkdv"): (255, 0, "HGMMA"),
@@ -73,8 +73,8 @@ ISOLATING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# The kernels that repair tiles after Hopper's kernels. With these limits, two programs fit on a multiprocessor, except
-# for the backward with head_dim 256.
+# The kernels that repair tiles after Hopper's kernels. With the limits below, two programs fit on a multiprocessor,
+# except for the backward with head_dim 256.
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
     (64, "repair_bwd"): (255, 0, "HGMMA"),
@@ -86,7 +86,7 @@ REPAIRS = {
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
 # {(arch, head_dim, pass): (bytes of spill stores, tensor-core instruction)} of fp32 kernels with three TF32 matmuls per
-# product. Registers have no limit here. If a tile has fewer than 64 rows, the instruction is HMMA on every GPU.
+# product, without limits on registers. If a tile has fewer than 64 rows, the instruction is HMMA on every GPU.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),
@@ -143,8 +143,8 @@ UNUSUAL = (
     *("sm90-256-192-dk-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4"),
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
-# Heads of 72 and 136 columns are split into two blocks of columns, with padding. The row strides of these widths are
-# not multiples of 16 elements, even if the rows are contiguous.
+# Heads of 72 and 136 columns are split into two blocks of columns, with padding. The strides of rows with
+# 72 or 136 elements are not multiples of 16 elements, even if the rows are contiguous.
 UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
 UNALIGNED_DECODE = "sm90-72-64-dense"
 # {case: (registers per thread, bytes of spill stores, tensor-core instruction)} of the decoding kernels. A tile for one

@@ -1,5 +1,7 @@
-"""Configurations can be written as JSON. They are arguments of the Hopper kernels, and Triton's compilation hooks, such
-as `jit_post_compile_hook`, receive the arguments of a kernel as JSON.
+"""The configurations of the Hopper kernels can be written as JSON.
+
+A configuration is an argument of a kernel. Triton's compilation hooks, such as `jit_post_compile_hook`, receive the
+arguments of a kernel as JSON.
 """
 
 import json

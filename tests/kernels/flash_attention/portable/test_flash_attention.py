@@ -1,7 +1,7 @@
 """Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU.
 
-By default, the interpreter runs only half of the cases of packed documents, and few features without a mask. With
-DOCUMENT_CASES=all, it runs all cases.
+By default, the interpreter runs only half of the cases of packed documents, and tests only some of the features
+without a mask. With DOCUMENT_CASES=all, the interpreter runs all cases.
 """
 
 import math
@@ -162,7 +162,7 @@ def test_rows_outside_every_document_give_zero():
 def test_partial_outputs_in_fp32_merge_to_the_whole():
     """Each half of the keys gives an output, and the two outputs are merged by their lse.
 
-    The result and its gradients equal those of attention over all keys.
+    The merged output and its gradients equal those of attention over all keys.
     """
     q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
     cu_q = cumulative([40])
@@ -237,7 +237,7 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
 def test_inputs_and_gradients_need_not_be_contiguous():
     """q and k are slices of one tensor, and v is a transposed view.
 
-    The gradient is a broadcast tensor.
+    The gradient of o is a broadcast tensor.
     """
     qkv = torch.randn(45, 3, 2, 16, device=DEVICE)
     q, k = qkv[:, 0].requires_grad_(), qkv[:, 1].requires_grad_()
@@ -257,7 +257,7 @@ def test_inputs_and_gradients_need_not_be_contiguous():
 def test_a_batch_may_have_any_layout(batch, alibi):
     """q, k and v are stored with heads before tokens, with tokens before heads, or in one tensor.
 
-    The kernels cannot read the gradient in place, so it must be copied.
+    The kernels cannot read the gradient of o in place, so our code must copy it.
     """
     q, k, v = torch.randn(3, batch, 2, 21, 16, device=DEVICE)
     slopes = torch.rand(2, device=DEVICE) if alibi else None
@@ -416,9 +416,9 @@ def test_max_seqlen_too_small_is_named(max_seqlen_k, monkeypatch):
 
 @pytest.mark.parametrize("cu", [[5, 100], [0, 60, 30], [-40, 8, 12]], ids=["beyond", "decreasing", "negative"])
 def test_wrong_documents_never_read_out_of_bounds(cu):
-    """Debug checks are off, as is usual on a GPU.
+    """Debug checks of cu_seqlens are off, as is usual on a GPU.
 
-    The memory around the tensors holds NaN, so that the output shows whether the kernels read that memory.
+    The memory around q, k and v holds NaN, so that the output shows whether the kernels read that memory.
     """
     cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     schedule = build_schedule(cu, cu, 50, 50, causal=True)

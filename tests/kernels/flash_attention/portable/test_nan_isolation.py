@@ -14,7 +14,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import key_passes
 from tests.support.marks import slow
 
-LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # the second document contains NaN, and shares tiles with the others
+LENGTHS, WITH_NAN = [20, 17, 13], slice(20, 37)  # document 2 contains NaN and shares tiles with documents 1 and 3
 TOTAL = sum(LENGTHS)
 FEATURES = Features(0.2, 0.0, None, ())
 AT_ONCE, APART = 24, 200  # head_dims for which dK and dV have one kernel, or separate kernels

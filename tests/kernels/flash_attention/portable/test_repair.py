@@ -29,8 +29,8 @@ NONE = [pytest.param([], id="none")]
 def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    The last row of the first document contains NaN. The row with NaN and the first rows of the next document share a
-    mark.
+    If `request.param` is true, the last row of the first document contains NaN. The row with NaN and the first rows of
+    the third document share a mark.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -63,7 +63,7 @@ def marks(heads, units, device):
 def assert_repaired(ours, exact, marked):
     """Shapes: ours, exact (total, heads, columns).
 
-    Marked rows must equal `exact`, and rows of unmarked tiles must be unchanged.
+    Marked rows of `ours` must equal `exact`. Rows in tiles without marks must still hold `UNTOUCHED`.
     """
     in_unit = marked.repeat_interleave(64, 1)[:, :TOTAL].T > 0
     torch.testing.assert_close(ours[in_unit], exact[in_unit], rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -126,8 +126,9 @@ def test_empty_inputs_launch_no_program(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
-    """The programs read a limited number of tiles in each step. The tests above have more tiles, so they need several
-    steps.
+    """In one step, the programs read the marks of a limited number of tiles.
+
+    The tests above have more tiles than that, so the programs need several steps.
     """
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)

@@ -46,8 +46,8 @@ def check(q, k, v, do, dlse, cu_q, cu_k, sinks=None, **features):
         grads = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
         assert all(torch.isfinite(g).all() for g in grads), name
         results[name] = [o, torch.where(seen, lse, -1e4), *grads]
-    # The products do · v and delta are each a sum of head_dim fp32 products. If these sums cancel, only their rounding
-    # error remains.
+    # do · v and delta are sums of head_dim fp32 products. If the products in a sum cancel, only the rounding error of
+    # the sum remains.
     floor = torch.finfo(torch.float32).eps * v.shape[-1] * max(x.detach().abs().max().item() for x in (q, k, v, do))
     names = ("o", "lse", "dq", "dk", "dv", "dsinks")[: len(results["ours"])]
     for name, ours, exact, baseline in zip(names, *results.values(), strict=True):

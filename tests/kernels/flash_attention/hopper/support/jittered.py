@@ -2,9 +2,9 @@
 
     python -m tests.kernels.flash_attention.hopper.support.jittered FILE    # writes FILE.
 
-Run the module in a new process. A process that has already compiled a kernel would reuse it without the sleeps. At each
-synchronisation, one warp in 8 sleeps for up to 4 us. If nothing in the code fixes the order of two events, the sleeps
-can change it.
+Run the module in a new process, because a process would reuse kernels that it has compiled without sleeps. At each
+synchronisation, one warp in 8 sleeps for up to 4 us. The sleeps can change the order of two events if nothing in the
+code fixes this order.
 """
 
 import sys
@@ -148,7 +148,7 @@ def let_warps_sleep():
 def calls():
     """Yields a name, a function (attention_forward or `gradients`) and its arguments.
 
-    Every process gets the same values.
+    The arguments have the same values in every process.
     """
     for documents, lengths in DOCUMENTS.items():
         for head_dim in (64, 96, 128, 256):
