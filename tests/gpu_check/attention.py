@@ -27,7 +27,7 @@ HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
 # Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part. Some
 # documents are empty, and some share a tile.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
-# these documents are so long that kernels use every buffer of their shared-memory rings more than once
+# documents so long that kernels use every buffer of a shared-memory ring more than once
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]
 
 
@@ -147,8 +147,8 @@ def _require_isolation(
 def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int, int]) -> None:
     """Checks the forward pass in fp8 against a reference in fp64.
 
-    The tolerance is the sum of two errors: the kernel rounds P to 11 bits, and the scores have an error. When Hopper's
-    tensor cores add fp8 products, they keep only 13 bits below the largest exponent.
+    The tolerance is the sum of the rounding error of P, which the kernel rounds to 11 bits, and the error of the
+    scores. In sums of fp8 products, Hopper's tensor cores keep only 13 bits below the largest exponent.
     """
     shapes = _shapes(sum(lengths), heads, width)[:3]
     q, k, v = (torch.randn(shape, device=DEVICE).to(FP8) for shape in shapes)

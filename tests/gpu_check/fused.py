@@ -27,7 +27,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
         def exact(x: Tensor, added: Tensor, weight: Tensor, stream: torch.dtype = stream) -> tuple[Tensor, Tensor]:
             total = x + added
-            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # rounded like a stored sum
+            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # total, rounded to the dtype `stream`
             return rounded, F.rms_norm(rounded, weight.shape, weight, 1e-5)
 
         ours = add_rms_norm(x, added, weight, 1e-5, dtype, keep_sum=keep_sum)

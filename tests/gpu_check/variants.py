@@ -48,8 +48,8 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
     """Yields {pass: tile sizes} for one call after another.
 
-    Together, the calls use all tile sizes that `device` can run but does not use itself.
-    Yields nothing for a width that leaves columns of a tile unused, because unused columns only add a mask to the code.
+    Together, the calls use all tile sizes that `device` can run but does not use itself. The generator
+    is empty for a width that leaves columns of a tile unused, because unused columns only add a mask to the code.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -143,5 +143,5 @@ def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, devic
 
 def _shared_memory(device: torch.device) -> int:
     """Returns the largest number of bytes of shared memory that one program can use."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks this attribute
+    properties: Any = torch.cuda.get_device_properties(device)  # Any, because torch's type stub lacks an attribute
     return properties.shared_memory_per_block_optin

@@ -115,7 +115,7 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can still use the GPU, which is not so after an illegal memory access."""
+    """Returns whether this process can still use the GPU."""
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -27,8 +27,9 @@ def angles(total, half, device):
 
 
 def rotated(x, cos, sin, n_rotated):
-    """Rotates x (total, heads, head_dim) in fp64; the two halves of a head are the real and the imaginary parts of
-    complex numbers.
+    """Rotates x (total, heads, head_dim) in fp64, as complex numbers.
+
+    The two halves of a head are the real and the imaginary parts of these numbers.
     """
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
@@ -38,9 +39,10 @@ def rotated(x, cos, sin, n_rotated):
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Runs a test once with torch's implementation and once with the kernel.
+    """On the CPU, runs a test with torch's implementation and with the kernel. On a GPU, runs it with the kernel only.
 
-    On the CPU, the operator uses torch's implementation. In the second run, the kernel replaces it.
+    By default, the operator uses the kernel only on a GPU. This fixture makes the operator use the kernel on the CPU
+    too.
     """
     if request.param == "kernel" and device.type == "cpu":
 
@@ -166,7 +168,7 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
-    """The gradients of qkv are also equal. Outputs that are not used get no gradient."""
+    """The outputs and the gradient of qkv are bitwise equal, even if some of q, k and v get no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
 
     def run(rotated):
@@ -199,7 +201,7 @@ def test_qkv_is_differentiable_to_any_order(device):
 
 
 def test_qkv_is_one_buffer(device):
-    """q, k and v share one buffer. Autograd therefore keeps only one tensor, and offload copies only one tensor."""
+    """q, k and v share one buffer, so that autograd keeps only one tensor, and offload copies only one tensor."""
     qkv, cos, sin = draw(device)
     q, k, v = rotate_qkv(qkv, HEADS, cos, sin)
     assert all(x.untyped_storage().data_ptr() == q.data_ptr() != qkv.data_ptr() for x in (q, k, v))

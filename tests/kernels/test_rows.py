@@ -15,9 +15,10 @@ ROWS = 37
 
 @pytest.fixture(params=["torch", "kernel"], autouse=True)
 def implementation(request, device, monkeypatch):
-    """Runs a test once with torch's implementation and once with the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
-    On the CPU, the functions use torch's implementation. In the second run, the kernels replace it.
+    By default, the functions use the kernels only on a GPU. This fixture makes the functions use the kernels on the
+    CPU too.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_copy_plainly", module._copy_in_kernel)

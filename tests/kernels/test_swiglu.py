@@ -34,9 +34,10 @@ def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projec
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Runs a test once with torch's implementation and once with the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
-    On the CPU, the functions use torch's implementation. In the second run, the kernels replace it.
+    By default, the functions use the kernels only on a GPU. This fixture makes the functions use the kernels on the
+    CPU too.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", through_the_kernel)

@@ -52,12 +52,12 @@ def test_a_torch_that_cannot_say_who_watches_is_taken_to_be_watched(device, monk
 
 @pytest.mark.parametrize("missing", ["apply", "_unwrap_if_dead"])
 def test_a_function_is_applied_with_its_layer_for_transforms(missing, device, monkeypatch):
-    """If a name for the direct call is missing, `Function.apply` is used.
+    """If a private name that skips functorch's layer is missing, attention uses `Function.apply`.
 
-    `Function.apply` unwraps tensors of a transform that has ended.
+    `Function.apply` unwraps the tensors of a transform that has ended.
     """
     if missing == "apply":
-        # the bases of this class have no method `apply`
+        # no base class of torch._C._FunctionBase has a method `apply`
         monkeypatch.setattr(torch_private, "Function", torch._C._FunctionBase)
     else:
         monkeypatch.setattr(torch_private, missing, None)

@@ -2,8 +2,8 @@
 
     python -m tests.kernels.aot.entries    # compiles the missing and stale cases, and writes recorded/entries_*.json.
 
-Compiling all cases takes half an hour on two cores. The record holds each report with a
-hash of the kernel's source, so that a test can find stale reports without compiling.
+Compiling all cases takes half an hour on two cores. The record holds each report with a hash of the kernel's source, so
+that a test can find stale reports without compiling.
 """
 
 import json

@@ -1,10 +1,9 @@
 """Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. Without a
-suffix after head_dim, a case compiles the fused kernel, which sums dQ in any order. The suffix `ordered` means the
-fused kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq`, as in fp16-128dkdv-1-1-0, mean the two kernels
-of the two-pass backward. The kernel 128dkdv is always compiled with a soft cap. For head_dim 256, only the two-pass
-kernels exist.
+The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. Without a suffix after head_dim, a
+case compiles the fused kernel that sums dQ in any order. The suffix `ordered` means the fused kernel that sums dQ in a
+fixed order. The suffixes `dkdv` and `dq`, as in fp16-128dkdv-1-1-0, mean the two kernels of the two-pass backward. The
+kernel 128dkdv is always compiled with a soft cap. For head_dim 256, only the two-pass kernels exist.
 """
 
 import json

@@ -3,8 +3,8 @@
 The name of a case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte
 means fp8, 2 bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89
 and sm120 use the table of sm80. `precision_of` gives the precision of matmuls. The kernels are for one document,
-without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which isolates
-NaN. `repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
+without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which isolates NaN.
+`repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
 """
 
 import contextlib

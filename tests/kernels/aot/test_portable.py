@@ -62,7 +62,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """`PORTABLE` has all entries of the tile table, except the dkdv entry of a head_dim with separate dk and dv entries."""
+    """`PORTABLE` has all entries of the tile table, except the dkdv entry of a head_dim with a dk and a dv entry."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(PORTABLE) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}

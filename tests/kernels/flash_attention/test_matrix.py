@@ -1,10 +1,11 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see tests/kernels/support/attention_check.py).
-Every pair of lengths is tested with every mask. Each of these cases takes its features, head count and layout from a
-fixed list, in order. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and
-layouts. Other head_dims are tested with fewer combinations, because each one is compiled separately. If the environment
-variable MATRIX_REPORT names a folder, our largest errors are written there, next to torch's.
+Every pair of lengths is tested with every mask. Each pair of lengths with a mask takes the next features, head counts
+and layout from a list with a fixed order. The head_dims of Hopper's kernels are tested with all combinations of
+features, head counts and layouts. Other head_dims are tested with fewer combinations, because the kernels are compiled
+again for each head_dim. If the environment variable MATRIX_REPORT names a folder, the tests write our largest errors
+and torch's largest errors to files in this folder.
 """
 
 import itertools
@@ -39,8 +40,8 @@ ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # (head_dim, v_head_di
 def n_rounds(dtype, width) -> int:
     """Returns the number of rounds for a dtype and a pair of head_dims.
 
-    A round uses each of the 55 combinations of lengths and mask once. Three rounds are enough for all combinations of
-    features, head counts and layouts.
+    A round tests each of the 55 combinations of lengths and mask once. Three rounds test all combinations of features,
+    head counts and layouts.
     """
     if dtype == torch.float32 or width not in ON_HOPPER:
         return 2
@@ -89,7 +90,7 @@ def check(dtype, width, pair, mask, heads, names, layout, generator) -> dict[str
         (total_q, n_heads, v_head_dim),
     ]  # fmt: skip
     inputs = [torch.randn(shape, device="cuda").to(dtype) for shape in shapes]
-    if layout == "strided":  # each head is half of a wider one, and TMA reads it in place
+    if layout == "strided":  # each head is half of a wider head, and TMA reads it in place
         inputs[:3] = [torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in inputs[:3]]
         if total_q % 2:
             inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)

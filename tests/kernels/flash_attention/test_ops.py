@@ -52,9 +52,7 @@ def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
 
 
 def test_a_tensor_left_by_a_transform_is_unwrapped(device):
-    """A functorch transform wraps tensors. Function.apply unwraps them, because after the transform the wrappers have
-    no data.
-    """
+    """After a functorch transform has ended, its tensor wrappers have no data. Function.apply unwraps such tensors."""
     schedule = causal_schedule(None, 20, device)
     q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)
     left = []
@@ -71,7 +69,7 @@ def test_functorch_transforms_are_refused(device):
 
 
 def test_forward_mode_gradients_are_refused(device):
-    """Without an error, both the operator and the direct path would silently drop the tangent."""
+    """If the call raised no error, both the operator and the direct path would silently drop the tangent."""
     q, k, v = torch.randn(3, 20, 2, 16, device=device)
     schedule = causal_schedule(None, 20, device)
     with pytest.raises(NotImplementedError, match="forward-mode"):

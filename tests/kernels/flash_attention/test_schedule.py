@@ -160,7 +160,7 @@ def test_one_document_is_known_from_the_call_alone(cu, expected):
 
 @pytest.mark.parametrize("cu", [[0, 5], [0, 3], [0, 2, 5]], ids=str)
 def test_given_documents_may_end_before_the_tokens_do(cu):
-    """NaN after the last document must not spread into that document. Only the GPU knows where the document ends."""
+    """NaN after the last document must not spread into the last document, whose end only the GPU knows."""
     cu = torch.tensor(cu, dtype=torch.int32)
     assert causal_schedule(cu, 5, CPU).crosses_documents
     assert build_schedule(cu, cu, 5, 5, causal=False).crosses_documents

@@ -38,7 +38,7 @@ def require_equal(*documents, keys_in_order=False, gradients=True):
 
 @contextmanager
 def small_blocks():
-    """Makes blocks so small that a few tokens need several programs. These programs compare tiles in several steps."""
+    """Makes blocks so small that a few tokens need several programs, and a program compares tiles in several steps."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (schedules, "WORK_TILE", 4),

@@ -1,6 +1,6 @@
 """A launch uses the tile sizes of the table.
 
-If the tile sizes of the table do not fit, smaller ones are used, with one warning.
+If the tile sizes of the table do not fit in shared memory, the launch uses smaller tile sizes and warns once.
 """
 
 import warnings
@@ -145,7 +145,7 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 def test_shared_bytes_counts_both_halves_of_fp32():
     """The expected values are the shared memory that Triton uses for three TF32 products.
 
-    The computed values must not exceed them by more than 3 KiB.
+    The result of shared_bytes must not be smaller, and must exceed the expected value by less than 3 KiB.
     """
     reported = {
         ("sm90", 64, "fwd"): 131072,
@@ -159,8 +159,8 @@ def test_shared_bytes_counts_both_halves_of_fp32():
     for (arch, head_dim, direction), shared in reported.items():
         tiles = tile_config(arch, head_dim, direction, 4)
         assert 0 <= shared_bytes(arch, tiles, head_dim, head_dim, direction, 4) - shared < 3072, (arch, direction)
-    # An H200 refused the first of these kernels. The other two are decoding kernels, which need more shared memory than
-    # forward kernels with the same tiles.
+    # An H200 refused the kernel of the first line. The kernels of the other lines are decoding kernels, which need more
+    # shared memory than forward kernels with the same tiles.
     assert shared_bytes("sm90", TileConfig(128, 32, 8, 1), 128, 128, "dq", 4) >= 294912
     assert shared_bytes("sm80", TileConfig(16, 32, 8, 1), 256, 256, "fwd", 4) >= 102400
     assert shared_bytes("sm90", TileConfig(16, 64, 8, 1), 256, 256, "fwd", 4) >= 172032
@@ -179,7 +179,7 @@ def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_halving_leaves_a_warpgroup_its_64_rows(direction):
-    """Each warpgroup needs 64 rows of its own (see `fit`)."""
+    """`fit` must leave at least 64 rows of a tile to each warpgroup."""
     for arch in SHARED_LIMIT:
         for head_dim in HEAD_DIMS:
             tiles = tile_config(arch, head_dim, direction, 2)

@@ -107,8 +107,8 @@ def compare(
     exact_inputs = [x.to(truth) for x in inputs]  # a gradient has the dtype of its input
     exact = attend(partial(attention_reference, dtype=truth), exact_inputs, features, sinks, do, dlse)
     baseline = attend(partial(attention_reference, dtype=dtype), inputs, features, sinks, do, dlse)
-    # A score is a sum of head_dim products. `floor` is the fp32 rounding error of such a sum if its largest products
-    # cancel.
+    # A score is a sum of head_dim products. `floor` is the fp32 rounding error of a score if the largest products in
+    # the sum cancel.
     floor = torch.finfo(torch.float32).eps * do.shape[-1] * max(x.abs().max().item() for x in (*inputs, do))
     floors = dict.fromkeys(results, floor)
     rounded = left_by_rounding(exact_inputs, features, sinks, do, dlse, exact, results["o"].dtype, truth)

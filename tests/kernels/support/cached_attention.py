@@ -52,7 +52,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale, left, right, softcap, slopes) 
 
 
 def reference(q, caches, new, rotary, lengths, leftpad, scale, causal, window, softcap, interleaved, slopes, dtype):
-    """Returns the outputs and the lse of flash_attn_with_kvcache, and updates `caches` as that function would.
+    """Returns the o and lse that flash_attn_with_kvcache must return, and adds the new tokens to `caches`.
 
     caches: for each sequence a pair of k and v, each (capacity, n_kv_heads, D).
     """

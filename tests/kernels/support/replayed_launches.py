@@ -1,7 +1,7 @@
 """Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
 
-Triton's launcher calls a simulated driver. This driver compiles and runs no kernel; it only records the arguments of
-each launch. The function `differences` returns an error message for each case in which the launches differ.
+Triton's launcher calls a simulated driver. The simulated driver compiles and runs no kernels, and only records
+the arguments of each launch. The function `differences` returns an error message for each case whose launches differ.
 """
 
 import gc
@@ -251,8 +251,9 @@ CASES = [
 
 
 def differences() -> list[str]:
-    """Returns an error message for each case whose launches differ from Triton's. A case whose third and fourth calls
-    are not replayed gives an error message too.
+    """Returns an error message for each case whose launches differ from Triton's.
+
+    Also returns an error message for each case whose third and fourth calls are not replayed.
     """
     found = []
     for case in CASES:
@@ -273,8 +274,7 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Makes three calls with the same key, and returns whether the third call is replayed. A replay does not run
-    `call`.
+    """Makes three calls with the same key, and returns whether the third call is replayed, so that `call` does not run.
 
     first: the inputs of the first two calls. third: the inputs of the third call.
     """
@@ -292,10 +292,7 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Returns an error message for each of these calls that is replayed.
-
-    A replay would skip work or return old results.
-    """
+    """Returns an error message for each wrongly replayed call: a replay would skip work or return old results."""
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 
     calls: dict[str, Callable[..., tuple[Tensor, ...]]] = {
@@ -310,7 +307,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Returns an error message for each recording that is replayed with inputs whose addresses it does not support."""
+    """Returns an error message for each recording that is replayed although it does not fit the new input addresses."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     # Triton compiles different code for addresses that are not multiples of 16.

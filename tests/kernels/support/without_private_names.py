@@ -2,8 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names    # on any machine.
 
-The script imports torch and triton, and then forks one process for each private name. Each process removes its
-name from torch, imports fa_kernels, restores the name for torch itself, and compares both passes with the reference.
+The script imports torch and triton, and then forks one process for each private name. Each process removes its private
+name from torch, imports fa_kernels, restores the name for torch itself, and compares both passes of attention with the
+reference.
 """
 
 import os
@@ -12,7 +13,7 @@ import traceback
 from types import SimpleNamespace
 
 import torch
-import torch._dynamo  # otherwise, each forked process would import it at the first call
+import torch._dynamo  # otherwise, each forked process would import torch._dynamo again
 import torch.utils.flop_counter
 import triton.language  # noqa: F401
 

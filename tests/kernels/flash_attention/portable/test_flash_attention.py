@@ -142,7 +142,7 @@ def test_large_scores_saturate_the_softcap():
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_softcap_is_accurate_in_each_dtype(dtype, head_dim, softcap, spread, chosen, monkeypatch):
-    """Each dtype uses a different tanh instruction. `spread` is the standard deviation of the scores."""
+    """The kernels compute tanh differently for bf16 and fp16. `spread` is the standard deviation of the scores."""
     monkeypatch.setenv(backend.VARIABLE, chosen)
     q, *others = draw(1024, 1024, 4, 2, head_dim, dtype=dtype)
     check(q.detach() * spread, *others, cumulative([1024]), cumulative([1024]), causal=True, softcap=softcap)

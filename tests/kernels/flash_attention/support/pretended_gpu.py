@@ -12,8 +12,9 @@ from fa_kernels.flash_attention import tiles
 
 @contextmanager
 def pretended_gpu() -> Iterator[Callable[[tuple[int, int], int], torch.device]]:
-    """Yields a function that sets the compute capability and the bytes of shared memory. It returns the device.
+    """Yields a function that configures the pretended GPU.
 
+    The function sets the compute capability and the bytes of shared memory, and returns the device.
     torch.cuda.get_device_name returns "Made Up" for this device.
     """
     caches = (tiles._launch_tiles, tiles._warn_of_guesses)
