@@ -1,4 +1,4 @@
-"""Runs every compiled form of every kernel once on a GPU, and compares the results with torch's (python -m
+"""Runs every compiled variant of every kernel on a GPU, and compares the results with torch's (python -m
 tests.gpu_check).
 
 The cases of attention come from the tile tables. The portable kernels run with the tile sizes of every GPU in the

@@ -59,7 +59,7 @@ def check_hopper(
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # hides cached schedules, which can have another length class
+        patch.dict(schedule_cache._KEPT, clear=True),  # cached schedules can have another length class
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 

@@ -33,7 +33,7 @@ PAGE_SIZES = 16, 64, 256
 @dataclass(frozen=True)
 class Case:
     name: str
-    run: Callable[[], None]  # raises an error if a result is wrong
+    run: Callable[[], None]  # raises an error if a result of the case is wrong
 
 
 def all_cases(device: torch.device) -> list[Case]:
@@ -72,8 +72,9 @@ def _portable_case(
 
 
 def hopper_cases() -> Iterator[Case]:
-    """Yields a case for each variant of Hopper's kernels: length class, features, dtype, and order in which dQ is
-    summed.
+    """Yields a case for each variant of Hopper's kernels.
+
+    Variants differ in dtype, head_dim, tile sizes, number of documents, features, and the order in which dQ is summed.
     """
     heads = cycle(HEADS)
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):

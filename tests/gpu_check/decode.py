@@ -11,7 +11,7 @@ from tests.gpu_check.variants import Width
 from tests.kernels.support.attention_check import DEVICE
 from tests.kernels.support.cached_attention import check
 
-CAPACITY = 768  # tokens per sequence: several whole blocks of every tile size
+CAPACITY = 768  # tokens per sequence: a multiple of the block size in every tile size
 
 
 def check_decode(

@@ -49,8 +49,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     """Yields a dictionary {pass: tile sizes} for each call to check. Together, the calls use all tile sizes of other
     GPUs.
 
-    Nothing is yielded for a width that leaves columns unused. The code for such a width differs from the code for a
-    wider head only by a mask.
+    Together, the calls use all tile sizes that `device` can run but does not use itself. The generator
+    is empty for a width that leaves columns of a tile unused, because unused columns only add a mask to the code.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -99,14 +99,14 @@ def smaller(
 
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns the tile sizes that `device` uses, each with its number of queries per KV head."""
+    """Returns pairs: a number of queries per KV head, and the tile sizes that `device` uses for this number."""
     return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns the tile sizes that other GPUs use, each with its number of queries per KV head.
+    """Returns pairs: a number of queries per KV head, and the tile sizes that another GPU uses for this number.
 
-    The list is empty if an earlier entry of `WIDTHS` has the same padded head_dims.
+    The list is empty if an earlier entry of `WIDTHS` has the same padded head_dims as `width`.
     """
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):

@@ -31,7 +31,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Runs a test once with torch's implementation and once with the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
     On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
     """
@@ -59,7 +59,7 @@ def results(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor,
 
 
 def exactly(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor) -> list[Tensor]:
-    """Computes the results in fp64, starting from the rounded sum."""
+    """Computes the same results as `results` in fp64, starting from the sum rounded to the dtype of x."""
     rounding = (x + added).to(x.dtype).double() - (x.double() + added.double())
     leaves = [tensor.double().requires_grad_() for tensor in (x, added, weight)]
     total = leaves[0] + leaves[1] + rounding
@@ -77,7 +77,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
     expected_dtypes = (dtypes[0], dtypes[2], dtypes[0], dtypes[1], torch.float32)
     for ours, exact, dtype in zip(results(*arguments, keep_sum), exactly(*arguments), expected_dtypes, strict=True):
         assert ours.dtype == dtype
-        # sums of fp32 elements, followed by one rounding
+        # results are sums of fp32 elements, and are then rounded once
         tolerance = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=8 * tolerance)
 
@@ -87,7 +87,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
 @pytest.mark.parametrize("dim", [768, 2048, 5120, 16384])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bf16_is_accurate_at_the_sizes_of_models(x_dtype, dim, keep_sum, device):
-    """The sizes are those of real models.
+    """The row widths are those of real models.
 
     The test needs a GPU, because Triton's interpreter computes bf16 incorrectly.
     """

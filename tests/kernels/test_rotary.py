@@ -27,8 +27,9 @@ def angles(total, half, device):
 
 
 def rotated(x, cos, sin, n_rotated):
-    """Rotates x (total, heads, head_dim) in fp64; the two halves of a head are the real and the imaginary parts of
-    complex numbers.
+    """Rotates x (total, heads, head_dim) in fp64, as complex numbers.
+
+    The two halves of a head are the real and the imaginary parts of these numbers.
     """
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
@@ -38,7 +39,7 @@ def rotated(x, cos, sin, n_rotated):
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Runs a test once with torch's implementation and once with the kernel.
+    """On the CPU, runs a test with torch's implementation and with the kernel. On a GPU, runs it with the kernel only.
 
     On the CPU, the operator uses torch's implementation, and the second run replaces it by the kernel.
     """

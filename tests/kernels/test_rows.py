@@ -15,7 +15,7 @@ ROWS = 37
 
 @pytest.fixture(params=["torch", "kernel"], autouse=True)
 def implementation(request, device, monkeypatch):
-    """Runs a test once with torch's implementation and once with the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
     On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
     """

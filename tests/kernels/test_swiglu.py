@@ -34,7 +34,7 @@ def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projec
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """Runs a test once with torch's implementation and once with the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
     On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
     """

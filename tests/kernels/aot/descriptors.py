@@ -1,10 +1,10 @@
 """Finds machine code in which ptxas 12.8 computes a matrix descriptor from the wrong uniform register.
 
 The descriptor of a Hopper wgmma operand has 64 bits in two halves. The high half of a descriptor is a constant that
-gives the swizzle and the stride. The low half of a descriptor is an address in shared memory. In PTX, the constant is
-added to a 64-bit address whose high half is zero. ptxas 12.8 sometimes adds the constant to a register that has been
-overwritten with an address or with another operand's descriptor. This error makes a kernel read the wrong shared memory
-or end with an illegal access.
+gives the swizzle and the stride. The low half of a descriptor is an address in shared memory. To make a descriptor, PTX
+code adds the constant high half to a 64-bit address whose high half is zero. ptxas 12.8 sometimes adds the high half of
+a descriptor to a register that has been overwritten with an address or with another operand's descriptor. A kernel with
+this error reads the wrong shared memory or ends with an illegal access.
 
 The error occurred on an H100 in attention kernels that split the head columns into two blocks and load rows through
 registers. ptxas 12.9 compiles the same PTX correctly.
@@ -24,7 +24,7 @@ HIGH_HALVES = {swizzle << 30 | stride for swizzle in (1, 2, 3) for stride in STR
 
 
 def misplaced_descriptors(cubin: Path) -> list[str]:
-    """Returns the instructions of an sm_90 kernel that add a descriptor's constant to a register that is not zero."""
+    """Returns the instructions of an sm_90 kernel that add a descriptor's high half to a register that is not zero."""
     command = [knobs.nvidia.nvdisasm.path, str(cubin)]
     return misplaced_in(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

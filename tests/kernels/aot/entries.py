@@ -41,7 +41,7 @@ def sources() -> dict[str, str]:
 
 
 def record_file() -> Path:
-    """Returns the file with the record for the installed Triton version."""
+    """Returns the path of the file that records the reports for the installed Triton version."""
     return RECORDED / f"entries_{triton.__version__}.json"
 
 
@@ -66,7 +66,7 @@ def compile_entries(cases: list[str], hashes: dict[str, str]) -> Reports:
 
 
 def record() -> None:
-    """Compiles the cases whose report is missing or stale."""
+    """Compiles the cases whose report is missing or stale, and records their reports."""
     file, hashes = record_file(), sources()
     reports = read(file) if file.exists() else {}
     reports = {case: report for case, report in reports.items() if report["source"] == hashes.get(case)}

@@ -56,8 +56,8 @@ def compile_case(*case):
     """Compiles one entry of the tile table and returns its report."""
     source, capability, options = case_source(*case)
     log = io.StringIO()
-    # Let Triton run ptxas, because the options of ptxas depend on Triton's version. A kernel from Triton's cache would
-    # have no ptxas log.
+    # Let Triton run ptxas, because each version of Triton passes other options to ptxas. Always compile, because a
+    # kernel from Triton's cache has no ptxas log.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True

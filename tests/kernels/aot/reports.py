@@ -45,8 +45,7 @@ def cache_file(module: str, case: str) -> Path:
 def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
     """Compiles the cases in new processes, with Triton's interpreter off.
 
-    The workers of pytest-xdist share the CPU cores, so each worker starts only as many processes as its share of the
-    cores.
+    The workers of pytest-xdist share the CPU cores. Each worker starts one process for each core of its share.
     """
     if not cases:
         return {}
@@ -82,7 +81,7 @@ def environment() -> dict[str, str]:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns the report in a file, or None if the file is missing or its key has changed."""
+    """Returns the report in a file, or None if the file is missing or its key is not the present `key()`."""
     if not file.exists():
         return None
     kept = json.loads(file.read_text())

@@ -58,7 +58,7 @@ def collect(value, found):
     if place in found:
         return
     module = sys.modules[value.__module__]
-    # Python finds the source of a Triton aggregate in a wrong place, so classes are found by name.
+    # Python returns wrong source code for a Triton aggregate, so the source of a class is found by its name.
     source = value.src if isinstance(value, JITCallable) else definitions(module)[value.__qualname__]
     found[place], names = code_and_names(source)
     for first, *rest in names:

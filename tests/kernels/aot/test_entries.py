@@ -19,7 +19,7 @@ RECORDS = sorted(RECORDED.glob("entries_*.json"))
 # Allowed bytes of spill stores above the limits in `PORTABLE`. The limits in `PORTABLE` are for one document. Kernels
 # for several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
-UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # not used, because separate kernels compute dk and dv
+UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # attention uses separate kernels for dk and dv
 COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-64-64-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")
 CHANGED = """
 from fa_kernels.flash_attention.portable.columns import load_columns
@@ -81,7 +81,7 @@ def problems(case, report):
         "tensor core": report["tensor_core"] == tensor_core,
         "tensor memory": report["tensor_memory"] <= TENSOR_MEMORY,
         "shared memory": report["shared"] <= computed <= SHARED_LIMIT[table_of(gpu)],
-        # in the forward pass of 4-byte dtypes, shared_bytes also covers the decoding kernel
+        # in the forward pass of 4-byte dtypes, shared_bytes is also large enough for the decoding kernel
         "shared_bytes": computed <= surplus * report["shared"] or (itemsize, direction) == (4, "fwd"),
     }
     return [f"{case}: {name}, {report}, {computed=}, {spill_bytes=}" for name, fits in within.items() if not fits]

@@ -33,7 +33,7 @@ def test_compiles_within_limits(core):
     assert BACKWARD_SPILLS.keys() >= CORE
     cases = [case for case in BACKWARD_SPILLS if (case in CORE) == core]
     for case, report in compile_all("tests.kernels.aot.hopper_backward", cases).items():
-        assert report["warnings"] == [], (case, report)  # ptxas warns for example with C7512 if it serialises matmuls
+        assert report["warnings"] == [], (case, report)  # for example C7512, if ptxas serialises matmuls
         assert report["misplaced_descriptors"] == [], (case, report)
         assert report["tensor_core"] == "HGMMA", (case, report)
         assert report["shared"] <= SHARED, (case, report)
@@ -59,7 +59,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
-    """If dQ is summed in order, each step has its own semaphore, and each program processes a fixed item.
+    """If dQ is summed in a fixed order, each step has its own semaphore, and each program processes a fixed item.
 
     With a queue, a program could wait for an item that no program has started.
     """
@@ -100,7 +100,7 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     tables = CONFIGS, CAPPED_CONFIGS
     of_one = [config.block_m for table in tables for config in table.values()]
     longest = max(wide.BLOCK, keys.BLOCK_M, *of_one)
-    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires a multiple of four elements
+    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires rows of a multiple of four elements
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
     log2_lse[1, 5] = float("inf")  # lse of a row that sees no key: 2^(score - inf) is 0

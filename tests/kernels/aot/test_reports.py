@@ -45,7 +45,7 @@ def compiled(monkeypatch, tmp_path):
 
 
 def forget():
-    """Empties all caches in memory."""
+    """Empties the in-memory caches of reports.py."""
     for cached in (reports.recorded, reports.fresh_reports, reports.source_hashes):
         cached.cache_clear()
 

@@ -309,7 +309,7 @@ def test_autocast_gives_half_precision_and_mixed_dtypes_are_refused():
     ids=["new-name", "old-name"],
 )
 def test_one_tf32_product_only_where_torch_allows_it(name, allowed, forbidden):
-    """Attention in fp32 uses one TF32 product if either of torch's two settings allows it, and three otherwise."""
+    """An fp32 matmul uses one TF32 product if either torch setting allows TF32, and three TF32 products otherwise."""
     matmul, x = torch.backends.cuda.matmul, torch.ones(1)
     before = matmul.fp32_precision
     try:
@@ -363,7 +363,7 @@ def test_flops_are_counted():
 
 DOCUMENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5)
 WINDOWS = st.integers(-1, 12) | st.just(-1)
-# derandomize: each run generates the same documents
+# derandomize: hypothesis generates the same documents in each run
 ANY = settings(max_examples=200 if GPU else 6, deadline=None, derandomize=True)
 
 
@@ -384,7 +384,7 @@ def test_any_documents_equal_the_reference(pairs, causal, left, right, padding, 
 @ANY
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-5, 60), min_size=1, max_size=6), st.booleans())
 def test_any_wrong_documents_stay_in_bounds(edges, causal):
-    """Debug checks are off, as is usual on a GPU. The memory around q, k and v holds NaN.
+    """Debug checks of cu_seqlens are off, as is usual on a GPU. The memory around q, k and v holds NaN.
 
     ALiBi makes the kernels look up each token's document.
     """

@@ -71,7 +71,7 @@ def test_values_may_have_another_width_than_keys(head_dim, v_head_dim):
 def test_queries_and_new_keys_are_rotated_by_their_positions(window, head_dim, rotary_dim, page_size, interleaved):
     """With a window, each query is rotated by its own position.
 
-    Without a window, all queries are rotated by the position of the cache's end.
+    Without a window, all queries are rotated by the position of the first new token.
     """
     check(
         [0, 37],
@@ -88,7 +88,7 @@ def test_queries_and_new_keys_are_rotated_by_their_positions(window, head_dim, r
 @SPLITS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_rounds_rotated_queries_and_keys(dtype, num_splits):
-    """Rotated queries and keys are rounded to the dtype before they are multiplied."""
+    """Rotated queries and keys are rounded to the dtype of the inputs before the kernel computes q @ k."""
     check([5, 37], seqlen_q=2, seqlen_new=3, rotary_dim=16, causal=True, dtype=dtype, num_splits=num_splits)
 
 

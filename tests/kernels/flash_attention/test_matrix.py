@@ -40,8 +40,8 @@ ON_HOPPER = [(64, 64), (96, 96), (128, 128), (256, 256)]  # (head_dim, v_head_di
 def n_rounds(dtype, width) -> int:
     """Returns the number of rounds for a dtype and a pair of head_dims.
 
-    A round uses each of the 55 combinations of lengths and mask once. Three rounds are enough for all combinations of
-    features, head counts and layouts.
+    A round tests each of the 55 combinations of lengths and mask once. Three rounds test all combinations of features,
+    head counts and layouts.
     """
     if dtype == torch.float32 or width not in ON_HOPPER:
         return 2

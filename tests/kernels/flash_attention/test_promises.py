@@ -147,7 +147,7 @@ def test_adversarial_scores_give_finite_and_accurate_results(name, head_dim):
     for ours_, exact, baseline in zip(ours, *results, strict=True):
         assert torch.isfinite(ours_).all()
         # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3. The tolerance
-        # is a relative error of 4e-3.
+        # allows a relative error of 4e-3.
         error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
         assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
 
@@ -183,7 +183,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
         tensors[index][nan_row, 0, 3] = value
         results = run(*tensors)
         for ours, exact in zip(results, truth, strict=True):
-            # repaired tiles are rounded differently
+            # the repair kernels round differently from the other kernels
             atol = 4 * torch.finfo(dtype).eps * exact.abs().max().item()
             torch.testing.assert_close(ours[others], exact[others], rtol=0.0, atol=atol)
         o, lse, dq, _, _ = results

@@ -32,8 +32,9 @@ def tile_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed_file(tmp_path, monkeypatch):
-    """Returns the file of the pretended GPU in an empty cache folder. The environment variable that could name another
-    file is not set.
+    """Returns the path of the file for the pretended GPU in an empty cache folder.
+
+    Also unsets the environment variable that could name another file.
     """
     monkeypatch.delenv(tuned_tiles.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

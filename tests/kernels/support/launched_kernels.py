@@ -21,11 +21,11 @@ from tests.kernels.aot.portable import compile_to_ptx
 from tests.kernels.support import replayed_launches
 
 BF16 = torch.bfloat16
-COMPILED: dict[int, Any] = {}  # results of `keep`; a key is the handle that a launch passes
+COMPILED: dict[int, Any] = {}  # {handle of a compiled kernel: result of `keep`}
 
 
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """Makes the call `name` of `CALLS`. Returns the grid of each launch, and the result of `keep` for its kernel.
+    """Makes the call `name` of `CALLS`. Returns the grid and the result of `keep` for the kernel of each launch.
 
     `keep` receives a function that compiles the kernel. Each kernel is compiled once per process.
     """

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from fa_kernels import torch_private
 
-RECORDER = "fa_kernels.launch.record"  # the recorder must not record the operators that fill memory
+RECORDER = "fa_kernels.launch.record"  # operators that fill memory must be hidden from this recorder
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def poisoned_memory() -> Iterator[None]:
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),
             (Tensor, ("new_empty", "new_empty_strided")),
-            (torch_private, ("empty_strided_cuda",)),  # recorded calls allocate memory with this function
+            (torch_private, ("empty_strided_cuda",)),  # replayed calls allocate memory with empty_strided_cuda
         )
         for name in names
         if getattr(owner, name) is not None  # some versions of torch have no empty_strided_cuda

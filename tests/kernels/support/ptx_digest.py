@@ -42,7 +42,7 @@ MODULES = {
     "hopper_backward": hopper_backward,
     "schedule": schedule,
 }
-CODE: dict[str, str] = {}  # maps source hashes to code hashes; a source hash includes target and options
+CODE: dict[str, str] = {}  # {hash of source, target and options: hash of the code}
 SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 

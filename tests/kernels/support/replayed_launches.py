@@ -252,8 +252,9 @@ CASES = [
 
 
 def differences() -> list[str]:
-    """Returns an error message for each case whose launches differ from Triton's. A case whose third and fourth calls
-    are not replayed gives an error message too.
+    """Returns an error message for each case whose launches differ from Triton's.
+
+    Also returns an error message for each case whose third and fourth calls are not replayed.
     """
     found = []
     for case in CASES:
@@ -274,8 +275,7 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Makes three calls with the same key, and returns whether the third call is replayed. A replay does not run
-    `call`.
+    """Makes three calls with the same key, and returns whether the third call is replayed, so that `call` does not run.
 
     first: the inputs of the first two calls. third: the inputs of the third call.
     """
@@ -311,7 +311,7 @@ def unclear() -> list[str]:
 
 
 def misplaced() -> list[str]:
-    """Returns an error message for each recording that is replayed with inputs whose addresses it does not support."""
+    """Returns an error message for each recording that is replayed although it does not fit the new input addresses."""
     o, do = torch.zeros(2, TOTAL, 4, 64)
     shifted = torch.zeros(o.numel() + 1)[1:].view_as(o)
     # Triton compiles different code for addresses that are not multiples of 16.

@@ -416,9 +416,9 @@ def test_max_seqlen_too_small_is_named(max_seqlen_k, monkeypatch):
 
 @pytest.mark.parametrize("cu", [[5, 100], [0, 60, 30], [-40, 8, 12]], ids=["beyond", "decreasing", "negative"])
 def test_wrong_documents_never_read_out_of_bounds(cu):
-    """Debug checks are off, as is usual on a GPU.
+    """Debug checks of cu_seqlens are off, as is usual on a GPU.
 
-    The memory around the tensors holds NaN, so that the output shows whether the kernels read that memory.
+    The memory around q, k and v holds NaN, so that the output shows whether the kernels read that memory.
     """
     cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     schedule = build_schedule(cu, cu, 50, 50, causal=True)

@@ -29,8 +29,8 @@ NONE = [pytest.param([], id="none")]
 def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    The last row of the first document contains NaN. The row with NaN and the first rows of the next document share a
-    mark.
+    If `request.param` is true, the last row of the first document contains NaN. The row with NaN and the first rows of
+    the third document share a mark.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -63,7 +63,7 @@ def marks(heads, units, device):
 def assert_repaired(ours, exact, marked):
     """Shapes: ours, exact (total, heads, columns).
 
-    Marked rows must equal `exact`, and rows of unmarked tiles must be unchanged.
+    Marked rows of `ours` must equal `exact`. Rows in tiles without marks must still hold `UNTOUCHED`.
     """
     in_unit = marked.repeat_interleave(64, 1)[:, :TOTAL].T > 0
     torch.testing.assert_close(ours[in_unit], exact[in_unit], rtol=1e-5, atol=1e-5, equal_nan=True)

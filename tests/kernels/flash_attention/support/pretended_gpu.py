@@ -1,4 +1,4 @@
-"""Pretends that the device is a GPU with a given compute capability and size of shared memory."""
+"""Pretends that the device is a GPU with a given compute capability and a given size of shared memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from fa_kernels.flash_attention import tiles
 
 @contextmanager
 def pretended_gpu() -> Iterator[Callable[[tuple[int, int], int], torch.device]]:
-    """Yields a function that sets the compute capability and the bytes of shared memory, and returns the device.
+    """Yields a function that configures the pretended GPU.
 
     torch.cuda.get_device_name returns "Made Up" for the pretended device.
     """

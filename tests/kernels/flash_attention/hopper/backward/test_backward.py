@@ -27,7 +27,7 @@ def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
 
     The last block of queries reaches past the end of its head, and must not read the next head.
 
-    With at most 256 keys, only two tiles add to each element of dQ, so the order of the additions does not matter.
+    With at most 256 keys, only two key tiles add to each element of dQ, so the order of the additions does not matter.
     """
     total, n_heads = 197, 3
     q, k, v, do = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
@@ -45,7 +45,7 @@ def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
 def test_dk_and_dv_have_one_owner(head_dim, dtype):
     """Each element of dK and dV is computed by one program, so its bits are equal in every run.
 
-    A data race would change the bits.
+    A data race would change the bits of dK or dV.
     """
     q, do = (torch.randn(3000, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(3000, 2, head_dim, device="cuda", dtype=dtype) for _ in range(2))
@@ -66,8 +66,8 @@ def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softca
     """Deterministic and non-deterministic gradients differ only by fp32 rounding, because their partial sums are added
     in different orders.
 
-    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. For each addition of 16 products,
-    the tolerance allows an error of one eps, relative to the largest sum.
+    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. The
+    tolerance allows an error of one eps of the largest sum for each addition of 16 products.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (

@@ -18,7 +18,7 @@ pytestmark = NEEDS_SM_90
 # The kernel visits blocks of 64 keys from the last to the first. An entry of RISES is the rise of the base-2 exponents
 # of the scores from one visited block to the next.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # relative error of rounding to the nearest value
+ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # largest relative error of rounding to each dtype
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile
 
 
@@ -58,7 +58,7 @@ def test_a_maximum_that_rises_late_costs_no_accuracy(head_dim, dtype, rise, mask
     for tiles in tiles_of(head_dim):
         has_room = not tiles.o_in_q and tiles.stages <= WIDE_O_STAGES
         o, lse = fwd.run_forward(q, k, v, schedule, features, torch.float32 if has_room else dtype, tiles)
-        roundings = 1.1 if has_room else 2.1  # the probabilities are rounded, and so is o unless o is fp32
+        roundings = 1.1 if has_room else 2.1  # p is rounded to the dtype of v, and o is rounded unless o is fp32
         of_row = roundings * ROUNDING[dtype] + 2 * of_score.T.unsqueeze(2)
         assert ((o - exact).abs() <= of_row * v.abs().max()).all(), tiles
         assert ((lse - exact_lse).abs() <= of_score + 2e-6 + 2.0**-22 * exact_lse.abs()).all(), tiles
@@ -68,7 +68,7 @@ def test_a_maximum_that_rises_late_costs_no_accuracy(head_dim, dtype, rise, mask
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_no_row_depends_on_other_rows_of_its_tile(head_dim, dtype, filler):
-    """If other documents or later tokens of a tile change, a row keeps every bit of its result."""
+    """The result of a row stays bitwise equal if other documents or later tokens in the tile of the row change."""
     lengths = [333, 301, 404]
     cu, total = cumulative(lengths), sum(lengths)
     features = Features(head_dim**-0.5, 0.0, None, ())

@@ -56,7 +56,7 @@ def problem(head_dim, nan_in, dtype=torch.bfloat16, causal=True):
 
 
 def not_finite(*tensors):
-    """Returns the marks that tensors of shape (total, heads, columns) must have."""
+    """Returns the marks that the kernels must write for outputs of shape (total, heads, columns)."""
     of_rows = torch.stack([(~x.isfinite()).any(2) for x in tensors]).any(0).T  # [heads, total]
     return torch.nn.functional.pad(of_rows, (0, -TOTAL % 64)).unflatten(1, (-1, 64)).any(2).int()
 
@@ -71,7 +71,7 @@ def test_forward_marks_exactly_the_rows_with_nan(head_dim, out_dtype, nan_in, ma
     (q, k, v, _), schedule = problem(head_dim, nan_in)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > WIDE_O_STAGES:
-            continue  # too many stages: an fp32 output would not fit in shared memory
+            continue  # with so many stages, an fp32 output does not fit in shared memory
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))
         assert o.isfinite().all() == (nan_in == "nothing")

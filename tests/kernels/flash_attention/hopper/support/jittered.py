@@ -148,7 +148,7 @@ def let_warps_sleep():
 def calls():
     """Yields a name, a function (attention_forward or `gradients`) and its arguments.
 
-    Every process gets the same values.
+    The arguments have the same values in every process.
     """
     for documents, lengths in DOCUMENTS.items():
         for head_dim in (64, 96, 128, 256):

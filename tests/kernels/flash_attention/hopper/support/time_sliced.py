@@ -26,7 +26,7 @@ def same(found, exact):
 def close(found, first):
     """Compares dq row by row with a tolerance, because its fp32 partial sums are added in any order.
 
-    dk and dv must be bitwise equal.
+    dk and dv must be bitwise equal to those of the first call.
     """
     (dq, *found), (first_dq, *first) = found, first
     error, size = (dq.float() - first_dq.float()).norm(dim=2), first_dq.float().norm(dim=2)
@@ -38,7 +38,7 @@ def main(head_dim, dtype, softcap):
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
     q, k, v = tensors[2:5]
-    schedule = schedule._replace(crosses_documents=False)  # with several documents, a repair would hide errors
+    schedule = schedule._replace(crosses_documents=False)  # otherwise, a repair of NaN could hide errors
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)
