@@ -28,7 +28,7 @@ class FusedConfig(NamedTuple):
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
-# Configurations for calls without a soft cap. The kernel uses 193 to 227 KiB of shared memory with them.
+# Configurations for calls without a soft cap. Without a soft cap, the kernel uses 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
         64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True

@@ -87,7 +87,7 @@ class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free: TMA has read dK and dV from them
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free, because TMA has read dK and dV from them
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
@@ -144,8 +144,9 @@ def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.c
 def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
     """Returns the first query and the head of the next step.
 
-    By default, the next step is the next block of queries of the same head, or the first block of the next head. With
-    `BACKWARDS`, the next step is the same block of the next head, or the preceding block of the first head.
+    By default, the next step is the next block of queries of the same head, or, after the last block, the first block
+    of the next head. With `BACKWARDS`, the next step is the same block of the next head, or, after the last head, the
+    preceding block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:

@@ -10,12 +10,12 @@ The kernel cannot deadlock, because a tile waits only for the tile before it, an
 program has one tile, and programs start in ascending order. The first unfinished tile is therefore running, and waits
 for nothing.
 
-A program visits blocks of queries from the last to the first, and all query heads of the KV head for each block. With
-descending blocks, the tiles of a document run shortly after one another, and the data that these tiles share stays in
-L2. With ascending blocks, a tile could begin with the block that the previous tile visits last. If documents were
-short, the tiles of the whole batch would then run almost one after another.
+A program visits blocks of queries from the last to the first. For each block, the program visits all query heads of the
+KV head. With descending blocks, the tiles of a document run shortly after one another, and the data that these tiles
+share stays in L2. With ascending blocks, a tile could begin with the block that the previous tile visits last. If
+documents were short, the tiles of the whole batch would then run almost one after another.
 
-Two extra warps handle the semaphores: `wait_for_order` waits for semaphores, and `raise_semaphores` sets them.
+Two extra warps handle the semaphores. `wait_for_order` waits for semaphores, and `raise_semaphores` sets semaphores.
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
 
 A step has 64 queries of one head, so each step needs only one semaphore.
@@ -125,7 +125,7 @@ def raise_semaphores(
 def _wait_for(semaphore, number):
     """Waits until a semaphore is at least `number`.
 
-    After the wait, the sum of dQ in memory, for the semaphore's block, includes the parts of all tiles up to `number`.
+    After the wait, dQ of the semaphore's block, as stored in memory, includes the parts of all tiles up to `number`.
 
     One warp calls this function.
     """

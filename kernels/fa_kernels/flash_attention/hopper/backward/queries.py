@@ -3,12 +3,12 @@
 One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once by TMA, and then loads blocks of
 K and V by TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds
 dS K to dQ. The matmul dS K reads dS from registers. Exactly one program writes each output, so every run gives the same
-bits. The kernel of keys.py or wide.py computes dK and dV before the kernel for dQ runs. Both kernels compute the
-scores.
+bits. The kernel of keys.py or wide.py computes dK and dV before the kernel for dQ runs. Both the kernel for dQ and the
+kernel for dK and dV compute the scores.
 
-The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py gives the throughputs behind the
-bounds. The bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at head_dim 256. A
-soft cap doubles the time of the exponentials.
+The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py gives the throughputs from which the
+bounds are computed. The bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at
+head_dim 256. A soft cap doubles the time of the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
@@ -63,7 +63,7 @@ class QueryTiles:
 
 
 K_STAGES = 2  # the number of blocks of K that can be in shared memory at once
-TILES = {  # keys are head_dims; the kernel uses 192 KiB of shared memory at head_dim 128, and 224 KiB at 256
+TILES = {  # by head_dim; the kernel uses 192 KiB of shared memory at head_dim 128, and 224 KiB at 256
     128: QueryTiles(128, v_stages=2, arrivals=WARPGROUP.value),
     256: QueryTiles(64, v_stages=1, arrivals=1),
 }

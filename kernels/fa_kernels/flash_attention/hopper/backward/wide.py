@@ -2,9 +2,9 @@
 
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one such accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
-warpgroup passes P^T to the second through shared memory, in 16 bits. Together, this kernel and the kernel for dQ need
-seven matmuls. One fused kernel would need only five matmuls. Exactly one program writes each output, so no sum in
-global memory is needed, and every run gives the same bits.
+warpgroup passes P^T to the second warpgroup through shared memory, in 16 bits. Together, this kernel and the kernel for
+dQ need seven matmuls. One fused kernel would need only five matmuls. Exactly one program writes each output, so no sum
+in global memory is needed, and every run gives the same bits.
 
 The table gives lower bounds on the time for 64 queries and 64 keys, in cycles of a multiprocessor. The tensor cores do
 4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512 cycles. Shared memory transfers 128 bytes per cycle.
@@ -14,9 +14,9 @@ The table gives lower bounds on the time for 64 queries and 64 keys, in cycles o
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel with a third warpgroup for dQ was slower. The lower bounds of this fused kernel are 2560 cycles of the
-tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel also adds 64 KiB of fp32
-values to a sum in L2.
+A fused kernel with a third warpgroup for dQ was slower than these two kernels. The lower bounds of this fused kernel
+are 2560 cycles of the tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel also
+adds 64 KiB of fp32 values to a sum in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """

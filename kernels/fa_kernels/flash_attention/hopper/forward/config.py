@@ -55,7 +55,7 @@ _LONG = {
     64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),
     96: ForwardConfig(64, 3, 6, "wide_query_tiles", pingpong=True, pv_first=True),
 }
-WIDE_O_STAGES = 4  # the largest `stages` if o is fp32
+WIDE_O_STAGES = 4  # the upper limit of `stages` if o is fp32
 # Configurations that are faster than the default for some length classes (schedule.length_class_of).
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {
