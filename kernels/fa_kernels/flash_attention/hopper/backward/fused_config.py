@@ -1,7 +1,7 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200; docs/hopper.md says what was tried. With some other values, the
-accumulators in flight would not fit in the registers. ptxas would then serialise all matmuls.
+The values were chosen by measurements on an H200. docs/hopper.md says what was tried. With some other values, the
+accumulators in flight would not fit in the registers, and ptxas would serialise all matmuls.
 """
 
 from functools import cache
@@ -24,11 +24,11 @@ class FusedConfig(NamedTuple):
     after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
     lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it
     delta_early: bool = False  # whether delta is read before the wait for dP, instead of after it
-    each_hands_over: bool = False  # whether all threads signal that dS is written, instead of one (barriers.hand_over)
+    each_hands_over: bool = False  # whether all threads, not only one, signal that dS is written (barriers.hand_over)
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
-# Configurations for calls without a soft cap. They use 193 to 227 KiB of shared memory.
+# Configurations for calls without a soft cap. Without a soft cap, the kernel uses 193 to 227 KiB of shared memory.
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
         64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True
@@ -71,7 +71,7 @@ def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
     With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each program
-    has only one work item. With a queue, a running program could draw an item that waits for a program that has not
-    started.
+    has only one work item. If ordered calls had a queue, a running program could draw an item that waits for a program
+    that has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -1,9 +1,9 @@
 """The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
-A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
-warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S first. The function `_step_ahead`
-receives the S that the previous step has computed, and computes S of the next step. The tensor cores therefore work
-while the consumer computes the exponentials and dS.
+A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step also writes dS^T for the
+dQ warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S first. The function
+`_step_ahead` receives the S that the previous step has computed, and computes S of the next step. The tensor cores
+therefore work while the consumer computes the exponentials and dS.
 """
 
 from triton.experimental import gluon
@@ -66,7 +66,7 @@ class Work:
 
 @structure
 class Keys:
-    """K and V of a consumer's 64 keys, and the queries that see each key. Every step uses them."""
+    """K and V of a consumer's 64 keys, and the queries that see each key. All steps of an item use the same `Keys`."""
 
     k: tuple  # [64, columns] for each column block, in registers or in shared memory
     v: tuple
@@ -81,7 +81,7 @@ class Step:
     m: gl.tensor  # the first query
     stage: gl.tensor  # the place of Q and dO in their ring buffers
     phase: gl.tensor  # the phase of the mbarriers of Q and dO
-    ds_stage: gl.tensor  # the place of dS
+    ds_stage: gl.tensor  # the place of dS in its ring buffer
     ds_phase: gl.tensor
 
 
@@ -98,7 +98,7 @@ class Probabilities:
     """P^T [64, M] of one step, in the two forms that the gradients dV and dS need."""
 
     low: gl.tensor  # P^T in 16 bits, the operand for dV
-    factor: gl.tensor  # dS^T = factor * (dP - delta)^T; factor is P^T, multiplied by the slope if there is a soft cap
+    factor: gl.tensor  # dS^T = factor * (dP - delta)^T; factor is P^T, multiplied by the slope of the soft cap, if any
 
 
 @gluon.jit
@@ -282,7 +282,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # no wait separates the next step's S from this step's dS, so ptxas interleaves them
+    if CONFIG.after_dp:  # ptxas interleaves the next step's matmul S with this step's dS: no wait is between them
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -362,10 +362,10 @@ def _consume_item(
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # frees the previous item's buffers when TMA has read dK and dV from them
+        if item_index > 0:  # frees the previous item's K and V buffers when TMA has read dK and dV from these buffers
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
-    meet()  # Triton would otherwise insert a barrier in every step, because of the waits above
+    meet()  # without this barrier, Triton would insert one in every step, because of the waits above
     for number in range(done, stop):
         if not COUNTED:
             stage, phase = place_of(number, STAGES)

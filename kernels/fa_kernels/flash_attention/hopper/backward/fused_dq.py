@@ -1,4 +1,4 @@
-"""The dQ warpgroup of the fused backward kernel (fused.py). It computes dQ = dS K, and adds dQ to a sum by TMA."""
+"""The dQ warpgroup of the fused backward kernel (fused.py). The warpgroup computes dQ = dS K, and adds dQ to a sum."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,12 +39,12 @@ class Sum:
     """The sum of dQ for one column block of each head."""
 
     desc: gl.tensor  # descriptor of the sum in global memory
-    buffers: gl.shared_memory_descriptor  # [places, rows, 32] or [rows, 32]
+    buffers: gl.shared_memory_descriptor  # tiles of dQ on the way to global memory: [places, rows, 32] or [rows, 32]
 
 
 @gluon.jit
 def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_order, GROUP: gl.constexpr):
-    """Computes dQ of each step of an item, and adds it to the sum in global memory.
+    """Computes dQ of each step of an item, and adds dQ to the sum in global memory.
 
     item_index: the number of items that this program has already processed.
     done: the number of steps of all earlier items of this program.
@@ -57,7 +57,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
     m, head = first_step(item, GROUP, BLOCK_M, dq_order is not None)
     stop = done + item.n_steps
     k = at(k_bufs, item_index % ITEMS)
-    # An item without steps must not wait for its K, because K of a later item may already be in the same buffer.
+    # An item without steps must not wait for K, because K of a later item may already be in the same buffer.
     wait_full(kv_full, item_index, pred=item.n_steps > 0)
     for step in range(done, stop):
         stage, phase = place_of(step, DS_STAGES)
@@ -66,7 +66,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
             mbarrier.wait(dq_order.due.index(stage), phase)
         ds.wait_full(stage, phase)
         _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads)
-        if dq_order is not None:  # waits until dQ of the previous step is in memory; dQ of this step stays in flight
+        if dq_order is not None:  # waits until TMA has added dQ of the previous step; dQ of this step stays in flight
             note_added(dq_order, step - 1, _pieces_of(sums, BLOCK_M, k))
         m, head = next_step(m, head, item, GROUP, BLOCK_M, dq_order is not None)
     if dq_order is not None:

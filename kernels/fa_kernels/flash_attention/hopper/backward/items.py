@@ -1,9 +1,9 @@
 """Work items of the backward kernels that compute dK and dV: their steps, their buffers and the producer warp.
 
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
-item's keys. It does so for each query head that shares the KV head. A step of an item is one block of queries of one
-head. By default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py),
-steps visit the last block of all heads, then the preceding block of all heads, and so on.
+item's keys, in each query head that shares the KV head. A step of an item is one block of queries of one head. By
+default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py), steps
+visit the last block of all heads, then the preceding block of all heads, and so on.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
@@ -34,7 +34,7 @@ SIZES = (
 class Item:
     """A work item: keys of a KV head, beginning with key `first`.
 
-    Only the queries from `start` to `end - 1` can see these keys.
+    Only the queries from `start` to `end - 1` can see the item's keys.
     """
 
     first: gl.tensor
@@ -52,7 +52,7 @@ class Descriptors:
     k: tuple
     v: tuple
     do: tuple
-    rows: gl.tensor  # one vector: lse of all heads, then delta of all heads
+    rows: gl.tensor  # a vector that holds lse of all heads, then delta of all heads
 
 
 @structure
@@ -87,7 +87,7 @@ class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free; they held dK and dV, which TMA has read
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free, because TMA has read dK and dV from them
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
@@ -144,9 +144,9 @@ def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.c
 def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
     """Returns the first query and the head of the next step.
 
-    By default, the next step is the next block of queries of the same head. After the last block of a head, the next
-    step is the first block of the next head. With `BACKWARDS`, the next step is the same block of the next head. After
-    the last head, the next step is the preceding block of the first head.
+    By default, the next step is the next block of queries of the same head, or, after the last block, the first block
+    of the next head. With `BACKWARDS`, the next step is the same block of the next head, or, after the last head, the
+    preceding block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -170,7 +170,7 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
     """Returns, for each of `KEYS` keys from key `first` onwards, the range of queries that see the key.
 
     `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
-    mask, because their queries see all of these keys.
+    mask, because their queries see all `KEYS` keys.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
     # Past the last key, TMA loads zeros, and P = 2^(0 - lse) might overflow. Keys that do not exist therefore get an
@@ -221,8 +221,8 @@ def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
     """Returns initialised mbarriers.
 
     TMA arrives at the mbarriers named full, and all threads of both consumers arrive at the mbarriers named empty. If
-    `ITEMS` is 1, nothing waits for kv_empty. kv_empty is then the same mbarrier as kv_full, because a kernel must use
-    every mbarrier that it allocates (barriers.py).
+    `ITEMS` is 1, nothing waits for kv_empty. A kernel must use every mbarrier that it allocates (barriers.py), so with
+    `ITEMS` = 1, kv_empty is the same mbarrier as kv_full.
     """
     kv_full = new_barriers(ITEMS)
     kv_empty = kv_full
@@ -297,7 +297,7 @@ def _produce_item(
     if counter_ptr is not None:
         wait_empty(barriers.kv_empty, item_index)
     load_keys(inputs, buffers, barriers.kv_full, place, item)
-    # the loop has one extra iteration, so that the warp draws a ticket even if the item has no steps
+    # with a queue, the loop has one extra iteration, so that a ticket is drawn even if the item has no steps
     DRAWS: gl.constexpr = 0 if counter_ptr is None else 1
     draw_at = gl.maximum(item.n_steps - DRAWN_BEFORE, 0)
     ticket = 0

@@ -1,9 +1,9 @@
 """A Hopper kernel for dK and dV in fp16 at head_dim 128 with a soft cap.
 
-For these calls, the fused kernel (fused.py) would need too many registers. One program of this kernel computes dK and
-dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer warpgroups own 64 keys each. The
-consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV and dK can read P^T and dS^T from
-registers. Exactly one program writes each output, so every run gives the same bits.
+In fp16 at head_dim 128 with a soft cap, the fused kernel (fused.py) would need too many registers. One program of this
+kernel computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer warpgroups
+own 64 keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV and dK can
+read P^T and dS^T from registers. Exactly one program writes each output, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -51,7 +51,7 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
-STAGES = 4  # the number of steps whose Q and dO can be in shared memory at once; the kernel uses 194 KiB of it
+STAGES = 4  # steps whose Q and dO can be in shared memory at once. The kernel uses 194 KiB of shared memory.
 # Registers per thread: all warps start with `REGISTERS`, and then change to the number for their role.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
@@ -68,7 +68,7 @@ class _Keys:
 
 @gluon.jit
 def _keys_of_consumer(item, HALF: gl.constexpr, buffers, ranges):
-    """Returns half of the item's keys. K and V may still be on the way to shared memory."""
+    """Returns the consumer's half of the item's keys. The loads of K and V may still be in flight."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     KEYS: gl.constexpr = buffers.k[0].shape[1] // 2
     first = item.first + HALF * KEYS
@@ -115,7 +115,7 @@ def _step(dk, dv, step, m, keys, buffers, barriers, scale):
 
 @gluon.jit
 def _store(dk, dv, item, keys, buffers, scale, HALF: gl.constexpr, out_desc):
-    """Stores dK and dV through the buffers of K and V.
+    """Writes dK and dV to the buffers of K and V in shared memory, and stores them to global memory by TMA.
 
     The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
     """
@@ -135,7 +135,7 @@ def _consume(
     HALF: gl.constexpr, out_desc, buffers, barriers, order, ranges, marks_ptr, scale, GROUP: gl.constexpr,
     ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs a consumer warpgroup: it computes dK and dV of half of an item's keys."""
+    """Runs a consumer warpgroup, which computes dK and dV of half of an item's keys."""
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]
     D: gl.constexpr = buffers.q[0].shape[2]
     BLOCK_N: gl.constexpr = buffers.k[0].shape[1]

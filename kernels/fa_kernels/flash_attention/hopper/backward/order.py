@@ -1,8 +1,8 @@
 """The dQ order: tiles of keys add to dQ in ascending order, so that every run gives the same bits.
 
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
-one tile of keys. The program adds this part to dQ of a block, waits until the sum is in memory, and then writes the
-number of the tile to the block's semaphore. Before tile t adds to dQ, it waits until the semaphore is at least t - 1.
+one tile of keys. The program adds the tile's part to dQ of a block, waits until the sum is in memory, and then writes
+the number of the tile to the block's semaphore. Tile t adds to dQ only after the semaphore is at least t - 1.
 The queries that see a key form a range, and neither end of this range decreases from one key to the next. The tiles
 that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
 
@@ -10,12 +10,12 @@ The kernel cannot deadlock, because a tile waits only for the tile before it, an
 program has one tile, and programs start in ascending order. The first unfinished tile is therefore running, and waits
 for nothing.
 
-A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
-In this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
-In the opposite order, a tile could begin with the block that the previous tile visits last. With short documents, the
-tiles of the whole batch would then run almost one after another.
+A program visits blocks of queries from the last to the first. For each block, the program visits all query heads of the
+KV head. With descending blocks, the tiles of a document run shortly after one another, and the data that these tiles
+share stays in L2. With ascending blocks, a tile could begin with the block that the previous tile visits last. If
+documents were short, the tiles of the whole batch would then run almost one after another.
 
-Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
+Two extra warps handle the semaphores. `wait_for_order` waits for semaphores, and `raise_semaphores` sets semaphores.
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
 
 A step has 64 queries of one head, so each step needs only one semaphore.
@@ -65,18 +65,18 @@ def wait_for_order(
 ):  # fmt: skip
     """Runs the warp that signals `due` once per step. The signal allows the program to add the step's part to dQ.
 
-    Before each signal, the warp waits until the step's place in the ring of dS is empty. The previous tile of keys may
-    also add to dQ of the step's queries. If so, the warp then waits until that tile's part is in memory.
+    Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
+    also adds to dQ of the step's queries, the warp then waits until the previous tile's part is in memory.
 
-    A place becomes empty only after `due` was signalled for the previous step in this place. The phases of `due` and of
-    the ring of dS therefore never differ by two.
+    A place of the ring becomes empty only after `due` was signalled for the previous step in this place. The phases of
+    `due` and of the ring of dS therefore never differ by two.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
     n_heads = order.n_heads * GROUP
     item = locate_item(gl.program_id(0), order, ranges, GROUP, BLOCK_M, BLOCK_N, ALIGNMENT)
     m, head = first_step(item, GROUP, BLOCK_M, True)
-    exists = item.first > 0  # whether there is a tile of keys before this one
+    exists = item.first > 0  # whether there is a tile of keys before the item's tile
     start_before = gl.load(ranges.start + item.first - BLOCK_N, mask=exists, other=0) // ALIGNMENT * ALIGNMENT
     end_before = gl.load(ranges.end + item.first - 1, mask=exists, other=0)
     for step in range(item.n_steps):
@@ -93,7 +93,7 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
     First waits until TMA has added dQ of `step` to memory. Does not wait for the last `PENDING` TMA operations, which
-    belong to later steps. If `step` is -1, there is no signal.
+    belong to later steps. If `step` is -1, the function gives no signal.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
@@ -125,9 +125,9 @@ def raise_semaphores(
 def _wait_for(semaphore, number):
     """Waits until a semaphore is at least `number`.
 
-    For the semaphore's block, the sum of dQ in memory then includes the parts of all tiles up to `number`.
+    After the wait, dQ of the semaphore's block, as stored in memory, includes the parts of all tiles up to `number`.
 
-    One warp calls this.
+    One warp calls this function.
     """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; WAIT: ld.acquire.gpu.global.b32 x, [$1]; setp.lt.s32 p, x, $2; @p bra WAIT; "
@@ -138,9 +138,9 @@ def _wait_for(semaphore, number):
 
 @gluon.jit
 def _raise(semaphore, number):
-    """Raises a semaphore to `number`. Programs that wait for `number` then see all writes that this warp has observed.
+    """Raises a semaphore to `number`. Programs that wait for `number` also see all writes that this warp has observed.
 
-    One warp calls this.
+    One warp calls this function.
     """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0; }"

@@ -3,11 +3,12 @@
 One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once by TMA, and then loads blocks of
 K and V by TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds
 dS K to dQ. The matmul dS K reads dS from registers. Exactly one program writes each output, so every run gives the same
-bits. The kernel of keys.py or wide.py computes dK and dV before this kernel runs. Both kernels compute the same scores.
+bits. The kernel of keys.py or wide.py computes dK and dV before the kernel for dQ runs. Both the kernel for dQ and the
+kernel for dK and dV compute the scores.
 
-The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py explains how they are computed. The
-bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at head_dim 256. A soft cap
-doubles the time of the exponentials.
+The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py gives the throughputs from which the
+bounds are computed. The bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at
+head_dim 256. A soft cap doubles the time of the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
@@ -57,12 +58,12 @@ class QueryTiles:
     """The tile sizes for one head_dim."""
 
     block_n: int  # keys per step
-    v_stages: int  # blocks of V in flight
+    v_stages: int  # the number of blocks of V that can be in shared memory at once
     arrivals: int  # how many threads (1 or all 128) of a warpgroup signal that K or V was read
 
 
-K_STAGES = 2  # blocks of K in flight
-TILES = {  # by head_dim; the kernel uses 192 KiB of shared memory at head_dim 128, and 224 KiB at head_dim 256
+K_STAGES = 2  # the number of blocks of K that can be in shared memory at once
+TILES = {  # by head_dim; the kernel uses 192 KiB of shared memory at head_dim 128, and 224 KiB at 256
     128: QueryTiles(128, v_stages=2, arrivals=WARPGROUP.value),
     256: QueryTiles(64, v_stages=1, arrivals=1),
 }
@@ -72,7 +73,7 @@ TILES = {  # by head_dim; the kernel uses 192 KiB of shared memory at head_dim 1
 class _Item:
     """A work item: queries of one head, beginning with query `first`.
 
-    These queries see n_blocks blocks of keys, beginning with key `start`.
+    The queries see n_blocks blocks of keys, beginning with key `start`.
     """
 
     first: gl.tensor
@@ -147,7 +148,7 @@ def _locate_item(order, ranges, ROWS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _produce(inputs, buffers, order, ranges, GROUP: gl.constexpr):
-    """Runs the producer warp: it loads Q and dO for each consumer, and then the blocks of K and V of the item."""
+    """Runs the producer warp, which loads Q and dO for each consumer, and then the blocks of K and V of the item."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     K_STAGES: gl.constexpr = buffers.k.buffers.shape[0]
     V_STAGES: gl.constexpr = buffers.v.buffers.shape[0]
@@ -193,7 +194,7 @@ def _release(ring, stage, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _load_queries(item, CONSUMER: gl.constexpr, of_rows, buffers, ranges):
-    """Returns the queries of this consumer. Q and dO may still be on the way to shared memory."""
+    """Returns the queries of this consumer. The loads of Q and dO may still be in flight."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
     first = item.first + CONSUMER * BLOCK_M
@@ -259,7 +260,7 @@ def _add_block(dq, step, key, queries, k_ring, v_ring, scale, HAS_SOFTCAP: gl.co
 
 @gluon.jit
 def _store(dq, queries, scale, dq_desc):
-    """Stores dQ through this consumer's own buffer of Q."""
+    """Writes dQ to this consumer's buffer of Q in shared memory, and stores dQ to global memory by TMA."""
     meet()  # waits until all warps of this consumer have read Q
     queries.q.store((dq * scale.softmax).to(queries.q.dtype))
     fence_async_shared()
@@ -272,7 +273,7 @@ def _consume(
     CONSUMER: gl.constexpr, dq_desc, of_rows, scale, buffers, order, ranges, HAS_SOFTCAP: gl.constexpr,
     ARRIVALS: gl.constexpr,
 ):  # fmt: skip
-    """Runs a consumer warpgroup: it computes dQ of 64 queries of the item."""
+    """Runs a consumer warpgroup, which computes dQ of 64 queries of the item."""
     BLOCK_M: gl.constexpr = buffers.q.shape[1]
     BLOCK_N: gl.constexpr = buffers.k.buffers.shape[1]
     D: gl.constexpr = buffers.k.buffers.shape[2]

@@ -2,11 +2,11 @@
 
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one such accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
-warpgroup passes P^T to the second through shared memory, in 16 bits. Together, this kernel and the kernel for dQ need
-seven matmuls. One fused kernel would need only five matmuls. Exactly one program writes each output. No sum in global
-memory is therefore needed, and every run gives the same bits.
+warpgroup passes P^T to the second warpgroup through shared memory, in 16 bits. Together, this kernel and the kernel for
+dQ need seven matmuls. One fused kernel would need only five matmuls. Exactly one program writes each output, so no sum
+in global memory is needed, and every run gives the same bits.
 
-The table gives lower bounds for 64 queries and 64 keys. Times are in cycles of a multiprocessor. The tensor cores do
+The table gives lower bounds on the time for 64 queries and 64 keys, in cycles of a multiprocessor. The tensor cores do
 4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 
 | outputs         | tensor cores | shared memory | loads from L2 |
@@ -14,9 +14,9 @@ The table gives lower bounds for 64 queries and 64 keys. Times are in cycles of 
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel with a third warpgroup for dQ was slower. The lower bounds of this fused kernel are 2560 cycles of the
-tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel also adds 64 KiB of fp32
-values to a sum in L2.
+A fused kernel with a third warpgroup for dQ was slower than these two kernels. The lower bounds of this fused kernel
+are 2560 cycles of the tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel also
+adds 64 KiB of fp32 values to a sum in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -62,7 +62,7 @@ BLOCK = 64  # the number of keys per program, and of queries per step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`. The first consumer gets all other registers: it also has 240 per thread.
+# `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -96,7 +96,7 @@ def _locate_item(order, ranges, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILES_
 def _produce(
     inputs, buffers, barriers, order, ranges, GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr
 ):  # fmt: skip
-    """Runs the producer warp: it fills the buffers in the order in which the consumers empty them."""
+    """Runs the producer warp, which fills the buffers in the order in which the consumers empty them."""
     q_bufs, do_bufs, k_buf, v_buf = buffers.q[0], buffers.do[0], buffers.k[0], buffers.v[0]
     q_desc, k_desc, v_desc, do_desc = inputs.descs.q[0], inputs.descs.k[0], inputs.descs.v[0], inputs.descs.do[0]
     rows_desc = inputs.descs.rows
@@ -139,7 +139,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Multiplies an accumulator by `scale`, unless it is None, and stores the result through the buffer of K or V."""
+    """Multiplies an accumulator by `scale`, if not None, and stores the result by TMA from the buffer of K or V."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale
@@ -154,7 +154,10 @@ def _consume_dv(
     dv_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, HAS_SOFTCAP: gl.constexpr,
     GROUP: gl.constexpr, TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the first consumer: it computes S, P and dV of each step, and writes P to p_ring for the second consumer."""
+    """Runs the first consumer, which computes S, P and dV of each step, and writes P to p_ring for the second consumer.
+
+    With a soft cap, the first consumer multiplies the P in p_ring by the slope of the cap.
+    """
     q_bufs, do_bufs, k_buf = buffers.q[0], buffers.do[0], buffers.k[0]
     BLOCK: gl.constexpr = k_buf.shape[0]
     HALF: gl.constexpr = k_buf.shape[1] // 2
@@ -198,8 +201,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV can overwrite K, because only this warpgroup reads K. The following wait for the second consumer is not needed
-    # for correctness. It stays because all measurements include it.
+    # dV can overwrite K in shared memory, because only this warpgroup reads K. The wait for the second consumer is not
+    # needed for correctness. The wait stays because all measurements include it.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)
@@ -210,7 +213,7 @@ def _consume_dk(
     dk_desc, marks_ptr, scale, buffers, barriers, p_ring, order, ranges, GROUP: gl.constexpr,
     TILES_PER_WORK_TILE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the second consumer: it computes dP, dS and dK of each step, with the P that it reads from p_ring."""
+    """Runs the second consumer, which computes dP, dS and dK of each step from the P in p_ring."""
     q_bufs, do_bufs, v_buf = buffers.q[0], buffers.do[0], buffers.v[0]
     BLOCK: gl.constexpr = v_buf.shape[0]
     HALF: gl.constexpr = v_buf.shape[1] // 2

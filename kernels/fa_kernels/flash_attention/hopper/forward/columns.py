@@ -73,9 +73,9 @@ def rescale(o, factor):
 
 @gluon.jit
 def _normalised(o, row_sum, sees):
-    """Divides each row of o [M, D] by its softmax sum, and sets rows that see no key to 0."""
+    """Divides each row of o [M, D] by the row's softmax sum, and sets rows that see no key to 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    # o of a row that sees no key may be infinite. A multiplication by 0 would then give NaN, but gl.where gives 0.
+    # For a row that sees no key, o may be infinite, and o multiplied by 0 would be NaN. gl.where gives 0.
     o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
     return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
 

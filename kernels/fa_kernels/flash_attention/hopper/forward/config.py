@@ -3,12 +3,12 @@
 The values were chosen by measurements on an H200 (docs/hopper.md). The options exist for the following reasons.
 
 `dynamic`: programs are persistent. Each program processes many items, but starts and ends only once.
-`pingpong`: consumers take turns on the tensor cores for each block. All consumers must therefore visit the same blocks.
-`ranged`: each consumer visits only the blocks of keys that its own 64 queries see. This saves work on short documents.
-`consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. This helps at
-head_dim 64 and 96. On short documents, larger tiles waste more work.
-`pv_first`: the matmul P V of the previous block finishes before softmax starts. This frees the registers of that P.
-`max_first`: softmax does not keep the scores while it computes P. This saves registers (softmax.py).
+`pingpong`: consumers take turns on the tensor cores for each block, so all consumers must visit the same blocks.
+`ranged`: to save work on short documents, each consumer visits only the blocks of keys that its own 64 queries see.
+`consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. Three
+consumers help at head_dim 64 and 96. On short documents, larger tiles waste more work.
+`pv_first`: to free the registers of the previous P, the matmul P V of the previous block ends before softmax starts.
+`max_first`: to save registers, softmax does not keep the scores while it computes P (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
 
 Three consumers have too few registers for the default softmax, so they use `pv_first` or `max_first`.
@@ -26,10 +26,10 @@ class ForwardConfig(NamedTuple):
 
     block_n: int
     consumers: int
-    stages: int  # the number of blocks in flight, for each of K and V
+    stages: int  # the number of blocks of K, and of V, that can be in shared memory at once
     order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that holds the order of tiles
     dynamic: bool = True  # whether programs draw items from a queue, instead of processing one item each
-    ranged: bool = False  # a consumer visits only the blocks of keys that its own rows see
+    ranged: bool = False  # each consumer visits only the blocks of keys that its own queries see
     pingpong: bool = False  # consumers alternate between the tensor cores and softmax
     max_first: bool = False  # softmax compares scores with row_max before the exponentials (softmax.py)
     pv_first: bool = False  # softmax starts after the matmul P V of the previous block has finished
@@ -55,8 +55,8 @@ _LONG = {
     64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),
     96: ForwardConfig(64, 3, 6, "wide_query_tiles", pingpong=True, pv_first=True),
 }
-WIDE_O_STAGES = 4  # `stages` is at most this number if o is fp32
-# For some length classes (schedule.length_class_of), these configurations are faster than the default.
+WIDE_O_STAGES = 4  # the upper limit of `stages` if o is fp32
+# Configurations that are faster than the default for some length classes (schedule.length_class_of).
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {
         64: ForwardConfig(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),

@@ -52,10 +52,10 @@ class Queries:
 
 @structure
 class Running:
-    """The state of a consumer between two blocks of keys: maxima and sums of its rows, o, and P of the last block.
+    """The state of a consumer between two blocks of keys: maxima and sums of its rows, o, and P of the previous block.
 
-    P V of the last block is not yet added to o. Two values of P are packed into 32 bits, because the compiler would use
-    a whole register for each bf16 value.
+    P V of the previous block is not yet added to o. Two values of P are packed into 32 bits, because the compiler would
+    use a whole register for each bf16 value.
     """
 
     row_max: gl.tensor
@@ -86,13 +86,13 @@ def _visit(
 ):  # fmt: skip
     """Adds P V of the previous block to o, and computes P of the block of keys that begins with `key`.
 
-    When this function is called, K of this block has arrived. If `more` is true, this function also waits until K of
-    the next block has arrived.
+    The caller has already waited for K of the block. If `more` is true, this function also waits until K of the next
+    block has arrived.
 
-    The order of operations in this function is chosen for ptxas. The wait for the next K is between the exponentials
-    and the wait for P V, because it ends a basic block. Within a single basic block, ptxas would move the wait for P V
-    above the exponentials, and the exponentials would not overlap with P V. If an accumulator were in flight at the end
-    of a loop iteration, ptxas would serialise all matmuls (warnings C7512 and C7514).
+    The order of operations in this function is chosen for ptxas. The wait for the next K ends a basic block, so
+    this wait is placed between the exponentials and the wait for P V. Within a single basic block, ptxas would move the
+    wait for P V above the exponentials, and the exponentials would not overlap with P V. If an accumulator were in
+    flight at the end of a loop iteration, ptxas would serialise all matmuls (warnings C7512 and C7514).
     """
     k, v, q = work.rings.k, work.rings.v, queries.q
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
@@ -227,8 +227,8 @@ def _consume_item(
             block = _pass_over(block, rings)
 
     row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
-    # Without sinks, a row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row that sees
-    # only NaN also keeps `row_max = HIDDEN`, but has a sum of NaN.
+    # Without sinks, a row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row whose
+    # scores are all NaN also keeps `row_max = HIDDEN`, but its row_sum is NaN.
     sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
     lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
     gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)
@@ -279,11 +279,11 @@ def _visit_all(
 def consume(
     CONSUMER: gl.constexpr, work, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Runs a consumer warpgroup: it computes the attention of 64 queries of each item."""
+    """Runs a consumer warpgroup, which computes the attention of 64 queries of each item."""
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # counts the blocks of all items; the number of a block determines its place in the rings
+    block = 0  # the number of a block, counted over all items, determines its place in the rings
     item_index = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
         pass_pingpong(CONSUMER, CONSUMERS)  # lets the first consumer start

@@ -19,11 +19,11 @@ from fa_kernels.flash_attention.structure import structure
 
 @structure
 class Item:
-    """A work item: a tile of queries of one head, beginning with query `first`, and the blocks of keys that it reads.
+    """A work item: a tile of queries of one head, beginning with query `first`, and the blocks of keys to process.
 
     Blocks are counted backwards: block 0 ends at key `end`. The first n_right blocks and the last n_left blocks need a
-    mask, because some rows see only a part of them. Every row sees all keys of the blocks in between. An item has at
-    least one block, so that rows without keys need no separate code.
+    mask, because some rows see only some keys of these blocks. Every row sees all keys of the other blocks. An item
+    has at least one block, so that rows that see no key need no separate code.
     """
 
     first: gl.tensor
@@ -46,7 +46,7 @@ class Item:
 class Visits:
     """The blocks of an item that a consumer visits, from `begin` to `stop - 1`.
 
-    Every row of the consumer sees all keys of the blocks from `right` to `left - 1`. Only the other blocks need a mask.
+    Every row of the consumer sees all keys of the blocks from `right` to `left - 1`, so these blocks need no mask.
     """
 
     begin: gl.tensor
@@ -69,7 +69,10 @@ class Rings:
 
 @structure
 class Inputs:
-    """The TMA descriptors of the producer's inputs, and the strides. Tuples have one entry per column block."""
+    """The TMA descriptors of the producer's inputs, and the strides between heads.
+
+    Tuples have one entry per column block.
+    """
 
     q: tuple
     k: tuple
@@ -96,7 +99,10 @@ def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.jit
 def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
-    """Returns the fields of `Visits` for rows `first` to `first + 63`. Rows past the end count as the last query."""
+    """Returns the fields of `Visits` for rows `first` to `first + 63`.
+
+    Rows past the last query count as the last query.
+    """
     first = gl.minimum(first, ranges.total - 1)
     last = gl.minimum(first + 64, ranges.total) - 1
     start, last_start = gl.load(ranges.start + first), gl.load(ranges.start + last)
@@ -120,12 +126,12 @@ def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N
 
 @gluon.jit
 def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
-    """Runs the producer warp: it draws items. For each item, it loads Q, and then the blocks of K and V."""
+    """Runs the producer warp, which draws items. For each item, the warp loads Q, and then the blocks of K and V."""
     CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # counts the blocks of all items; the number of a block determines its place in the rings
+    block = 0  # the number of a block, counted over all items, determines its place in the rings
     item_index = 0
     index = gl.program_id(0)
     while index < n_items:
@@ -133,7 +139,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
         _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
         if counter_ptr is not None:
             ticket = take(counter_ptr)
-        for consumer in gl.static_range(CONSUMERS):  # one barrier per consumer, so that consumer 0 starts early
+        for consumer in gl.static_range(CONSUMERS):  # one mbarrier per consumer, so that consumer 0 can start early
             mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)

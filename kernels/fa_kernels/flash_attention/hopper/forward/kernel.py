@@ -10,7 +10,7 @@ consumers have read the data. With ping-pong, named barriers let consumers use t
 config.py chooses the options of the kernel for a call.
 
 The kernel cannot deadlock. The producer fills places in the order in which the consumers empty them. Each consumer
-waits for every block of an item and releases it, even if it does not visit the block.
+waits for every block of an item and releases the block, even if the consumer does not visit the block.
 
 NaN isolation: if a call may have several documents, the kernel marks the output rows that contain NaN (nan_marks.py).
 The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).
@@ -48,7 +48,7 @@ from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
-# Triton must not compile a new kernel for each value of these arguments, because they differ between batches.
+# Kernel arguments that differ between batches, so Triton must not compile a new kernel for each of their values.
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 
 
@@ -61,9 +61,9 @@ def _fwd_kernel(
 ):  # fmt: skip
     """Program i processes work item i, and then draws further items if there is a counter.
 
-    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc and so on are for the first column block of
-    each head. q_2_desc and so on are for the second column block, and are None if heads have only one block.
-    marks_ptr: receives the NaN marks (nan_marks.py), or None.
+    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc, k_desc and so on describe the first column
+    block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have only
+    one column block. marks_ptr: receives the NaN marks (nan_marks.py), or None.
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages

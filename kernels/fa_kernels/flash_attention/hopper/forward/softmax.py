@@ -12,8 +12,8 @@ In the code, row_max is the reference of a row. By default, scores and probabili
 of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max before exponentials are computed.
 `MAX_FIRST` needs fewer registers than the default, but more instructions.
 
-Maxima and sums have the layout `registers.PER_ROW`. The sum of a row is stored as eight partial sums, so that no thread
-waits for other threads of the row.
+Maxima and sums have the layout `registers.PER_ROW`. The sum of a row is stored as eight partial sums, so that the
+threads that hold elements of a row do not wait for each other.
 """
 
 from triton.experimental import gluon
@@ -35,15 +35,15 @@ from fa_kernels.flash_attention.structure import structure
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max stays unless it would rise by more than this (log2 units)
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max stays if the maximum rises by at most this (log2 units)
 
 
 @structure
 class Exponentials:
-    """P of one block of keys, and the running maxima and sums of its rows after this block.
+    """P of one block of keys, and the running maxima and sums of P's rows after the block.
 
     The caller must multiply o by `factor`, which is 1 unless row_max has risen. row_sum is already rescaled. row_max is
-    in the units of scores [M, N].
+    in the units of the scores.
     """
 
     p: gl.tensor  # [M, N / 2], as pairs of 16-bit values
@@ -69,7 +69,7 @@ def begin(sink, ROWS: gl.constexpr, HAS_SINKS: gl.constexpr):
     """Returns row_max and row_sum [M, 8] of rows that have seen no key. `sink` is in the units of scores."""
     row_sum = gl.zeros([ROWS, 8], gl.float32, layout=PER_ROW)
     row_max = row_sum + (sink if HAS_SINKS else HIDDEN)
-    if HAS_SINKS:  # the sink is a score that every row sees; it has no row in v
+    if HAS_SINKS:  # every row sees the sink, which is a score without a value vector
         is_first = gl.arange(0, 8, layout=gl.SliceLayout(0, PER_ROW)) == 0
         row_sum = gl.where(gl.expand_dims(is_first, 0), 1.0, row_sum)
     return row_max, row_sum
@@ -81,8 +81,8 @@ def visible(
 ):  # fmt: skip
     """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The first column of `scores` is key `key`. `MASK` says when the mask is applied: `always`, `never`, or `at_edge`
-    (only if the argument at_edge is true).
+    The first column of `scores` belongs to key `key`. `MASK` is `always`, `never` or `at_edge`. With `at_edge`, the
+    mask is applied only if the argument at_edge is true.
     """
     if HAS_SOFTCAP:
         scores = cap(scores, scale.softmax, scale.softcap, dtype)[0]
@@ -181,11 +181,10 @@ def _repeated(four, N: gl.constexpr):
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
     """Returns p = 2^(score * scale - exponent), as packed pairs, and four partial sums of p.
 
-    Each packed pair appears twice in p. exponent_0 and exponent_1 are row_max of the two rows in log2 units. Partial
-    sum i adds the values i, i + 4, i + 8 and so on. If a sum is too large, `_of_thread` increases row_max and computes
-    p a second time. Without the explicit fma, the compiler would round the product `score * scale` in the second
-    computation, but not in the first. A row whose row_max is unchanged would then get different bits in the second
-    computation.
+    Each packed pair appears twice in p. exponent_0 and exponent_1 are row_max of the thread's two rows, in log2 units.
+    Partial sum i adds the values i, i + 4, i + 8 and so on. If a sum is too large, `_of_thread` increases row_max and
+    computes p a second time. Without the explicit fma, a row whose row_max is unchanged would get different bits in the
+    second computation: the compiler would round `score * scale` in the second computation, but not in the first.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)
@@ -214,7 +213,7 @@ def _maxima(scores, N: gl.constexpr):
 def _raise(old, new, rises, scale):
     """Returns the new row_max of one row, and the factor that converts sums from the old to the new row_max.
 
-    row_max changes only if `rises` is true. `rises` is computed from this row only, in the four threads that hold it.
+    row_max changes only if `rises` is true. `rises` depends only on the row's own scores, which four threads hold.
     The bits of a row therefore never depend on other rows, which may belong to later tokens or other documents.
     """
     new = gl.where(rises, gl.maximum(old, new), old)
@@ -239,7 +238,7 @@ def _any_thread(condition):
 
 @gluon.jit
 def _pair(low, high, dtype: gl.constexpr):
-    """Rounds both values to `dtype` and packs them into one register."""
+    """Rounds `low` and `high` to `dtype`, and packs them into one register."""
     if dtype == gl.bfloat16:
         pair = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], gl.int32, True, 1)
     else:

@@ -1,8 +1,8 @@
 """Barriers between the warps of a program, and TMA's reduce-add.
 
 A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
-can give the mbarrier's memory to another buffer. PTX does not allow this without mbarrier.inval. If several processes
-take turns on a GPU, the old mbarrier can reappear in 8 bytes of the new buffer.
+can give the mbarrier's memory to another buffer. Without mbarrier.inval, PTX does not allow other uses of an mbarrier's
+memory. If several processes take turns on a GPU, the old mbarrier can reappear in 8 bytes of the new buffer.
 """
 
 from triton._C.libtriton import ir
@@ -57,7 +57,8 @@ def hand_back(empty):
     Each thread arrives on its own, with cp.async's arrive instruction. With mbarrier.arrive, one thread would arrive
     for the whole warpgroup, and would have to wait for the slowest warp. Earlier stores of a thread may become visible
     after its arrival, so hand_back cannot replace `hand_over`. Call hand_back only when all reads of the buffer are
-    finished. Matmuls and TMA operations must be complete, and loaded values must have been used.
+    finished. Matmuls and TMA operations that read the buffer must be complete, and values that were loaded from the
+    buffer must have been used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 

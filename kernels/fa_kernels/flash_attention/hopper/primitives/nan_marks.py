@@ -21,12 +21,12 @@ def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, T
 
     The mark is 1 if any element is NaN or infinite, else 0.
     columns: this warpgroup's results for the rows, as one tensor [64, columns] per column block. marks_ptr: points to
-    the result of nan_isolation.new_marks. THREADS: the number of threads that hold results for these rows. These
-    threads wait for each other in this function. WARPGROUP: a number from 0 to 4 that chooses the barrier. Warpgroups
-    that hold different rows need different values of `WARPGROUP`.
+    the result of nan_isolation.new_marks. THREADS: the number of threads that hold results for the 64 rows. All
+    `THREADS` threads wait for each other in this function. WARPGROUP: a number from 0 to 4 that chooses the barrier.
+    Warpgroups that hold different rows need different values of `WARPGROUP`.
     """
     if first < total:
-        zeros = gl.sum(columns[0] * 0.0, 1)  # NaN where a row is not finite
+        zeros = gl.sum(columns[0] * 0.0, 1)  # NaN for each row with an element that is not finite
         for i in gl.static_range(1, len(columns)):
             zeros += gl.convert_layout(gl.sum(columns[i] * 0.0, 1), zeros.type.layout, assert_trivial=True)
         marks_ptr += head.to(gl.int64) * gl.cdiv(total, ROWS_PER_MARK) + first // ROWS_PER_MARK

@@ -2,8 +2,8 @@
 
 Program i processes item i first, and then draws tickets from a counter in global memory. With n programs, ticket t
 belongs to item n + t. A program stops when its ticket belongs to no item. The first item of a program needs no ticket,
-and the last ticket has no item. A launch therefore draws as many tickets as it has items. The warp that draws the last
-ticket resets the counter to 0 for the next launch.
+and the last ticket of a program has no item. A launch therefore draws as many tickets as it has items. The warp that
+draws the last ticket resets the counter to 0 for the next launch.
 
 One warp of a program draws tickets, and posts each item in one of two slots in shared memory. A slot holds up to 32
 integers. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
@@ -23,8 +23,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# The backward kernels draw a ticket when this many steps of an item remain to be loaded. Earlier draws
-# could leave other programs without an item. Later draws would delay the loads of the next item.
+# The backward kernels draw a ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. With earlier draws, other
+# programs could get no item. With later draws, the loads of the next item would be delayed.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -86,7 +86,7 @@ def new_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def take(counter_ptr):
-    """Starts to draw a ticket for the calling warp. Only lane 0 gets the ticket. `item_of` waits for it."""
+    """Starts to draw a ticket for the calling warp. Only lane 0 gets the ticket. `item_of` waits for the ticket."""
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }"
@@ -96,7 +96,7 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """Returns the index of a ticket's item. Every lane of the warp gets this index.
+    """Returns the index of a ticket's item. Every lane of the warp gets the index.
 
     An index of n_items or more means that no item is left.
     """
@@ -110,7 +110,7 @@ def item_of(ticket, counter_ptr, n_items):
 def post(queue, item_index, fields):
     """Posts the fields of an item, which are int32 scalars.
 
-    One warp calls this. item_index: the number of items that the program has already posted.
+    One warp calls this function. item_index: the number of items that the program has already posted.
     """
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     values = gl.where(index == 0, fields[0], 0)
@@ -124,7 +124,7 @@ def post(queue, item_index, fields):
 
 @gluon.jit
 def read(queue, item_index):
-    """Waits until an item is posted, and returns the item's fields. `field` reads one of them.
+    """Waits until an item is posted, and returns the item's fields. `field` reads one of the fields.
 
     A whole warpgroup calls this function.
     """
@@ -137,6 +137,6 @@ def read(queue, item_index):
 
 @gluon.jit
 def field(values, INDEX: gl.constexpr):
-    """Returns field `INDEX` of a posted item. Each thread holds all fields, so the code compiles to one move."""
+    """Returns field `INDEX` of a posted item. Each thread holds all fields, so a call compiles to one move."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)

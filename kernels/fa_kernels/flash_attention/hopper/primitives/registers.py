@@ -1,9 +1,10 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. Its first two elements are adjacent columns of
-row i. The next two are the same columns of row i + 8. The following pairs are eight columns further right, in the same
-two rows, and so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value per row. The eight columns
-of a row are equal, or they add up to the row's value. In `PER_ROW`, a thread holds four elements.
+Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread's first two elements are in adjacent
+columns of row i. The thread's next two elements are in the same columns of row i + 8. Each further group of four
+elements is in the same two rows, eight columns to the right of the previous group. `PER_ROW` is the layout of an
+accumulator [64, 8] that stores one value per row. In `PER_ROW`, the eight columns of a row are equal, or add up to the
+row's value. In `PER_ROW`, a thread holds four elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
@@ -80,7 +81,7 @@ def in_order_of_threads(x):
     """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements from each of eight threads.
 
     No data moves between threads. The index of element (r, c) in the view consists of the bits of r and c. From the
-    lowest to the highest, its bits are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
+    lowest to the highest, the bits of the index are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -105,7 +106,7 @@ def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
 @gluon.constexpr_function
 def _asm(n, otherwise):
     # A thread's n elements are two of row i, two of row i + 8, two of row i, and so on. Bit 2 * g + e of a row's mask
-    # belongs to column 8 * g + 2 * (lane % 4) + e.
+    # belongs to column 8 * g + 2 * (lane % 4) + e, where e is 0 or 1.
     lines = ["{", ".reg .b32 lane, a, b, c, m0, m1;", ".reg .pred p;"]
     lines += ["mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", "shl.b32 lane, lane, 1;"]
     for row in (0, 1):
@@ -120,8 +121,8 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # Sets the mask bits of all columns below `column`. In each group of 8 columns, a thread has two columns, so a mask
-    # has two bits per group.
+    # The instructions set the mask bits of all columns below `column`. In each group of 8 columns, a thread has two
+    # columns, so a mask has two bits per group.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",

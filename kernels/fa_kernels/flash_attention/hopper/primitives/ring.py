@@ -1,4 +1,4 @@
-"""Ring buffers in shared memory: some warps fill the places of a ring in turn, and other warps read these places."""
+"""Ring buffers in shared memory: some warps fill the places of a ring one by one, and other warps read the places."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,7 +28,7 @@ class Ring:
     def wait_empty(self, place, phase):
         """Waits until a place can be filled. The first fill of a place does not wait.
 
-        `phase` is the same as for `wait_full`.
+        `wait_full` for the same fill of the place gets the same `phase`.
         """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 
@@ -46,9 +46,9 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until the fill with this number is complete. The function does not wait if `pred` is false.
+    """Waits until fill `number` is complete. The function does not wait if `pred` is false.
 
-    A fill writes one place of the ring. Fills are numbered from 0, and use the places in turn. `full` holds the
+    A fill writes one place of the ring. Fills are numbered from 0, and fill i writes place i % PLACES. `full` holds the
     mbarriers of the places.
     """
     PLACES: gl.constexpr = full.shape[0]
@@ -57,12 +57,12 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until the fill with this number can begin, because all readers have read the previous fill of its place."""
+    """Waits until fill `number` can begin, because all readers have read the previous fill of the same place."""
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place of the fill with this number in a ring, and the phase of its mbarriers."""
+    """Returns the place of fill `number` in a ring, and the phase of the mbarriers of that place."""
     return number % PLACES, (number // PLACES) & 1

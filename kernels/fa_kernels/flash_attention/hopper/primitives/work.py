@@ -1,4 +1,4 @@
-"""Structures that describe a kernel's work: the order of tiles, the ranges that rows see, and scales."""
+"""Structures that describe a kernel's work: the order of tiles, the visible ranges of tokens, and scales."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +17,7 @@ class TileOrder:
     tiles: gl.tensor
     n_tiles: gl.tensor
     n_heads: gl.tensor
-    section: gl.tensor  # how many heads are processed at the same time (tile_order.py)
+    section: gl.tensor  # the number of heads in a section (tile_order.py)
 
     @gluon.jit
     def locate(self, item_index, TILES_PER_WORK_TILE: gl.constexpr = 1):
@@ -27,10 +27,10 @@ class TileOrder:
 
 @structure
 class Ranges:
-    """Pointers to the start and the end (exclusive) of the range that each of `total` tokens sees.
+    """Pointers to the start and the end (exclusive) of the visible range of each of `total` tokens.
 
-    The range of a query contains keys, and the range of a key contains queries. start and end never decrease from one
-    token to the next.
+    The range of a query consists of the keys that the query sees. The range of a key consists of the queries that see
+    the key. start and end never decrease from one token to the next.
     """
 
     start: gl.tensor
@@ -40,7 +40,7 @@ class Ranges:
 
 @structure
 class Scale:
-    """The factor of the attention scores, and the bound of the soft cap."""
+    """The factor of the attention scores (softmax_scale), and the bound of the soft cap."""
 
     softmax: gl.tensor
     softcap: gl.tensor
