@@ -1,12 +1,13 @@
-"""Tests that documented runs train. Runs on several devices, resumed runs and runs with float8 are left out.
+"""Tests that documented runs train. Resumed runs, runs with float8 and runs on several machines are left out.
 
-The tests use a tiny model, short rows and few steps.
+The tests use a tiny model, short rows and few steps. Runs on several GPUs have two ranks on the CPU.
 
 tests/test_docs.py checks that all other documented commands can be parsed.
 """
 
 import json
 import re
+import shlex
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from fa_train.run_config import check
 from tests.data.support.chats import chat_message, save_tokenizer
 from tests.support.documentation import GUIDES, commands
 from tests.support.finetuning import write_base
+from tests.support.processes import REPOSITORY
+from tests.support.ranks import forked, processes_can_talk
 from tests.support.training import composed, write_corpus
 
 SMALL = {
@@ -29,22 +32,33 @@ SMALL_MODEL = {
 
 
 def documented() -> list[str]:
-    """Returns the overrides of the documented runs that these tests can run. A sweep is replaced by its first run."""
+    """Returns the documented runs on one device that these tests can run, without `python` and with shell quotes.
+
+    A sweep is replaced by its first run.
+    """
     found: dict[str, None] = {}
     for words in (words for page in GUIDES for words in commands(page) if words[:2] == ["python", "train.py"]):
-        overrides = [word.split(",")[0] if "-m" in words else word for word in words[2:] if word != "-m"]
-        line = " ".join(overrides)
+        overrides = [word.split(",")[0] if "-m" in words else word for word in words[1:] if word != "-m"]
+        line = shlex.join(overrides)
         if not re.search("--config-dir|ckpt_path|trainer.devices|float8", line):  # float8 needs a GPU
             found[line] = None
     return list(found)
 
 
+def documented_on_several_devices() -> list[str]:
+    """Returns the documented runs on several devices of one machine, as the words after `python`, or of torchrun."""
+    lines = [words for page in GUIDES for words in commands(page) if "train.py" in words]
+    found = {shlex.join(words).removeprefix("python "): None for words in lines}
+    return [line for line in found if "trainer.devices" in line and "num_nodes" not in line]
+
+
 def shrunk(overrides: list[str]) -> list[str]:
     """Returns the overrides with short rows and one step. Without a checkpoint, the model is tiny.
 
-    A run with `epochs` keeps its number of steps.
+    A run with `epochs` keeps its number of steps. A run on several devices gets two.
     """
     given = dict(override.split("=", 1) for override in overrides)
+    given |= {name: "2" for name in ("trainer.devices", "strategy.context") if name in given}
     from_checkpoint = "model.pretrained" in given
     settings = given | SMALL | ({} if from_checkpoint else SMALL_MODEL)
     if given.get("experiment") == "extend_context":
@@ -85,7 +99,21 @@ def test_documented_run_trains(line, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("FA_TRAIN_CACHE", "cache")
     eager = torch.compiler.set_stance("force_eager")  # compiling would take half a minute
-    with eager, composed(tmp_path, *shrunk(line.split())) as cfg:
+    with eager, composed(tmp_path, *shrunk(shlex.split(line)[1:])) as cfg:
         check(cfg)
         result = training.train(cfg)
     assert result["train/loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@pytest.mark.parametrize("line", documented_on_several_devices(), ids=str)
+def test_documented_run_on_several_devices_trains(line, folder, monkeypatch):
+    monkeypatch.setenv("FA_TRAIN_CACHE", "cache")
+    words = shlex.split(line)
+    launcher = words[: words.index("train.py") + 1]
+    if launcher[0] == "torchrun":
+        launcher = ["torchrun", "--nproc-per-node=2", str(REPOSITORY / "train.py")]
+    done = forked(folder, *launcher, *shrunk(words[words.index("train.py") + 1 :]), "lit_gpt.compile_model=false")
+    assert done.returncode == 0, done.stderr
+    assert "done: loss " in done.stdout
