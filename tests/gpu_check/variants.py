@@ -46,11 +46,10 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 
 
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
-    """Yields a dictionary {pass: tile sizes} for each call to check. Together, the calls use all tile sizes of other
-    GPUs.
+    """Yields a dictionary {pass: tile sizes} for each call to check.
 
-    Together, the calls use all tile sizes that `device` can run but does not use itself. The generator
-    is empty for a width that leaves columns of a tile unused, because unused columns only add a mask to the code.
+    Together, the calls use all tile sizes that `device` can run but does not use itself. The generator is empty for a
+    width that leaves columns of a tile unused, because unused columns only add a mask to the code.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -58,9 +57,7 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     for keys in KEY_PASSES if itemsize > 1 else KEY_PASSES[:1]:
         tiles = {p: distinct_tiles(width, p, itemsize, device) for p in _passes(keys, itemsize)}
         others = {p: [t for t in found if t != own.get(p)] for p, found in tiles.items()}
-        # dK and dV are computed by one kernel or by two. The variant that `device` does not use is tested only if some
-        # of its tile sizes are not used on `device`.
-        if all(tiles.values()) and (keys[0] not in tiles or keys[0] in own or any(others[p] for p in keys)):
+        if all(tiles.values()):
             for i in range(max(map(len, others.values()))):
                 yield {p: others[p][i % len(others[p])] if others[p] else tiles[p][0] for p in tiles}
 
