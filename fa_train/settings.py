@@ -54,8 +54,8 @@ class Node:
 class Root(TypedDict):
     """The keys at the root of the config, in the order in which they are checked.
 
-    Some nodes contain a copy of another node. The original node is checked first, so that an error names the original
-    key.
+    Some nodes contain a copy of another node. The copied node is checked before the node that contains the copy. The
+    error for a wrong value then names the key that the user has set, and not the key in the copy.
     """
 
     seq_len: PositiveInt

@@ -35,8 +35,9 @@ SplitHeads = Callable[["SelfAttention", Tensor, RotaryTable | None], QKV]
 
 @dataclass(frozen=True)
 class Origin:
-    """The Hugging Face checkpoint of the model's weights. An export writes `config` and `generation_config` to files.
+    """The Hugging Face checkpoint from which the model's weights were loaded.
 
+    An export writes `config` and `generation_config` to files.
     config: config.json with the run's RoPE settings, and without the part for the image encoder.
     """
 

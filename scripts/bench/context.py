@@ -8,11 +8,12 @@ The stream `one` is one document. The stream `window` is one document with an at
 stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
 `file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-In the part `one`, each rank computes the attention of the whole stream. More than 512k tokens do not fit on one GPU, so
-each rank then computes an equal part of the heads, and the time of `one` is multiplied by the number of ranks. In the
-part `shared`, all ranks compute the attention together (fa_train.parallel.context). The part `forward` is the forward
-pass of `shared`. In the part `alone`, each rank computes its share of `shared` in one call, without communication. In
-the part `moved`, the ranks only exchange keys, values and their gradients.
+The benchmark times five parts. In the part `one`, each rank computes the attention of the whole stream. More than 512k
+tokens do not fit on one GPU, so each rank then computes an equal part of the heads, and the time of `one` is multiplied
+by the number of ranks. In the part `shared`, all ranks compute the attention together (fa_train.parallel.context). The
+part `forward` times only the forward pass of the part `shared`. In the part `alone`, each rank computes its share of
+`shared` in one call, without communication. In the part `moved`, the ranks only exchange keys, values and their
+gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
 documents, because all layers of a model process the same documents. The first run of a part is timed too, although it

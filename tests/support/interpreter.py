@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# replaces the device function that the interpreter expects; the interpreter reads only __globals__
+# LANGUAGE replaces the kernel function that the interpreter expects, because it reads only __globals__ of the function.
 LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 

@@ -381,7 +381,7 @@ def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, 
 
 
 def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[Tensor]:
-    """Returns the rows of crossing queries, followed by copies of row 0 whose results are not used.
+    """Returns the rows of the crossing queries (see `Traffic`), followed by copies of row 0 whose results are not used.
 
     Shapes: one or two tensors (local, heads, head_dim) -> (counts.queries, heads, head_dim).
     """

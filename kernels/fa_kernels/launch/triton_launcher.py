@@ -1,11 +1,11 @@
 """Launches a compiled kernel with Triton's private launcher, without the work that Triton repeats at each launch.
 
 This module relies on the following private details of Triton. A kernel launch returns its CompiledKernel.
-CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes another launcher. `prepared`
-binds the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and
-calls the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes
-descriptors at each launch, but record.py caches one encoding for each address. The launchers that
-`_launcher` makes therefore accept the parts of an encoded descriptor as arguments.
+CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes a new launcher. `prepared` binds
+the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and calls
+the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes descriptors
+at each launch, but record.py caches one encoding for each address. The launchers that `_launcher` makes therefore
+accept the parts of an encoded descriptor as arguments.
 """
 
 import re

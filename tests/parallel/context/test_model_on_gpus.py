@@ -112,7 +112,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     os.environ.update(environments[rank])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    traffic_module.MIN_PAIRS = 0  # allows attention to run twice
+    traffic_module.MIN_PAIRS = 0  # so that attention runs twice although there is little work
     register_group("two", dist.new_group(range(RANKS)))
     exact = gradients(rank, False, torch.float32)
     cases = {

@@ -30,7 +30,7 @@ def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
     If `request.param` is true, the last row of the first document contains NaN. The row with NaN and the first rows of
-    the third document share a mark.
+    the third document have the same NaN mark, because each mark belongs to 64 rows.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)

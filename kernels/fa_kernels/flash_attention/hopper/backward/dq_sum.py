@@ -45,7 +45,7 @@ def _prepare_kernel(
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     inside = rows < total
-    if unit * BLOCK < total:  # blocks from `total` onwards exist only in the padding of rows_ptr
+    if unit * BLOCK < total:  # rows_ptr is padded: blocks that start at `total` or later hold no rows
         if dq_ptr is not None:
             dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):

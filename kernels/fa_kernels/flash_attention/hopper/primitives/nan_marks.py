@@ -20,7 +20,7 @@ def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, T
     """Writes the NaN mark of 64 rows of a head, beginning with row `first`.
 
     The mark is 1 if any element is NaN or infinite, else 0.
-    columns: this warpgroup's results for the rows, as one tensor [64, columns] per column block. marks_ptr: points to
+    columns: this warpgroup's results for the rows, as one tensor [64, width] per column block. marks_ptr: points to
     the result of nan_isolation.new_marks. THREADS: the number of threads that hold results for the 64 rows. All
     `THREADS` threads wait for each other in this function. WARPGROUP: a number from 0 to 4 that chooses the barrier.
     Warpgroups that hold different rows need different values of `WARPGROUP`.
