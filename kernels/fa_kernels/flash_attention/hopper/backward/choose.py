@@ -1,13 +1,13 @@
 """Chooses the kernels of Hopper's backward pass.
 
 At head_dim 64, 96 and 128, most calls use one fused kernel with five matmuls (fused.py). The fused kernel computes dK
-and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, these additions have a fixed order
-(order.py). In other calls, the order varies from run to run.
+and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, programs add to dQ in a fixed order
+(order.py). In other calls, the order of the additions to dQ varies from run to run.
 
-At head_dim 256, and at head_dim 128 in fp16 with a soft cap, the fused kernel would need too many registers. These
-calls use two kernels, with seven matmuls in total. The first kernel computes dK and dV (keys.py or wide.py). The second
-kernel computes dQ (queries.py). The two kernels are always deterministic, because exactly one program computes each
-output.
+At head_dim 256, and at head_dim 128 in fp16 with a soft cap, the fused kernel would need too many registers. Calls
+without the fused kernel use two kernels, with seven matmuls in total. The first of the two kernels computes dK and dV
+(keys.py or wide.py). The second kernel computes dQ (queries.py). Calls without the fused kernel are always
+deterministic, because exactly one program computes each output.
 
 NaN isolation: if a call may have several documents, the kernels mark the output rows that contain NaN (nan_marks.py).
 The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).
@@ -34,8 +34,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 def supports(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
     """Returns whether Hopper's backward supports a call.
 
-    Supported calls run on sm_90. They have 16-bit inputs, head_dim 64, 96, 128 or 256, and no ALiBi. TMA must be able
-    to load q, k and v.
+    Supported calls run on sm_90, and have 16-bit inputs, head_dim 64, 96, 128 or 256, and no ALiBi. TMA must be able to
+    load q, k and v.
     """
     return (
         q.is_cuda

@@ -1,13 +1,14 @@
-"""The kernels that run before and after the main backward kernel.
+"""Two kernels: the first kernel of each backward pass on Hopper, and the kernel that rounds the sum of dQ.
 
 The fused backward kernel adds dQ to an fp32 tensor in global memory, the sum of dQ. `prepare` launches a kernel that
 computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to 0. `finish` launches a kernel
 that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
 
-The sum of dQ has shape (n, 1, 32). Its queries are padded to a multiple of 64. The sum consists of blocks of 64 queries
-and 64 columns of a head. At head_dim 96, the second block of a head has only 32 columns. The blocks are sorted by
-queries, then by heads, then by columns. A block is contiguous (16 KiB, or 8 KiB with 32 columns), so one TMA operation
-can add to the whole block. Inside a block, elements are in the order in which threads hold them (registers.py).
+The sum of dQ has n * 32 elements and the shape (n, 1, 32). The number of queries is padded to a multiple of 64. The sum
+consists of blocks of 64 queries and 64 columns of a head. At head_dim 96, the second block of a head has only 32
+columns. The blocks are sorted by queries, then by heads, then by columns. A block is contiguous (16 KiB, or 8 KiB with
+32 columns), so one TMA operation can add to the whole block. Inside a block, elements are in the order in which threads
+hold them (registers.py).
 """
 
 from functools import partial
@@ -37,14 +38,14 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program writes lse and delta of `BLOCK` queries of one head to rows_ptr.
 
-    The kernel has three more outputs. Each of their pointers may be None. The sum of dQ (dq_ptr) is set to 0, `WORDS`
-    elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to `NO_TILE`. delta_ptr
-    receives delta as (n_heads, total).
+    The kernel has three more outputs: dq_ptr, semaphore_ptr and delta_ptr. Each of the three may be None. The sum of dQ
+    (dq_ptr) is set to 0, `WORDS` elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set
+    to `NO_TILE`. delta_ptr receives delta as (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     inside = rows < total
-    if unit * BLOCK < total:  # lse and delta have padding after `total` rows; the other outputs do not
+    if unit * BLOCK < total:  # rows_ptr may have a whole block of padding; dq_ptr and semaphore_ptr have none
         if dq_ptr is not None:
             dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
@@ -67,7 +68,7 @@ class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. Tensors that the caller did not ask for are None.
 
     In `rows`, each head has padding after its total_q values. Without padding, the last block of a head would also read
-    lse and delta of the next head. A NaN in this delta would reach dK, because 0 * NaN is NaN.
+    lse and delta of the next head. A NaN in delta of the next head would then reach dK, because 0 * NaN is NaN.
     """
 
     rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta
@@ -83,7 +84,7 @@ def prepare(
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
     and the last dimension of do has stride 1. The result has dq_sum if `sums` is true, and delta if `keeps_delta` is
-    true. It has semaphores if both `sums` and `ordered` are true.
+    true. The result has semaphores if both `sums` and `ordered` are true.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT

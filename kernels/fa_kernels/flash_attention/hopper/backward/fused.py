@@ -4,21 +4,22 @@ A work item is 128 keys of one KV head. A step of the item is one block of queri
 warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for 64 of the item's keys. The consumers add P^T dO to dV
 and dS^T Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in shared memory
 (ring.py). The dQ warpgroup reads dS from this ring buffer, and computes dQ = dS K for all 128 keys, in tiles of at most
-64 x 64. TMA adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order of these additions varies, unless
-order.py fixes it. The producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a queue (queue.py), the
-producer warp also draws items from it.
+64 x 64. TMA adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order of the additions to dQ varies from
+run to run, unless order.py fixes the order. The producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a
+queue of items (queue.py), the producer warp also draws items from the queue.
 
 The kernel cannot deadlock. Steps are numbered over all items of a program. dS of step j waits for Q and dO of step j,
 and for dQ of step `j - DS_STAGES`. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
 waits until dS of step j is written and earlier dQ tiles have left their buffers. The loads of step j wait until the
-consumers have finished step `j - STAGES`. The loads of K and V of item i wait until dK and dV of item i - 2 have left
-the same buffers. `STAGES` is at least 2, so Q of step j + 1 can be loaded before step j is finished. The first
-unfinished step can therefore always continue.
+consumers have finished step `j - STAGES`. K and V of item i use the buffers in which dK and dV of item i - 2 were
+written. The loads of K and V wait until TMA has read dK and dV of item i - 2. `STAGES` is at least 2, so Q of step
+j + 1 can be loaded before step j is finished. The first unfinished step can therefore always continue.
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
-need 24 + 192 + 2 = 218 registers. ptxas would then serialise all matmuls (warning C7512). The matmul dP therefore
-starts only after S has become P. The dQ warpgroup needs at least 24 + 32 + 2 = 58 registers for its dQ tile.
+need 24 + 192 + 2 = 218 registers. If the accumulators do not fit in the registers, ptxas serialises all matmuls
+(warning C7512). The matmul dP therefore starts only when P has replaced S in the registers. The dQ warpgroup needs at
+least 24 + 32 + 2 = 58 registers for its dQ tile.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """
@@ -78,7 +79,7 @@ ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # order.py adds two warps with 2
 
 @gluon.constexpr_function
 def _arrivals(config):
-    """A consumer signals that its half of dS is written. Returns how many of its threads give this signal."""
+    """Returns how many threads of a consumer signal that the consumer's half of dS is written."""
     return WARPGROUP.value if config.each_hands_over else 1
 
 
@@ -98,9 +99,10 @@ def _bwd_kernel(
     Program i processes work item i first.
     counter_ptr: the counter of the queue of items (queue.py), or None. tiles_ptr: the order in which tiles of keys are
     processed, or None for ascending order. semaphore_ptr: the semaphores of the dQ order (order.py), or None. If
-    semaphores are given, tiles_ptr must be None. marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or
-    None. padded_q: the number of lse values per head, with padding. q_desc and so on are for the first column block of
-    each head. q_2_desc and so on are for the second column block, and are None if heads have only one block.
+    semaphore_ptr is not None, tiles_ptr must be None. marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or
+    None. padded_q: the number of lse values per head, with padding. q_desc, k_desc and so on describe the first column
+    block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have only
+    one block.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
@@ -116,7 +118,7 @@ def _bwd_kernel(
     barriers = new_item_barriers(STAGES, ITEMS)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q_desc.dtype)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [DS_STAGES, BLOCK_N, BLOCK_M], ds_layout)
-    # Two buffers hold the dQ tiles in flight. If a head has two column blocks, each block has one of the buffers.
+    # Two buffers hold the dQ tiles in flight. If a head has two column blocks, there is one buffer for each block.
     sums = (Sum(sum_desc, new_buffer(sum_desc, SUMS if sum_2_desc is None else 1)),)
     queue, dq_order = None, None
     if counter_ptr is not None:
@@ -137,7 +139,7 @@ def _bwd_kernel(
     delta_start = n_kv_heads * GROUP * padded_q
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     k_bufs, kv_full = buffers.k, barriers.kv_full
-    # The lists of roles cannot share a variable, because a Triton variable cannot hold both functions and constants.
+    # Both lists of roles are written out, because a Triton variable cannot hold both functions and constants.
     if semaphore_ptr is None:
         gl.warp_specialize([
             (consume, (0, dk_descs, work, order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),

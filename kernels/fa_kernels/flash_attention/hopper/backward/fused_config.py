@@ -1,7 +1,7 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
 The values were chosen by measurements on an H200; docs/hopper.md says what was tried. With some other values, the
-accumulators in flight would not fit in the registers. ptxas would then serialise all matmuls.
+accumulators in flight would not fit in the registers, and ptxas would serialise all matmuls.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
-    halves: bool = False  # dS = P * (dP - delta) is computed in 16 bits, including the slope of a soft cap
+    halves: bool = False  # whether the products in dS = P * slope of the soft cap * (dP - delta) are in 16 bits
     ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
     after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
     lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it
@@ -28,7 +28,7 @@ class FusedConfig(NamedTuple):
 
 
 _HALVES_128 = FusedConfig(64, 2, 2, halves=True)
-# Configurations for calls without a soft cap. They use 193 to 227 KiB of shared memory.
+# Configurations for calls without a soft cap, with 193 to 227 KiB of shared memory
 CONFIGS = {
     (64, torch.bfloat16): FusedConfig(
         64, 4, 2, dynamic=True, halves=True, ahead=True, after_dp=True, lse_early=False, each_hands_over=True

@@ -1,9 +1,9 @@
 """The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step writes dS^T for the dQ
-warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S first. The function `_step_ahead`
-receives the S that the previous step has computed, and computes S of the next step. The tensor cores therefore work
-while the consumer computes the exponentials and dS.
+warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` begins with S of its own step. The function
+`_step_ahead` receives S of its own step, and computes S of the next step. With `_step_ahead`, the tensor cores
+therefore work while the consumer computes the exponentials and dS.
 """
 
 from triton.experimental import gluon
@@ -218,7 +218,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     """Processes one step.
 
     Returns the gradients, the next step's place in the ring of Q and dO, and the phase of its mbarriers.
-    The matmul dP starts after S has become P, because the registers cannot hold both S and dP.
+    The matmul dP starts when P has replaced S in the registers, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage
@@ -282,7 +282,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # no wait separates the next step's S from this step's dS, so ptxas interleaves them
+    if CONFIG.after_dp:  # no wait comes between the next step's matmul S and this step's dS, so ptxas interleaves both
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -365,7 +365,7 @@ def _consume_item(
         if item_index > 0:  # frees the previous item's buffers when TMA has read dK and dV from them
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
-    meet()  # Triton would otherwise insert a barrier in every step, because of the waits above
+    meet()  # without this barrier, Triton would insert a barrier in every step, because of the waits above
     for number in range(done, stop):
         if not COUNTED:
             stage, phase = place_of(number, STAGES)

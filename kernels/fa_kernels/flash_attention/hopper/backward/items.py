@@ -1,9 +1,9 @@
 """Work items of the backward kernels that compute dK and dV: their steps, their buffers and the producer warp.
 
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
-item's keys. It does so for each query head that shares the KV head. A step of an item is one block of queries of one
-head. By default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py),
-steps visit the last block of all heads, then the preceding block of all heads, and so on.
+item's keys, in each query head that shares the KV head. A step of an item is one block of queries of one head. By
+default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py), steps
+visit the last block of all heads, then the preceding block of all heads, and so on.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.
@@ -87,7 +87,7 @@ class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
     kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free; they held dK and dV, which TMA has read
+    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free: TMA has read dK and dV from them
     q_full: gl.shared_memory_descriptor  # Q and lse have arrived
     do_full: gl.shared_memory_descriptor  # dO and delta have arrived
     empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
@@ -167,10 +167,10 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
 @gluon.jit
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Returns, for each of `KEYS` keys from key `first` onwards, the range of queries that see the key.
+    """Returns the range of queries that see each key, for `KEYS` keys from key `first` onwards.
 
     `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
-    mask, because their queries see all of these keys.
+    mask, because their queries see all `KEYS` keys.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
     # Past the last key, TMA loads zeros, and P = 2^(0 - lse) might overflow. Keys that do not exist therefore get an
@@ -221,8 +221,8 @@ def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
     """Returns initialised mbarriers.
 
     TMA arrives at the mbarriers named full, and all threads of both consumers arrive at the mbarriers named empty. If
-    `ITEMS` is 1, nothing waits for kv_empty. kv_empty is then the same mbarrier as kv_full, because a kernel must use
-    every mbarrier that it allocates (barriers.py).
+    `ITEMS` is 1, nothing waits for kv_empty, so kv_empty is the same mbarrier as kv_full. A kernel must use every
+    mbarrier that it allocates (barriers.py).
     """
     kv_full = new_barriers(ITEMS)
     kv_empty = kv_full

@@ -1,9 +1,9 @@
 """A Hopper kernel for dK and dV in fp16 at head_dim 128 with a soft cap.
 
-For these calls, the fused kernel (fused.py) would need too many registers. One program of this kernel computes dK and
-dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer warpgroups own 64 keys each. The
-consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV and dK can read P^T and dS^T from
-registers. Exactly one program writes each output, so every run gives the same bits.
+In fp16 at head_dim 128 with a soft cap, the fused kernel (fused.py) would need too many registers. One program of the
+kernel in this file computes dK and dV of 128 keys of one KV head. A producer warp loads all inputs by TMA. Two consumer
+warpgroups own 64 keys each. The consumers compute S and dP transposed, as [keys, queries], so that the matmuls for dV
+and dK can read P^T and dS^T from registers. Exactly one program writes each output, so every run gives the same bits.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -51,7 +51,8 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
-STAGES = 4  # the number of steps whose Q and dO can be in shared memory at once; the kernel uses 194 KiB of it
+# The number of steps whose Q and dO can be in shared memory at once. The kernel uses 194 KiB of shared memory.
+STAGES = 4
 # Registers per thread: all warps start with `REGISTERS`, and then change to the number for their role.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 

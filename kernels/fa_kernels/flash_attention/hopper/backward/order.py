@@ -11,9 +11,9 @@ program has one tile, and programs start in ascending order. The first unfinishe
 for nothing.
 
 A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
-In this order, the tiles of a document run shortly after one another, and the data that these tiles share stays in L2.
-In the opposite order, a tile could begin with the block that the previous tile visits last. With short documents, the
-tiles of the whole batch would then run almost one after another.
+Because the last block comes first, the tiles of a document run shortly after one another, and the data that these tiles
+share stays in L2. If the first block came first, a tile could begin with the block that the previous tile visits last.
+With short documents, this would make the tiles of the whole batch run almost one after another.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
@@ -65,11 +65,11 @@ def wait_for_order(
 ):  # fmt: skip
     """Runs the warp that signals `due` once per step. The signal allows the program to add the step's part to dQ.
 
-    Before each signal, the warp waits until the step's place in the ring of dS is empty. The previous tile of keys may
-    also add to dQ of the step's queries. If so, the warp then waits until that tile's part is in memory.
+    Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
+    also adds to dQ of the step's queries, the warp then waits until the previous tile's part is in memory.
 
-    A place becomes empty only after `due` was signalled for the previous step in this place. The phases of `due` and of
-    the ring of dS therefore never differ by two.
+    A place in the ring of dS becomes empty only after `due` was signalled for the previous step in this place. The
+    phases of `due` and of the ring of dS therefore never differ by two.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
@@ -93,7 +93,7 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
     First waits until TMA has added dQ of `step` to memory. Does not wait for the last `PENDING` TMA operations, which
-    belong to later steps. If `step` is -1, there is no signal.
+    belong to later steps. If `step` is -1, the function gives no signal.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
