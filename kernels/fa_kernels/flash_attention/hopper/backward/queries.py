@@ -3,10 +3,11 @@
 One program computes dQ of 128 queries of one head. A producer warp loads Q and dO once by TMA, and then loads blocks of
 K and V by TMA. Two consumer warpgroups own 64 queries each. A consumer computes scores and dS of its queries, and adds
 dS K to dQ. The matmul dS K reads dS from registers. Exactly one program writes each output, so every run gives the same
-bits. The kernel of keys.py or wide.py computes dK and dV before this kernel runs. Both kernels compute the same scores.
+bits. The kernel of keys.py or wide.py computes dK and dV before the kernel of this file runs. Scores are computed
+twice: once for dK and dV, and once for dQ.
 
-The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py explains how they are computed. The
-bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at head_dim 256. A soft cap
+The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py explains how the bounds are computed.
+The bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at head_dim 256. A soft cap
 doubles the time of the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
@@ -48,7 +49,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+# `REGISTERS`. The first consumer gets all other registers, which are also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -72,7 +73,7 @@ TILES = {  # by head_dim; the kernel uses 192 KiB of shared memory at head_dim 1
 class _Item:
     """A work item: queries of one head, beginning with query `first`.
 
-    These queries see n_blocks blocks of keys, beginning with key `start`.
+    The queries of the item see n_blocks blocks of keys, beginning with key `start`.
     """
 
     first: gl.tensor

@@ -3,10 +3,10 @@
 An fp32 accumulator [64, 256] needs 128 registers of each thread, so a warpgroup can hold only one such accumulator. The
 first warpgroup computes S^T = K Q^T, P^T and dV. The second warpgroup computes dP^T = V dO^T, dS^T and dK. The first
 warpgroup passes P^T to the second through shared memory, in 16 bits. Together, this kernel and the kernel for dQ need
-seven matmuls. One fused kernel would need only five matmuls. Exactly one program writes each output. No sum in global
-memory is therefore needed, and every run gives the same bits.
+seven matmuls. One fused kernel would need only five matmuls. Exactly one program writes each output, so no sum in
+global memory is needed, and every run gives the same bits.
 
-The table gives lower bounds for 64 queries and 64 keys. Times are in cycles of a multiprocessor. The tensor cores do
+The table gives lower bounds on the time for 64 queries and 64 keys, in cycles of a multiprocessor. The tensor cores do
 4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 
 | outputs         | tensor cores | shared memory | loads from L2 |
@@ -14,9 +14,9 @@ The table gives lower bounds for 64 queries and 64 keys. Times are in cycles of 
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel with a third warpgroup for dQ was slower. The lower bounds of this fused kernel are 2560 cycles of the
-tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel also adds 64 KiB of fp32
-values to a sum in L2.
+A fused kernel with a third warpgroup for dQ was slower. The lower bounds of a fused kernel at head_dim 256 are 2560
+cycles of the tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, a fused kernel also adds 64 KiB
+of fp32 values to a sum in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -62,7 +62,7 @@ BLOCK = 64  # the number of keys per program, and of queries per step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`. The first consumer gets all other registers: it also has 240 per thread.
+# `REGISTERS`. The first consumer gets all other registers, which are also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -139,7 +139,7 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Multiplies an accumulator by `scale`, unless it is None, and stores the result through the buffer of K or V."""
+    """Stores an accumulator through the buffer of K or V. If `scale` is not None, multiplies by `scale` first."""
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale
@@ -198,8 +198,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV can overwrite K, because only this warpgroup reads K. The following wait for the second consumer is not needed
-    # for correctness. It stays because all measurements include it.
+    # dV can overwrite K, because only this warpgroup reads K. The next wait for the second consumer is not needed for
+    # correctness, but all measurements include this wait.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

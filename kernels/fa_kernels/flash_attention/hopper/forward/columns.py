@@ -75,7 +75,7 @@ def rescale(o, factor):
 def _normalised(o, row_sum, sees):
     """Divides each row of o [M, D] by its softmax sum, and sets rows that see no key to 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    # o of a row that sees no key may be infinite. A multiplication by 0 would then give NaN, but gl.where gives 0.
+    # o of a row that sees no key may be infinite, and a product of infinity and 0 is NaN. gl.where gives 0.
     o_sees = gl.expand_dims(gl.convert_layout(sees.to(gl.int32), ROW), 1) != 0
     return gl.where(o_sees, o * gl.expand_dims(gl.convert_layout(1.0 / row_sum, ROW), 1), 0.0)
 

@@ -1,14 +1,14 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were chosen by measurements on an H200 (docs/hopper.md). The options exist for the following reasons.
+The values were chosen by measurements on an H200 (docs/hopper.md). The list gives a reason for each option.
 
 `dynamic`: programs are persistent. Each program processes many items, but starts and ends only once.
 `pingpong`: consumers take turns on the tensor cores for each block. All consumers must therefore visit the same blocks.
-`ranged`: each consumer visits only the blocks of keys that its own 64 queries see. This saves work on short documents.
-`consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. This helps at
-head_dim 64 and 96. On short documents, larger tiles waste more work.
-`pv_first`: the matmul P V of the previous block finishes before softmax starts. This frees the registers of that P.
-`max_first`: softmax does not keep the scores while it computes P. This saves registers (softmax.py).
+`ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
+`consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two consumers.
+Three consumers are faster at head_dim 64 and 96. On short documents, larger tiles compute more scores of hidden keys.
+`pv_first`: the matmul P V of the previous block finishes before softmax starts, which frees the registers of P.
+`max_first`: softmax does not keep the scores while it computes P, which saves registers (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
 
 Three consumers have too few registers for the default softmax, so they use `pv_first` or `max_first`.
@@ -56,7 +56,7 @@ _LONG = {
     96: ForwardConfig(64, 3, 6, "wide_query_tiles", pingpong=True, pv_first=True),
 }
 WIDE_O_STAGES = 4  # `stages` is at most this number if o is fp32
-# For some length classes (schedule.length_class_of), these configurations are faster than the default.
+# Configurations that are faster than the default for a length class (schedule.length_class_of).
 OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
     "short": {
         64: ForwardConfig(64, 3, 4, "wide_query_tiles", ranged=True, max_first=True),

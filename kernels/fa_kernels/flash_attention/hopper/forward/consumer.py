@@ -68,7 +68,7 @@ class Running:
 def _pass_over(block, rings):
     """Waits for a block of K and V that this consumer does not visit, and releases the block.
 
-    Without the wait, this consumer could release a place in the ring before the block is loaded into it.
+    Without the wait, this consumer could release a place in the ring before the block is loaded into the place.
     """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)
@@ -89,8 +89,8 @@ def _visit(
     When this function is called, K of this block has arrived. If `more` is true, this function also waits until K of
     the next block has arrived.
 
-    The order of operations in this function is chosen for ptxas. The wait for the next K is between the exponentials
-    and the wait for P V, because it ends a basic block. Within a single basic block, ptxas would move the wait for P V
+    The order of operations in this function is chosen for ptxas. The wait for the next K ends a basic block, so it is
+    between the exponentials and the wait for P V. Within a single basic block, ptxas would move the wait for P V
     above the exponentials, and the exponentials would not overlap with P V. If an accumulator were in flight at the end
     of a loop iteration, ptxas would serialise all matmuls (warnings C7512 and C7514).
     """
@@ -228,7 +228,7 @@ def _consume_item(
 
     row_max, row_sum = softmax.of_rows(running.row_max, running.row_sum, ROW)
     # Without sinks, a row that sees no key keeps `row_max = HIDDEN`, and gets o = 0 and lse = -inf. A row that sees
-    # only NaN also keeps `row_max = HIDDEN`, but has a sum of NaN.
+    # only NaN also keeps `row_max = HIDDEN`, but its row_sum is NaN.
     sees = (row_max > 0.5 * HIDDEN) | (row_sum != row_sum)
     lse = gl.where(sees, (row_max * to_log2 + gl.log2(row_sum)) * LN_2, float("-inf"))
     gl.store(work.lse + head.to(gl.int64) * ranges.total + row, lse, mask=inside)

@@ -21,9 +21,9 @@ from fa_kernels.flash_attention.structure import structure
 class Item:
     """A work item: a tile of queries of one head, beginning with query `first`, and the blocks of keys that it reads.
 
-    Blocks are counted backwards: block 0 ends at key `end`. The first n_right blocks and the last n_left blocks need a
-    mask, because some rows see only a part of them. Every row sees all keys of the blocks in between. An item has at
-    least one block, so that rows without keys need no separate code.
+    Blocks of keys are counted backwards: the last key of block 0 is `end - 1`. The first n_right blocks and the last
+    n_left blocks need a mask, because some rows of the tile see only a part of these blocks. Every row of the tile sees
+    all keys of the other blocks. An item has at least one block, so that rows without keys need no separate code.
     """
 
     first: gl.tensor
@@ -46,7 +46,7 @@ class Item:
 class Visits:
     """The blocks of an item that a consumer visits, from `begin` to `stop - 1`.
 
-    Every row of the consumer sees all keys of the blocks from `right` to `left - 1`. Only the other blocks need a mask.
+    Every row of the consumer sees all keys of the blocks from `right` to `left - 1`, so only other blocks need a mask.
     """
 
     begin: gl.tensor
@@ -96,7 +96,7 @@ def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.conste
 
 @gluon.jit
 def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
-    """Returns the fields of `Visits` for rows `first` to `first + 63`. Rows past the end count as the last query."""
+    """Returns the fields of `Visits` for rows `first` to `first + 63`. Rows past the last query count as that query."""
     first = gl.minimum(first, ranges.total - 1)
     last = gl.minimum(first + 64, ranges.total) - 1
     start, last_start = gl.load(ranges.start + first), gl.load(ranges.start + last)
@@ -120,7 +120,7 @@ def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N
 
 @gluon.jit
 def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
-    """Runs the producer warp: it draws items. For each item, it loads Q, and then the blocks of K and V."""
+    """Runs the producer warp: it draws items, and for each item loads Q, and then the blocks of K and V."""
     CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper: one warp loads, and two or three warpgroups compute (as in FlashAttention-3).
 
 A work item is a tile of queries of one head. The producer warp draws items, posts them for the consumers (queue.py),
-and loads Q, K and V into ring buffers by TMA. Each of two or three consumer warpgroups computes 64 queries of the tile.
+and loads Q, K and V into ring buffers by TMA. Each of two or three consumer warpgroups owns 64 queries of the tile.
 A consumer starts the matmul Q K^T of one block of keys together with P V of the previous block. The consumer computes
 the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
 
@@ -9,8 +9,8 @@ Each place of a ring buffer has two mbarriers. `full` means that the data has ar
 consumers have read the data. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
 config.py chooses the options of the kernel for a call.
 
-The kernel cannot deadlock. The producer fills places in the order in which the consumers empty them. Each consumer
-waits for every block of an item and releases it, even if it does not visit the block.
+The kernel cannot deadlock. The producer fills the places of a ring buffer in the order in which the consumers empty
+them. Each consumer waits for every block of an item and releases the block, even if the consumer does not visit it.
 
 NaN isolation: if a call may have several documents, the kernel marks the output rows that contain NaN (nan_marks.py).
 The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).
@@ -48,7 +48,7 @@ from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
-# Triton must not compile a new kernel for each value of these arguments, because they differ between batches.
+# Kernel arguments that Triton must not specialise on, because they differ between batches.
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 
 
@@ -59,11 +59,11 @@ def _fwd_kernel(
     stride_qh, stride_kh, stride_vh, softmax_scale, softcap,
     CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Program i processes work item i, and then draws further items if there is a counter.
+    """Program i processes work item i, and then draws further items if counter_ptr is not None.
 
-    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc and so on are for the first column block of
-    each head. q_2_desc and so on are for the second column block, and are None if heads have only one block.
-    marks_ptr: receives the NaN marks (nan_marks.py), or None.
+    Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc, k_desc and so on describe the first column
+    block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have only
+    one block. marks_ptr: receives the NaN marks (nan_marks.py), or None.
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages

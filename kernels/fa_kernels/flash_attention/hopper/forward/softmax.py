@@ -184,8 +184,7 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     Each packed pair appears twice in p. exponent_0 and exponent_1 are row_max of the two rows in log2 units. Partial
     sum i adds the values i, i + 4, i + 8 and so on. If a sum is too large, `_of_thread` increases row_max and computes
     p a second time. Without the explicit fma, the compiler would round the product `score * scale` in the second
-    computation, but not in the first. A row whose row_max is unchanged would then get different bits in the second
-    computation.
+    computation, but not in the first. p of a row with unchanged row_max would then differ between the two computations.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)
@@ -214,8 +213,8 @@ def _maxima(scores, N: gl.constexpr):
 def _raise(old, new, rises, scale):
     """Returns the new row_max of one row, and the factor that converts sums from the old to the new row_max.
 
-    row_max changes only if `rises` is true. `rises` is computed from this row only, in the four threads that hold it.
-    The bits of a row therefore never depend on other rows, which may belong to later tokens or other documents.
+    row_max changes only if `rises` is true. `rises` is computed from the row alone, in the four threads that hold the
+    row. The bits of a row therefore never depend on other rows, which may belong to later tokens or other documents.
     """
     new = gl.where(rises, gl.maximum(old, new), old)
     return new, gl.exp2((old - new) * scale)

@@ -1,8 +1,8 @@
 """Barriers between the warps of a program, and TMA's reduce-add.
 
 A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
-can give the mbarrier's memory to another buffer. PTX does not allow this without mbarrier.inval. If several processes
-take turns on a GPU, the old mbarrier can reappear in 8 bytes of the new buffer.
+can give the mbarrier's memory to another buffer. PTX does not allow such a reuse of memory without mbarrier.inval. If
+several processes take turns on a GPU, the old mbarrier can reappear in 8 bytes of the new buffer.
 """
 
 from triton._C.libtriton import ir

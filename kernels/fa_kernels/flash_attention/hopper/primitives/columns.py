@@ -1,7 +1,7 @@
 """Helpers for tuples of descriptors, buffers or tiles that have one entry per column block of a head.
 
-The width of a Triton block is a power of two, so a head of 96 columns is split into blocks of 64 and 32. If this head
-were padded to 128 columns, each matmul would be a third more expensive.
+The width of a Triton block is a power of two, so a head of 96 columns is split into blocks of 64 and 32. If a head of
+96 columns were padded to 128 columns, each matmul would be a third more expensive.
 """
 
 from triton.experimental import gluon

@@ -21,9 +21,9 @@ def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, T
 
     The mark is 1 if any element is NaN or infinite, else 0.
     columns: this warpgroup's results for the rows, as one tensor [64, columns] per column block. marks_ptr: points to
-    the result of nan_isolation.new_marks. THREADS: the number of threads that hold results for these rows. These
-    threads wait for each other in this function. WARPGROUP: a number from 0 to 4 that chooses the barrier. Warpgroups
-    that hold different rows need different values of `WARPGROUP`.
+    the result of nan_isolation.new_marks. THREADS: the number of threads that hold results for the 64 rows, and that
+    wait for each other in this function. WARPGROUP: a number from 0 to 4 that chooses the barrier. Warpgroups that hold
+    different rows need different values of `WARPGROUP`.
     """
     if first < total:
         zeros = gl.sum(columns[0] * 0.0, 1)  # NaN where a row is not finite

@@ -2,8 +2,8 @@
 
 Program i processes item i first, and then draws tickets from a counter in global memory. With n programs, ticket t
 belongs to item n + t. A program stops when its ticket belongs to no item. The first item of a program needs no ticket,
-and the last ticket has no item. A launch therefore draws as many tickets as it has items. The warp that draws the last
-ticket resets the counter to 0 for the next launch.
+and the last ticket of a program has no item. A launch therefore draws as many tickets as it has items. The warp that
+draws the last ticket of the launch resets the counter to 0 for the next launch.
 
 One warp of a program draws tickets, and posts each item in one of two slots in shared memory. A slot holds up to 32
 integers. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
@@ -23,8 +23,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# The backward kernels draw a ticket when this many steps of an item remain to be loaded. Earlier draws
-# could leave other programs without an item. Later draws would delay the loads of the next item.
+# The number of steps still to be loaded when the backward kernels draw a ticket for the next item. With more steps,
+# other programs could be left without an item. With fewer steps, the loads of the next item would start later.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -86,7 +86,7 @@ def new_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def take(counter_ptr):
-    """Starts to draw a ticket for the calling warp. Only lane 0 gets the ticket. `item_of` waits for it."""
+    """Starts to draw a ticket for the calling warp. Only lane 0 gets the ticket. `item_of` waits for the ticket."""
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }"
@@ -96,7 +96,7 @@ def take(counter_ptr):
 
 @gluon.jit
 def item_of(ticket, counter_ptr, n_items):
-    """Returns the index of a ticket's item. Every lane of the warp gets this index.
+    """Returns the index of a ticket's item, in every lane of the warp.
 
     An index of n_items or more means that no item is left.
     """
@@ -124,7 +124,7 @@ def post(queue, item_index, fields):
 
 @gluon.jit
 def read(queue, item_index):
-    """Waits until an item is posted, and returns the item's fields. `field` reads one of them.
+    """Waits until an item is posted, and returns the item's fields. The function `field` selects one field.
 
     A whole warpgroup calls this function.
     """

@@ -1,9 +1,10 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. Its first two elements are adjacent columns of
-row i. The next two are the same columns of row i + 8. The following pairs are eight columns further right, in the same
-two rows, and so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value per row. The eight columns
-of a row are equal, or they add up to the row's value. In `PER_ROW`, a thread holds four elements.
+Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. The first two elements of a thread are adjacent
+columns of row i. The next two elements are the same columns of row i + 8. The next four elements are eight columns
+further right, in the same two rows, and so on. `PER_ROW` is the layout of an accumulator [64, 8] that stores one value
+per row. The eight columns of a row are equal, or they add up to the row's value. In `PER_ROW`, a thread holds four
+elements.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
@@ -80,7 +81,7 @@ def in_order_of_threads(x):
     """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements from each of eight threads.
 
     No data moves between threads. The index of element (r, c) in the view consists of the bits of r and c. From the
-    lowest to the highest, its bits are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
+    lowest to the highest, the bits of the index are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])

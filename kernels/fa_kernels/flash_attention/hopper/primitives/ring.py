@@ -46,7 +46,7 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until the fill with this number is complete. The function does not wait if `pred` is false.
+    """Waits until fill `number` of a ring is complete. The function does not wait if `pred` is false.
 
     A fill writes one place of the ring. Fills are numbered from 0, and use the places in turn. `full` holds the
     mbarriers of the places.
@@ -57,12 +57,12 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until the fill with this number can begin, because all readers have read the previous fill of its place."""
+    """Waits until fill `number` of a ring can begin, because all readers have read the previous fill of its place."""
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place of the fill with this number in a ring, and the phase of its mbarriers."""
+    """Returns the place of fill `number` in a ring, and the phase of the place's mbarriers."""
     return number % PLACES, (number // PLACES) & 1

@@ -40,7 +40,7 @@ class Ranges:
 
 @structure
 class Scale:
-    """The factor of the attention scores, and the bound of the soft cap."""
+    """The softmax scale, and the bound of the soft cap."""
 
     softmax: gl.tensor
     softcap: gl.tensor
