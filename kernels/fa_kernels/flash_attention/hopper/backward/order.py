@@ -13,7 +13,7 @@ for nothing.
 A program visits blocks of queries from the last to the first. For each block, it visits all query heads of the KV head.
 Because the last block comes first, the tiles of a document run shortly after one another, and the data that these tiles
 share stays in L2. If the first block came first, a tile could begin with the block that the previous tile visits last.
-With short documents, this would make the tiles of the whole batch run almost one after another.
+The tiles of a batch of short documents would then wait for each other, and run almost one after another.
 
 Two extra warps handle the semaphores: one waits for them (`wait_for_order`), the other sets them (`raise_semaphores`).
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
