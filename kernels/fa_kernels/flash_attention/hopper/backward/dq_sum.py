@@ -1,4 +1,4 @@
-"""The kernels that run before and after the main backward kernel.
+"""Two kernels: the first kernel of each backward pass on Hopper, and the kernel that rounds the sum of dQ.
 
 The fused backward kernel adds dQ to an fp32 tensor in global memory, the sum of dQ. `prepare` launches a kernel that
 computes delta from o and do, lays out lse and delta for TMA, and sets the sum of dQ to 0. `finish` launches a kernel

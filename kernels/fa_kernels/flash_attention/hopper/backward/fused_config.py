@@ -19,7 +19,7 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
-    halves: bool = False  # dS = P * (dP - delta) is computed in 16 bits, including the slope of a soft cap
+    halves: bool = False  # whether the products of P, the soft cap's slope and dP - delta are computed in 16 bits
     ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
     after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
     lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it

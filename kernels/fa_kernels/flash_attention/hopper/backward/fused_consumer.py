@@ -218,7 +218,7 @@ def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr,
     """Processes one step.
 
     Returns the gradients, the next step's place in the ring of Q and dO, and the phase of its mbarriers.
-    The matmul dP starts after S has become P, because the registers cannot hold both S and dP.
+    The matmul dP starts when P has replaced S in the registers, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
     stage = step.stage

@@ -167,7 +167,7 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 
 @gluon.jit
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
-    """Returns, for each of `KEYS` keys from key `first` onwards, the range of queries that see the key.
+    """Returns the range of queries that see each key, for `KEYS` keys from key `first` onwards.
 
     `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
     mask, because their queries see all `KEYS` keys.

@@ -49,7 +49,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+# `REGISTERS`. The first consumer gets all other registers, which are also 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 

@@ -1,6 +1,6 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were chosen by measurements on an H200 (docs/hopper.md). The options exist for the following reasons.
+The values were chosen by measurements on an H200 (docs/hopper.md). The list gives the reasons for the options.
 
 `dynamic`: programs are persistent. Each program processes many items, but starts and ends only once.
 `pingpong`: consumers take turns on the tensor cores for each block, so all consumers must visit the same blocks.

@@ -68,7 +68,7 @@ class Running:
 def _pass_over(block, rings):
     """Waits for a block of K and V that this consumer does not visit, and releases the block.
 
-    Without the wait, this consumer could release a place in the ring before the block is loaded into it.
+    Without the wait, this consumer could release a place in the ring before the block is loaded into the place.
     """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)

@@ -1,7 +1,7 @@
 """The forward kernel for Hopper: one warp loads, and two or three warpgroups compute (as in FlashAttention-3).
 
 A work item is a tile of queries of one head. The producer warp draws items, posts them for the consumers (queue.py),
-and loads Q, K and V into ring buffers by TMA. Each of two or three consumer warpgroups computes 64 queries of the tile.
+and loads Q, K and V into ring buffers by TMA. Each of two or three consumer warpgroups owns 64 queries of the tile.
 A consumer starts the matmul Q K^T of one block of keys together with P V of the previous block. The consumer computes
 the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
 
@@ -59,7 +59,7 @@ def _fwd_kernel(
     stride_qh, stride_kh, stride_vh, softmax_scale, softcap,
     CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Program i processes work item i, and then draws further items if there is a counter.
+    """Program i processes work item i, and then draws further items if counter_ptr is not None.
 
     Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc, k_desc and so on describe the first column
     block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have only
