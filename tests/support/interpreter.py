@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# LANGUAGE replaces the kernel function that the interpreter expects, because it reads only __globals__ of the function.
+# stands in for the device function that the interpreter expects, because it reads only the attribute __globals__
 LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 

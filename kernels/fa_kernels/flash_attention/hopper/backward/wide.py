@@ -15,8 +15,8 @@ The table gives lower bounds on the time for 64 queries and 64 keys, in cycles o
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
 A fused kernel with a third warpgroup for dQ was slower than these two kernels. The lower bounds of this fused kernel
-are 2560 cycles of the tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel
-adds 64 KiB of fp32 values to a sum in L2.
+are 2560 cycles of the tensor cores and 2624 cycles of shared memory. For each pair of 64 queries and 64 keys, the fused
+kernel adds 64 KiB of fp32 values to the sum of dQ in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
