@@ -5,7 +5,7 @@
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
 is warm-up and is not compared. The script compares the second third of the run with the last third. The median step
-time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must be equal in both thirds.
+time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must not differ.
 Host memory is compared by its lowest values, because checkpoints raise it for a short time. The script writes OUT.md.
 The script ends with status 1 if a difference is larger than allowed.
 

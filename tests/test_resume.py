@@ -283,7 +283,10 @@ def test_sharded_runs_round_as_if_never_stopped(name, two_ranks):
 
 
 def master_weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Returns the weights and low bits in a checkpoint, which is the file of one process or the folder of two ranks."""
+    """Returns the bf16 weights of a checkpoint, and the low bits of their fp32 master weights.
+
+    checkpoint: the file of a run with one process, or the folder of a run with two ranks.
+    """
     saved = CheckpointFiles().load_checkpoint(checkpoint)
     states = saved["optimizer_states"][0]["state"]
     low_bits = {str(number): state["low_bits"] for number, state in sorted(states.items())}

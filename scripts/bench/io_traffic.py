@@ -320,7 +320,7 @@ def run_under_ncu(cases: list[Case]) -> None:
     """Runs each case once while ncu records, and ends each case with a separator kernel."""
     for case in cases:
         work = prepared(case)
-        work()  # not recorded: compiles kernels, and lets libraries choose their kernels
+        work()  # this first call is not recorded, because it compiles kernels, and libraries choose kernels
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work()

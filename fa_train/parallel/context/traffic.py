@@ -29,7 +29,7 @@ STEP = 128  # buffer sizes are multiples of this number of rows
 # queries, the second run and the copies of queries cost about as much time as the first run saves.
 MAX_CROSSING = 1 / 16
 # Attention runs twice only if the mean number of pairs of a query and a visible key per rank is at least this large.
-# `MIN_PAIRS` pairs keep the GPU busy for longer than the host needs to start the kernels of two runs.
+# Attention for `MIN_PAIRS` pairs takes the GPU longer than the host needs to start the kernels of two runs.
 MIN_PAIRS = 2**23
 
 

@@ -69,7 +69,7 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds `used`, which the code at `place` names, to `found`. Objects of other packages are not added."""
+    """Adds `used` to `found`. The code at `place` refers to `used`. Objects of other packages are not added."""
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
             collect(used, found)
