@@ -17,7 +17,7 @@ from fa_train import run_config, training
 from tests.support.training import command_line, composed, quiet_environment, tiny
 
 KEY = "0123456789" * 4
-NOBODY = "http://127.0.0.1:9"  # the discard port, on which no server listens
+NOBODY = "http://127.0.0.1:9"  # no server listens on this port
 PROGRAM = "from fa_train.wandb_mode import wandb_mode; print(wandb_mode())"
 
 
