@@ -35,7 +35,7 @@ OmegaConf.register_new_resolver(
 
 
 def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """Returns a context manager that reports errors of the types `mistakes` in one line, and ends the process."""
+    """Returns a context manager that prints one line for an error of these types, and then ends the process."""
     return failures_reported(mistakes) if is_one_of_several() else errors_in_one_line(mistakes)
 
 

@@ -7,7 +7,7 @@
 
 The folder can be uploaded as a kernel repository. The folder build/torch-universal holds a copy of kernels/fa_kernels.
 The copy works with every version of torch, CUDA and Python that the sources support. The format requires relative
-imports, and a separate namespace for the torch operators of the copy. The namespace's name contains a hash of the
+imports. The torch operators of the copy also need a namespace of their own. The namespace's name contains a hash of the
 sources. Therefore, one process can load fa_kernels and several versions of the copy.
 
 Source: huggingface.co/docs/kernels/v0.17.0/kernel-requirements.

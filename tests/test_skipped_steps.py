@@ -146,7 +146,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
                 training.train(cfg)
-            # the start, the end and validations have barriers: 12 in a run of 16 steps, and 14 in a run of 32 steps
+            # the start, the end and validations have 12 barriers in a run of 16 steps, and 14 in a run of 32 steps
             assert barrier.call_count < STEPS // 2 + 8, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 

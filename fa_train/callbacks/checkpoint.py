@@ -52,6 +52,7 @@ class Checkpoint(CheckpointCallback):
     keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss. With
     keep_best, if a checkpoint and a validation are due at the same step, the checkpoint is saved after the validation.
+    If the validation fails in a run of several processes, this checkpoint is missing.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With
     save_on_exception, a run of one process also saves a checkpoint after an error, unless the error occurred while the
     weights were updated.

@@ -57,7 +57,7 @@ def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocume
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Returns the row of each piece, (n,) int64. Rows are numbered in the order of their first pieces.
+    """Returns the row of each piece, (n,) int64. Rows are numbered in the order in which they are opened.
 
     lengths: the lengths of the pieces, from 1 to capacity tokens. Ties are resolved by index.
     If a row is the best fit for a piece, it is also the best fit for the next pieces of the same length. The row

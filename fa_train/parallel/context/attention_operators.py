@@ -1,9 +1,9 @@
 """Operators for flash attention over a stream that several ranks share.
 
 A crossing query sees keys of other ranks. Attention runs twice if each rank has few crossing queries, and the stream
-has enough attention work per rank (fa_train.parallel.context.traffic). The first run processes the queries that see
-only keys of their own rank, while keys of other ranks are received. The second run processes the crossing queries. If
-attention runs once, the run processes all queries after the keys are received.
+has enough attention work per rank (fa_train.parallel.context.traffic). The first run processes all other
+queries, while keys of other ranks are received. The second run processes the crossing queries. If attention runs once,
+the run processes all queries after the keys are received.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """

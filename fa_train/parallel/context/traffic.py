@@ -61,8 +61,8 @@ class Counts(NamedTuple):
     """How many entries of the padded tensors of Traffic are used.
 
     rows: rows of the buffer. keys: keys in the buffer; the other rows are 0. shared: tokens in `shared`. kept: tokens
-    in `kept`. crossing: queries that read the buffer. queries: `crossing` rounded up. splits: 1 if attention runs
-    twice, and 0 if it runs once. If attention runs once, all queries read the buffer.
+    in `kept`. crossing: crossing queries, which read the buffer. queries: `crossing` rounded up. splits: 1 if attention
+    runs twice, and 0 if it runs once. If attention runs once, all queries read the buffer.
     """
 
     rows: int

@@ -451,7 +451,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return "constant", len(self.constants) - 1
 
     def _place(self, address: int) -> tuple[int, int]:
-        """Returns the index of the tensor whose first row contains `address`, and the offset from its start in bytes.
+        """Returns the index of the tensor whose first row contains `address`, and its offset in the tensor in bytes.
 
         Only the first row of each tensor is searched, because later rows of two tensors can overlap in memory. For
         example, q, k and v can be views of one projection. If several tensors start at the same address, `same` records

@@ -39,7 +39,7 @@ _PLACES = gl.constexpr(2)  # at most this many `added` signals wait for `raise_s
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: the step that uses this dS buffer may add its dQ to the sum
+    due: gl.shared_memory_descriptor  # [DS_STAGES]: completes when the step of a dS buffer may add its dQ to the sum
     added: gl.shared_memory_descriptor  # [_PLACES]: the sum in memory includes the step's dQ; place = step % _PLACES
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 

@@ -35,7 +35,7 @@ from fa_kernels.flash_attention.structure import structure
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max stays if the maximum rises by at most this (log2 units)
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max is updated only for larger rises (log2 units)
 
 
 @structure
