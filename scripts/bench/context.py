@@ -13,7 +13,7 @@ tokens do not fit on one GPU, so each rank then computes an equal part of the he
 by the number of ranks. In the part `shared`, all ranks compute the attention together (fa_train.parallel.context). The
 part `forward` times only the forward pass of the part `shared`. In the part `alone`, each rank computes its share of
 `shared` in one call, without communication. In the part `moved`, the ranks only exchange keys, values and their
-gradients.
+gradients. If no document is cut, the ranks exchange nothing.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
 documents, because all layers of a model process the same documents. The first run of a part is timed too, although it
@@ -178,6 +178,8 @@ class Case:
         self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
     ) -> Callable[[], object]:
         moves, counts = schedule.moves, Counts(*schedule.moves.counts.tolist())
+        if not counts.exchanges:
+            return lambda: None
         shape = (2, dealt.total // dealt.ranks, setting.n_kv_heads, setting.head_dim)
         keys = torch.randn(shape, dtype=setting.dtype, device=device).unbind()
         totals = torch.zeros(shape, dtype=setting.dtype, device=device).unbind() if counts.splits else None

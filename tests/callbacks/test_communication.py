@@ -27,7 +27,7 @@ from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
-from fa_train.parallel.context.traffic import traffic
+from fa_train.parallel.context.traffic import Counts, traffic
 
 CPU = torch.device("cpu")
 
@@ -121,9 +121,10 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
     monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)
     monkeypatch.setattr(communication, "Timestamp", lambda device: now[0])
     boundaries = np.array([0, 5, 8])
-    schedule = shared_schedule(
-        traffic(deal(boundaries, 8, 1), boundaries, 0, None, may_split=attention is flash_attention), "short"
-    )
+    plan = traffic(deal(boundaries, 8, 1), boundaries, 0, None, may_split=attention is flash_attention)
+    # as if another rank needed keys of other ranks
+    plan = plan._replace(counts=[*Counts(*plan.counts)._replace(exchanges=1)])
+    schedule = shared_schedule(plan, "short")
     q, k, v = (torch.randn(8, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     attend = partial(ContextAttention(attention, group), schedule=schedule)
     if compiled:

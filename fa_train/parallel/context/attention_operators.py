@@ -3,7 +3,7 @@
 A crossing query sees keys of other ranks. Attention runs twice if each rank has few crossing queries, and the stream
 has enough attention work per rank (fa_train.parallel.context.traffic). The first run processes all other
 queries, while keys of other ranks are received. The second run processes the crossing queries. If attention runs once,
-the run processes all queries after the keys are received.
+the run processes all queries after the keys are received. If no rank has crossing queries, nothing is exchanged.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -163,14 +163,14 @@ def _attention_forward(
     moves, (group, *_, head_groups) = context.moves, context.options
     counts = Counts(*moves.counts.tolist())
     runs = _runs(context, sinks, counts)
-    if head_groups == 1:
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
+    if len(groups) == 1 or not counts.exchanges:
         return _forward(q, k, v, *runs, moves, counts, group)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor]:
         crossing, own = (run.of_heads(queries) for run in runs)
         return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moves, counts, group)
 
-    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for queries, kv in groups:
         o[:, queries], lse[queries] = of_group(queries, kv)
@@ -187,7 +187,9 @@ def _forward(
     counts: Counts,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns o and lse of one head group."""
+    """Returns o and lse of one head group, or of all heads if nothing is exchanged."""
+    if not counts.exchanges:
+        return own.forward(q, k, v)
     if not counts.splits:
         keys, values = gathered([k, v], moves, counts.rows, group)
         return crossing.forward(q, keys, values)
@@ -251,7 +253,8 @@ def _attention_backward(
     moves, (group, *_, head_groups) = context.moves, context.options
     counts = Counts(*moves.counts.tolist())
     runs = _runs(context, sinks, counts)
-    if head_groups == 1:
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
+    if len(groups) == 1 or not counts.exchanges:
         return _backward(do, q, k, v, o, lse, *runs, moves, counts, group, deterministic)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -261,7 +264,6 @@ def _attention_backward(
             crossing, own, moves, counts, group, deterministic,
         )  # fmt: skip
 
-    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = []
     for queries, kv in groups:
@@ -284,7 +286,9 @@ def _backward(
     group: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv and dsinks of one head group."""
+    """Returns dq, dk, dv and dsinks of one head group, or of all heads if nothing is exchanged."""
+    if not counts.exchanges:
+        return own.backward(do, q, k, v, o, lse, deterministic)
     if not counts.splits:
         keys, values = gathered([k, v], moves, counts.rows, group)
         dq, dk, dv, dsinks = crossing.backward(do, q, keys, values, o, lse, deterministic)

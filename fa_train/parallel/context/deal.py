@@ -1,16 +1,19 @@
 """Decides which tokens of a packed stream each rank of a context group holds.
 
-Only attention connects tokens, so a rank may hold any tokens of the stream. The stream is cut into equal chunks, and
-every rank gets the same number of chunks. The assignment starts with contiguous shares of the stream. With contiguous
-shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need different
-amounts of attention work. Pairs of ranks therefore swap runs of consecutive chunks until the work of all ranks is
-almost equal.
+Only attention connects tokens, so a rank may hold any tokens of the stream. If possible, each rank gets whole documents
+(fa_train.parallel.context.whole_documents), and no keys are sent. Otherwise, the stream is cut into equal chunks, and
+every rank gets the same number of chunks. The assignment of chunks starts with contiguous shares of the stream. With
+contiguous shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need
+different amounts of attention work. Pairs of ranks therefore swap runs of consecutive chunks until the work of all
+ranks is almost equal.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+from fa_train.parallel.context.whole_documents import owners_of_documents
 
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
 # also read the keys between the two chunks.
@@ -27,6 +30,7 @@ class Deal:
     """Which rank holds each chunk of a padded stream.
 
     owner: (n_chunks,) int64, the rank of each chunk. Each rank holds the same number of chunks.
+    chunk_size: in tokens. If ranks hold whole documents, a chunk is one token.
     """
 
     owner: np.ndarray
@@ -62,20 +66,35 @@ def padded_total(total: int, ranks: int, chunk_size: int) -> int:
 
 
 def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = True) -> Deal:
-    """Assigns the chunks of a stream to ranks. The result is the same on every rank.
+    """Assigns the tokens of a stream to ranks. The result is the same on every rank.
 
     boundaries: (n_docs + 1,), the start of each document and the end of the last document, in tokens. The last document
     may end before `total`.
-    balanced: whether ranks exchange chunks. If balanced is False, shares stay contiguous. Contiguous shares are best if
-    all layers have windows, because each token then has about the same work.
+    balanced: whether all ranks get about the same work. If balanced is False, shares are contiguous. Contiguous shares
+    are best if all layers have windows, because each token then has about the same work.
     """
     size = chunk_size_for(total, ranks)
     padded = padded_total(total, ranks, size)
+    if balanced and (whole := whole_documents(boundaries, padded, ranks)) is not None:
+        return whole
     owner = np.arange(padded // size) * ranks // (padded // size)
     if balanced:
         start, end = causal_ranges(boundaries, padded)
         exchange(owner, *work_of_chunks(start, end, size), ranks)
     return Deal(owner, size, ranks)
+
+
+def whole_documents(boundaries: np.ndarray, total: int, ranks: int) -> Deal | None:
+    """Assigns whole documents to ranks, or returns None if that is not possible. boundaries: as for deal.
+
+    total: the number of tokens of the padded stream. The tokens after the last document fill the shares of the ranks.
+    """
+    lengths, share = np.diff(boundaries), total // ranks
+    owner = owners_of_documents(lengths, ranks, share)
+    if owner is None:
+        return None
+    missing = share - np.bincount(owner, lengths, ranks).astype(np.int64)
+    return Deal(np.append(owner.repeat(lengths), np.arange(ranks).repeat(missing)), 1, ranks)
 
 
 def causal_ranges(boundaries: np.ndarray, total: int, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -43,7 +43,7 @@ def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterat
 class Moves(NamedTuple):
     """The fields of Traffic that say which rows to move, as tensors. Traffic describes each field.
 
-    `sizes` (2, ranks) and `counts` (7,) are int64 tensors on the CPU. If `sizes` and `counts` were lists of integers,
+    `sizes` (2, ranks) and `counts` (8,) are int64 tensors on the CPU. If `sizes` and `counts` were lists of integers,
     torch.compile would compile the model again for each new value.
     """
 

@@ -7,9 +7,9 @@ remaining rows of the buffer are 0. All other queries see only the rank's own ke
 copying them to the buffer.
 
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run then
-takes less time than two. If attention runs once, all queries read their keys from the buffer. All ranks make the same
-choice between one and two runs. If ranks made different choices, a rank that needs keys before it computes could wait
-for a rank that computes first.
+takes less time than two. If attention runs once, all queries read their keys from the buffer. If no rank has crossing
+queries, attention runs once and reads the rank's own keys, and nothing is sent. All ranks make the same choice. If
+ranks made different choices, a rank that needs keys before it computes could wait for a rank that computes first.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -63,6 +63,8 @@ class Counts(NamedTuple):
     rows: rows of the buffer. keys: keys in the buffer; the other rows are 0. shared: tokens in `shared`. kept: tokens
     in `kept`. crossing: crossing queries, which read the buffer. queries: `crossing` rounded up. splits: 1 if attention
     runs twice, and 0 if it runs once. If attention runs once, all queries read the buffer.
+    exchanges: 0 if flash attention needs no buffer, because no query of any rank sees keys of other ranks. Flash
+    attention then runs once and reads the rank's own keys. Otherwise 1.
     """
 
     rows: int
@@ -72,13 +74,14 @@ class Counts(NamedTuple):
     crossing: int
     queries: int
     splits: int
+    exchanges: int
 
 
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *, may_split: bool = True) -> Traffic:
     """Computes the traffic of `rank` on the host from document boundaries, without the GPU.
 
-    boundaries, window: as for causal_ranges. may_split: whether attention may run twice, which only flash attention
-    supports.
+    boundaries, window: as for causal_ranges. may_split: whether attention may run twice, or without the buffer. Only
+    flash attention supports both.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
@@ -97,6 +100,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     before = np.append(0, needed.cumsum())  # the number of needed keys before each position
     kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
+    exchanges = not may_split or crosses.any()
     shared, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
     received = np.bincount(owner[owner != rank], minlength=deal.ranks)
     n_keys, capacity = len(buffered), buffer_rows(deal.total, deal.total)
@@ -117,7 +121,14 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
         [[len(tokens) for tokens in sent], received.tolist()],
         [
             *Counts(
-                buffer_rows(n_keys, deal.total), n_keys, len(shared), len(kept), len(crossing), n_queries, int(splits)
+                buffer_rows(n_keys, deal.total),
+                n_keys,
+                len(shared),
+                len(kept),
+                len(crossing),
+                n_queries,
+                int(splits),
+                int(exchanges),
             )
         ],
     )

@@ -19,7 +19,7 @@ from fa_train.parallel.context.attention import ContextAttention, shared_schedul
 from fa_train.parallel.context.attention_operators import context_forward
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group, start_gathering
-from fa_train.parallel.context.traffic import traffic
+from fa_train.parallel.context.traffic import Counts, traffic
 
 TOTAL, BOUNDARIES = 40, np.array([0, 13, 40])
 
@@ -37,13 +37,21 @@ def group():
     dist.destroy_process_group()
 
 
+def planned(exchanges=True):
+    """Returns the schedule of the only rank. exchanges: as if another rank had crossing queries."""
+    plan = traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None)
+    counts = Counts(*plan.counts)
+    assert not counts.exchanges
+    return shared_schedule(plan._replace(counts=[*counts._replace(exchanges=int(exchanges))]), "short")
+
+
 def saved_rows(attention, group):
     """Returns a list with one entry for each tensor that is kept for the backward pass. The entry of a 3-D fp32 tensor
     is its number of rows. The entry of any other tensor is 0.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     rows = []
 
     def keep(x):
@@ -85,7 +93,7 @@ def test_the_kernels_are_deterministic_if_torch_is(deterministic, group, monkeyp
 def test_sinks_and_slopes_may_have_any_stride(group):
     """Kernels assume contiguous sinks and slopes, so ContextAttention must copy those that are not contiguous."""
     q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     outputs = []
     for stride in (1, 2):
         sinks, slopes = ((torch.arange(4.0) / n).repeat_interleave(stride)[::stride] for n in (2, 8))
@@ -100,7 +108,7 @@ def test_sinks_and_slopes_may_have_any_stride(group):
 def test_groups_of_heads_give_the_same_results(features, group):
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     sinks, slopes = torch.linspace(-1, 1, 4).requires_grad_(), torch.linspace(0.1, 0.5, 4)
     given = {"sinks": sinks, "alibi_slopes": slopes} if features else {}
     inputs = (q, k, v, sinks) if features else (q, k, v)
@@ -121,7 +129,7 @@ def test_one_group_of_heads_is_gathered_at_a_time(group, monkeypatch):
 
     monkeypatch.setattr(attention_operators, "gathered", recorded)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (8, 4, 4))
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     ContextAttention(flash_attention, group, 2)(q, k, v, schedule).sum().backward()
     assert heads == [[2, 2]] * 4, "two groups in the forward, and two in the backward"
 
@@ -161,7 +169,7 @@ def test_sent_and_received_rows_are_freed_before_attention_over_gathered_keys(mi
 )
 def test_impossible_groups_of_heads(attention, message, group):
     q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     with pytest.raises(ValueError, match=message):
         ContextAttention(attention, group, 3)(q, k, v, schedule)
 
@@ -180,14 +188,29 @@ def test_impossible_groups_of_heads(attention, message, group):
 )
 def test_impossible_sinks_and_slopes(attention, given, message, group):
     q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     inputs = {name: torch.zeros(size) for name, size in given.items()}
     with pytest.raises(ValueError, match=message):
         ContextAttention(attention, group)(q, k, v, schedule, **inputs)
 
 
+@pytest.mark.parametrize("head_groups", [1, 2])
+def test_nothing_is_exchanged_if_no_rank_needs_keys(head_groups, group, monkeypatch):
+    torch.manual_seed(0)
+    inputs = [torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2)]
+    sinks = torch.linspace(-1, 1, 4).requires_grad_()
+    results = []
+    for exchanges in (True, False):
+        if not exchanges:
+            monkeypatch.setattr(dist, "all_to_all_single", None)
+        attention = ContextAttention(flash_attention, group, head_groups)
+        o = attention(*inputs, planned(exchanges), sinks=sinks, alibi_slopes=torch.linspace(0.1, 0.5, 4))
+        results.append([o, *torch.autograd.grad(o.square().sum(), [*inputs, sinks])])
+    torch.testing.assert_close(*results)
+
+
 def test_a_watched_call_runs_operators_and_an_eager_call_runs_none(group):
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     leaves = [torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2)]
     attend = partial(ContextAttention(flash_attention, group), schedule=schedule)
     run = []
@@ -201,7 +224,7 @@ def test_a_watched_call_runs_operators_and_an_eager_call_runs_none(group):
 
 
 def test_second_derivatives_are_refused(group):
-    schedule = shared_schedule(traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None), "short")
+    schedule = planned()
     leaves = [torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2)]
     o = ContextAttention(flash_attention, group)(*leaves, schedule)
     gradients = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)

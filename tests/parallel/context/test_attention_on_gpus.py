@@ -13,6 +13,7 @@ from fa_kernels.flash_attention.schedule import length_class_of
 from fa_train.models.attention import flash_attention
 from fa_train.models.stream import windowed_schedule
 from fa_train.parallel.context import traffic as traffic_module
+from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
@@ -25,7 +26,14 @@ pytestmark = [
 ]
 RANKS = 2
 # The fused backward computes the two KV heads of the case "one" together, and those of "long" one after the other.
-LENGTHS = {"one": [12_000], "long": [48_000], "several": [5000, 1, 700, 0, 4000, 1100, 900], "short": [150] * 79}
+# In the case "whole", each GPU gets whole documents. In all other cases, documents are cut into chunks.
+LENGTHS = {
+    "one": [12_000],
+    "long": [48_000],
+    "several": [5000, 1, 700, 0, 4000, 1100, 900],
+    "short": [150] * 79,
+    "whole": [150, 90, 300, 1000] * 20,
+}
 WINDOWS = (None, 1000)
 # pairs (head_dim, number of groups of KV heads); there are always two KV heads
 HEADS = ((64, 1), (64, 2), (96, 1), (128, 1), (128, 2), (256, 1))
@@ -52,6 +60,7 @@ def compare(rank: int, lengths: list[int], window: int | None, head_dim: int, he
     torch.manual_seed(0)
     boundaries = np.cumsum([0, *lengths])
     total = int(boundaries[-1])
+    whole_module.MAX_DOCUMENTS = 2**14 if lengths is LENGTHS["whole"] else 0
     dealt = deal(boundaries, total, RANKS, balanced=window is None)
     own = torch.from_numpy(dealt.positions(rank)).cuda()
     q, k, v, do = (torch.randn(dealt.total, n, head_dim, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2, 8))

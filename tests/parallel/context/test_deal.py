@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.deal import (
     CHUNK_SIZES,
     MAX_PADDING,
@@ -17,10 +18,17 @@ from fa_train.parallel.context.deal import (
     deal,
     possible_swaps,
     received_chunks,
+    whole_documents,
     work_of_chunks,
 )
 from fa_train.parallel.context.traffic import traffic
 from tests.parallel.context.support.documents import DOCUMENTS, WINDOWS, boundaries_of, visible
+
+
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """Deals chunks, even if whole documents are possible."""
+    monkeypatch.setattr(whole_module, "MAX_DOCUMENTS", 0)
 
 
 def log_normal(total):
@@ -62,7 +70,7 @@ def test_each_token_has_one_owner_and_ranks_hold_equal_numbers(lengths, ranks, t
     positions = [dealt.positions(rank) for rank in range(ranks)]
     assert np.array_equal(np.sort(np.concatenate(positions)), np.arange(dealt.total))
     assert {len(held) for held in positions} == {dealt.total // ranks}
-    assert total <= dealt.total < total + ranks * dealt.chunk_size
+    assert total <= dealt.total < total + ranks * chunk_size_for(total, ranks)
     for rank, held in enumerate(positions):
         assert np.array_equal(dealt.owner_of(held), np.full(len(held), rank))
 
@@ -80,7 +88,7 @@ def test_a_long_stream_is_hardly_padded(total, ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("documents", ["one", "log-normal"])
 @pytest.mark.parametrize("total", [65_536, 135_168])
-def test_work_is_balanced(total, documents, ranks):
+def test_work_of_chunks_is_balanced(total, documents, ranks, in_chunks):
     boundaries = np.array([0, total]) if documents == "one" else log_normal(total)
     dealt = deal(boundaries, total, ranks)
     assert balance(dealt, boundaries) <= 1 + TOLERANCE
@@ -89,14 +97,14 @@ def test_work_is_balanced(total, documents, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_documents_limit_what_is_received(ranks):
+def test_documents_limit_what_is_received(ranks, in_chunks):
     short = boundaries_of([512] * 264)
     assert received(deal(short, 135_168, ranks), short) < 0.005
     boundaries = log_normal(135_168)
     assert received(deal(boundaries, 135_168, ranks), boundaries) < 0.1
 
 
-def test_whole_documents_change_their_rank():
+def test_chunks_of_whole_documents_change_their_rank(in_chunks):
     """The second half of the stream has four documents of four chunks each, which need almost all of the work. To
     balance the work, the plan swaps whole documents between the ranks.
     """
@@ -107,6 +115,58 @@ def test_whole_documents_change_their_rank():
     assert balance(dealt, boundaries) <= 1 + TOLERANCE
     assert received(dealt, boundaries) == 0
     assert received(deal(boundaries, 32 * size, 2, balanced=False), boundaries) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("total", [131_072, 98_304])  # 98,304 tokens need no padding
+def test_short_documents_stay_whole(total, ranks):
+    lengths = np.random.default_rng(0).integers(64, 513, total // 64)
+    boundaries = np.append(lengths.cumsum()[lengths.cumsum() < total], total)
+    boundaries = np.append(0, boundaries)
+    dealt = deal(boundaries, total, ranks)
+    assert received(dealt, boundaries) == 0
+    assert balance(dealt, boundaries) <= 1 + 2 * whole_module.AIM
+
+
+@settings(max_examples=100, deadline=None)
+@given(DOCUMENTS, st.integers(1, 5), st.integers(0, 40), st.sampled_from([0, 1000, whole_module.SMALL_WORK]))
+def test_no_document_is_cut(lengths, ranks, tail, small_work):
+    boundaries = boundaries_of(lengths)
+    total = -(-(sum(lengths) + tail) // ranks) * ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_module, "SMALL_WORK", small_work)
+        dealt = whole_documents(boundaries, total, ranks)
+    if dealt is None:
+        return
+    assert dealt.total == total
+    assert np.all(np.bincount(dealt.owner, minlength=ranks) == total // ranks)
+    owners = [dealt.owner[first:last] for first, last in itertools.pairwise(boundaries)]
+    assert all(np.all(owner == owner[:1]) for owner in owners)
+    work = np.zeros(ranks)
+    for owner in owners:
+        work[owner[:1]] += len(owner) * (len(owner) + 1) // 2
+    assert work.max() <= work.mean() + max(small_work, whole_module.TOLERANCE * work.mean())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "why"),
+    [
+        pytest.param([700, 100, 224], 2, "the first document is longer than a share", id="long"),
+        pytest.param([300, 300, 300], 2, "two of the three documents do not fit", id="fit"),
+        pytest.param([500, *[100] * 5], 2, "the first document has most of the work", id="work"),
+    ],
+)
+def test_documents_are_cut_if_necessary(lengths, ranks, why, monkeypatch):
+    monkeypatch.setattr(whole_module, "SMALL_WORK", 0)
+    boundaries = boundaries_of(lengths)
+    assert whole_documents(boundaries, -(-sum(lengths) // ranks) * ranks, ranks) is None, why
+
+
+def test_padding_fills_shares():
+    """Three documents of 300 tokens fit on three ranks, whose shares have 400 tokens."""
+    dealt = whole_documents(np.array([0, 300, 600, 900]), 1200, 3)
+    assert np.array_equal(np.sort(dealt.owner[:900:300]), [0, 1, 2])
+    assert np.array_equal(np.bincount(dealt.owner[900:]), [100, 100, 100])
 
 
 @settings(max_examples=50, deadline=None)

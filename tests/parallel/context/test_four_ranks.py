@@ -23,6 +23,7 @@ from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
 from fa_train.models.rope import document_positions
 from fa_train.parallel.context import traffic as traffic_module
+from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
@@ -52,7 +53,8 @@ FEATURES = {
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
 # A case is a tuple (attention, features, checkpointing, compiled, deterministic, number of groups of KV heads, number
-# of ranks that share a stream). In the run `all`, four ranks train a compiled model.
+# of ranks that share a stream). In the run `all`, four ranks train a compiled model. Whole documents are dealt in the
+# run `shared` and in cases with `whole` in their name, and chunks in all others.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
     "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),
@@ -62,6 +64,8 @@ CASES = {
     "chunked-2": (partial(chunked_attention, chunk_size=16), "only windows", "full", False, False, 1, 2),
     "flash-2": (partial(flash_attention), "windows", "selective", True, False, 1, 2),
     "flash-4": (flash_attention, "all", "full", False, False, 1, 4),
+    "flash-whole-2": (flash_attention, "windows", "selective", True, False, 2, 2),
+    "sdpa-whole-4": (sdpa_attention, "plain", "none", False, False, 1, 4),
     "flash-deterministic-2": (flash_attention, "z-loss", "none", False, True, 1, 2),
     "flash-groups-2": (flash_attention, "windows", "selective", True, False, 2, 2),
 }
@@ -72,6 +76,7 @@ ATTENTIONS = {
     "alibi-2": (["alibi_slopes"], None, 0.0, 1, 2),
     "both-4": (["sinks", "alibi_slopes"], 5, 20.0, 1, 4),
     "groups-2": (["sinks", "alibi_slopes"], None, 0.0, 2, 2),
+    "whole-4": (["sinks", "alibi_slopes"], None, 20.0, 1, 4),
 }
 SETTINGS = (
     "seq_len=96",
@@ -135,19 +140,30 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes attention run twice in some cases
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
-        with slow_exchanges() if name == "longer" else nullcontext():
+        with slow_exchanges() if name == "longer" else nullcontext(), dealing(whole=name == "shared"):
             train_in(shared / name, shared, *SETTINGS, *overrides, *start)
     pairs = [dist.new_group([first, first + 1]) for first in range(0, RANKS, 2)]
     groups = {2: pairs[rank // 2], RANKS: dist.new_group(range(RANKS))}
     for size, group in groups.items():
         register_group(f"of {size}", group)
     with patched_once_a_launch():  # only rank 0 saves its results, so ranks that share no stream with it do nothing
-        results = {name: compare(rank, groups[case[-1]], *case) for name, case in CASES.items() if rank < case[-1]}
-        alone = {name: attend(rank, groups[case[-1]], *case) for name, case in ATTENTIONS.items() if rank < case[-1]}
-    results |= alone | {"perturbed": perturb(rank)}
+        results = {"perturbed": perturb(rank)}
+        for cases, run in ((CASES, compare), (ATTENTIONS, attend)):
+            for name, case in cases.items():
+                if rank < case[-1]:
+                    with dealing(whole="whole" in name):
+                        results[name] = run(rank, groups[case[-1]], *case)
     if rank == 0:
         torch.save(results, shared / "results.pt")
     dist.destroy_process_group()
+
+
+@contextmanager
+def dealing(whole: bool) -> Iterator[None]:
+    """Deals whole documents where possible, or always chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_module, "MAX_DOCUMENTS", whole_module.MAX_DOCUMENTS if whole else 0)
+        yield
 
 
 @contextmanager

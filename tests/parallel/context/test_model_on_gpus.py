@@ -23,6 +23,7 @@ from fa_train.models.config import Family
 from fa_train.models.gpt import GPT
 from fa_train.models.rope import document_positions
 from fa_train.parallel.context import traffic as traffic_module
+from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.shard import ContextShard
 from tests.support.ranks import ranks_of_torchrun
@@ -113,6 +114,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     traffic_module.MIN_PAIRS = 0  # so that attention runs twice although there is little work
+    whole_module.MAX_DOCUMENTS = 0  # so that documents are cut, and keys are sent
     register_group("two", dist.new_group(range(RANKS)))
     exact = gradients(rank, False, torch.float32)
     cases = {
@@ -160,7 +162,9 @@ def test_a_rank_receives_the_planned_bytes_only(rank, folder):
     events = json.loads((folder / f"trace_{rank}.json").read_text())["traceEvents"]
     messages = [event["args"] for event in events if event.get("cat") == "cpu_op" and "args" in event]
     received = [args for args in messages if args.get("Collective name", "").startswith("all_to_all")]
-    traffic = ContextShard(rank, RANKS, [*dict.fromkeys(WINDOWS)])(stream())["traffic"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_module, "MAX_DOCUMENTS", 0)
+        traffic = ContextShard(rank, RANKS, [*dict.fromkeys(WINDOWS)])(stream())["traffic"]
     # In forward and backward, a layer receives keys and values of the other rank. In the backward, the layer also
     # receives the gradients of the keys and values that it has sent.
     rows = [2 * sum(traffic[window].sizes[1]) + sum(traffic[window].sizes[0]) for window in WINDOWS]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, schedule_of_ranges
 from fa_train.parallel.context import traffic as traffic_module
+from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.attention import shared_schedule
 from fa_train.parallel.context.deal import causal_ranges, deal
 from fa_train.parallel.context.traffic import MAX_CROSSING, STEP, STEPS, Counts, buffer_rows, query_rows, traffic
@@ -29,16 +30,17 @@ def test_a_window_costs_at_most_one_window_for_each_run_of_tokens(ranks):
 @settings(max_examples=60, deadline=None)
 @given(
     DOCUMENTS, WINDOWS, st.integers(1, 4), st.integers(0, 40), st.booleans(), st.sampled_from([MAX_CROSSING, 1 / 3]),
-    st.sampled_from([0, 200]),
+    st.sampled_from([0, 200]), st.sampled_from([0, whole_module.MAX_DOCUMENTS]),
 )  # fmt: skip
 def test_the_buffers_of_all_ranks_hold_what_their_queries_see(
-    lengths, window, ranks, tail, splits, max_crossing, min_pairs
+    lengths, window, ranks, tail, splits, max_crossing, min_pairs, max_documents
 ):
     boundaries, total = boundaries_of(lengths), sum(lengths) + tail
     if not total:
         return
-    dealt = deal(boundaries, total, ranks)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_module, "MAX_DOCUMENTS", max_documents)
+        dealt = deal(boundaries, total, ranks)
         patch.setattr(traffic_module, "MAX_CROSSING", max_crossing)
         patch.setattr(traffic_module, "MIN_PAIRS", min_pairs)
         plans = [traffic(dealt, boundaries, rank, window, may_split=splits) for rank in range(ranks)]
@@ -66,7 +68,8 @@ def test_the_buffers_of_all_ranks_hold_what_their_queries_see(
         assert np.all(buffer[counts.keys :] == zeros)
         assert counts.keys < counts.rows <= capacity
         expected = np.zeros_like(mine)
-        if counts.splits:
+        assert counts.exchanges == (not splits or max(n_crossing) > 0)
+        if counts.splits or not counts.exchanges:
             by_own = visible(plan.own_start.numpy(), plan.own_end.numpy(), len(own))
             assert not by_own[crossing].any()
             expected[:, own] = by_own

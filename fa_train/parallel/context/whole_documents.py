@@ -1,0 +1,136 @@
+"""Assigns whole documents to the ranks of a context group.
+
+If no document is cut, no query sees keys of other ranks, so the ranks need not exchange keys and gradients. Whole
+documents are possible only if they can be chosen so that all ranks hold equally many tokens and have almost equal
+attention work. Short documents usually allow this, and long documents usually do not.
+
+Documents are first assigned greedily, from the longest to the shortest. Pairs of ranks then swap single documents.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
+MAX_LENGTHS = 256  # swaps of at most this number of different document lengths per rank are compared
+MAX_SWAPS = 32  # for each weight of excess tokens
+AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
+TOLERANCE = 0.01  # if swaps end earlier, the busiest rank may have at most `1 + TOLERANCE` times the mean work
+# The busiest rank may also have this many pairs of a query and a visible key more than the mean. Attention for these
+# pairs takes a GPU less time than an exchange of keys and gradients.
+SMALL_WORK = 2**19
+NONE = -1  # stands for no document in a swap
+
+
+class Loads(NamedTuple):
+    """What each rank holds, (ranks,) int64 each. work: the number of pairs of a query and a visible key."""
+
+    tokens: np.ndarray
+    work: np.ndarray
+
+
+class Share(NamedTuple):
+    """What each rank should hold. tokens: at most this number. mean_work: the mean work of the ranks."""
+
+    tokens: int
+    mean_work: float
+
+    def excess(self, loads: Loads, weight: float) -> np.ndarray:
+        """Returns how far each rank's load exceeds its share, or 0 if the load does not exceed the share.
+
+        The unit is mean_work. weight: the excess that one token too many counts as.
+        """
+        work = np.maximum(loads.work / self.mean_work - (1 + AIM), 0)
+        return weight * np.maximum(loads.tokens - self.tokens, 0) + work
+
+
+def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndarray | None:
+    """Returns the rank of each document, or None if no assignment of whole documents was found.
+
+    Each rank gets at most `tokens` tokens, and no rank gets much more work than the mean. The result is the same on
+    every rank.
+    Shapes: lengths (n_docs,) int64, in tokens -> (n_docs,) int64.
+    """
+    work = work_of_documents(lengths)
+    share = Share(tokens, work.sum() / ranks)
+    max_work = share.mean_work + max(TOLERANCE * share.mean_work, SMALL_WORK)
+    if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
+        return None
+    owner = _greedy_owners(lengths, work, ranks, share)
+    # With the first weight, swaps balance the work, and may leave some excess tokens. With the second weight, an excess
+    # token is worse than unbalanced work.
+    for weight in (1 / tokens, 1.0):
+        for _ in range(MAX_SWAPS):
+            if not _swap(owner, lengths, _loads(owner, lengths, ranks), share, weight):
+                break
+    loads = _loads(owner, lengths, ranks)
+    return owner if loads.tokens.max() <= tokens and loads.work.max() <= max_work else None
+
+
+def work_of_documents(lengths: np.ndarray) -> np.ndarray:
+    """Returns the number of pairs of a query and a visible key in causal attention. Any shape, int64."""
+    return lengths * (lengths + 1) // 2
+
+
+def _loads(owner: np.ndarray, lengths: np.ndarray, ranks: int) -> Loads:
+    return Loads(*(np.bincount(owner, x, ranks).astype(np.int64) for x in (lengths, work_of_documents(lengths))))
+
+
+def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Share) -> np.ndarray:
+    """Assigns documents from the longest to the shortest, each to the rank that holds least so far.
+
+    A rank's tokens and work both count. Work counts more for long documents, and tokens count more for short documents.
+    """
+    owner = np.empty(len(lengths), np.int64)
+    tokens_held, work_held = [0.0] * ranks, [0.0] * ranks  # as fractions of the share
+    for document in np.argsort(-lengths, kind="stable"):
+        of_tokens, of_work = float(lengths[document]) / share.tokens, float(work[document]) / share.mean_work
+        held = [x * of_tokens + y * of_work for x, y in zip(tokens_held, work_held, strict=True)]
+        rank = held.index(min(held))
+        owner[document] = rank
+        tokens_held[rank] += of_tokens
+        work_held[rank] += of_work
+    return owner
+
+
+def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, weight: float) -> bool:
+    """Makes the swap that reduces the excess most, and returns whether a swap was made.
+
+    The rank with the largest excess swaps a document with another rank, or gives or takes a document.
+    """
+    excess = share.excess(loads, weight)
+    most = int(excess.argmax())
+    given, given_lengths = _one_of_each_length(owner == most, lengths)
+    best, best_reduction = None, 1e-12  # smaller reductions are rounding errors
+    for other in range(len(excess)):
+        if other == most:
+            continue
+        taken, taken_lengths = _one_of_each_length(owner == other, lengths)
+        tokens = given_lengths[:, None] - taken_lengths
+        work = work_of_documents(given_lengths)[:, None] - work_of_documents(taken_lengths)
+        after = share.excess(Loads(loads.tokens[most] - tokens, loads.work[most] - work), weight)
+        after += share.excess(Loads(loads.tokens[other] + tokens, loads.work[other] + work), weight)
+        reduction = excess[most] + excess[other] - after.min()
+        if reduction > best_reduction:
+            i, j = np.unravel_index(after.argmin(), after.shape)
+            best, best_reduction = (given[i], taken[j], other), reduction
+    if best is None:
+        return False
+    given_document, taken_document, other = best
+    if given_document != NONE:
+        owner[given_document] = other
+    if taken_document != NONE:
+        owner[taken_document] = most
+    return True
+
+
+def _one_of_each_length(held: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns NONE and documents of different lengths, and their lengths. NONE has length 0.
+
+    held: (n_docs,) bool, the documents to choose from. If they have more than MAX_LENGTHS different lengths, only some
+    of these lengths are used.
+    """
+    documents = np.flatnonzero(held)
+    distinct, index = np.unique(lengths[documents], return_index=True)
+    step = len(distinct) // MAX_LENGTHS + 1
+    return np.append(NONE, documents[index[::step]]), np.append(0, distinct[::step])
