@@ -49,7 +49,7 @@ FORWARD_CONFIGS = {
     64: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
     96: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
     128: ForwardConfig(128, 2, 2, "query_tiles", pingpong=True),
-    256: ForwardConfig(64, 2, 2, "query_tiles", pingpong=True, o_in_q=True),
+    256: ForwardConfig(64, 2, 2, "query_tiles", dynamic=False, pingpong=True, o_in_q=True),
 }
 _LONG = {
     64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),

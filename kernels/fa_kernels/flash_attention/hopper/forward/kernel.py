@@ -152,9 +152,10 @@ def run_forward(
     tiles: Tensor = getattr(schedule, config.order)
     assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
     n_tiles = tiles.numel()
-    # The heads of a section are processed together (tile_order.py). If documents are very long, sections are small, so
-    # that K and V of all heads in a section fit in L2.
-    section = heads_per_section(k, v, n_heads) if schedule.length_class == "very_long" else n_heads
+    # The heads of a section are processed together (tile_order.py). If there is one document, or if documents are very
+    # long, sections are small, so that K and V of all heads in a section fit in L2.
+    is_long = schedule.length_class == "very_long" or not schedule.crosses_documents
+    section = heads_per_section(k, v, n_heads) if is_long else n_heads
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, config.dynamic)
     marks = new_marks(n_heads, total_q, q.device) if schedule.crosses_documents else None
