@@ -136,6 +136,14 @@ def attention_forward(
     return run_forward(q, k, v, schedule, features, out_dtype, config)
 
 
+def _uses_sections(schedule: Schedule) -> bool:
+    """Returns whether the heads are divided into sections whose K and V fit in L2 (tile_order.py).
+
+    Short documents run one after another, with all heads at the same time. K and V of one document then fit in L2.
+    """
+    return schedule.length_class in ("long", "very_long") or not schedule.crosses_documents
+
+
 def run_forward(
     q: Tensor,
     k: Tensor,
@@ -152,10 +160,7 @@ def run_forward(
     tiles: Tensor = getattr(schedule, config.order)
     assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
     n_tiles = tiles.numel()
-    # The heads of a section are processed together (tile_order.py). If there is one document, or if documents are very
-    # long, sections are small, so that K and V of all heads in a section fit in L2.
-    is_long = schedule.length_class == "very_long" or not schedule.crosses_documents
-    section = heads_per_section(k, v, n_heads) if is_long else n_heads
+    section = heads_per_section(k, v, n_heads) if _uses_sections(schedule) else n_heads
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, config.dynamic)
     marks = new_marks(n_heads, total_q, q.device) if schedule.crosses_documents else None
