@@ -424,7 +424,7 @@ def test_other_names_lead_to_keys(tmp_path):
     ],
 )
 def test_why_a_target_cannot_be_imported_is_said(module, reason, tmp_path, monkeypatch):
-    shorter = tmp_path.name[:-1]  # a prefix of the package's name; no module has this name
+    shorter = tmp_path.name[:-1]  # a prefix of the package's name, which is the name of no module
     texts = {"__init__": "", "needs": "import not_installed", "shorter": f"import {shorter}"}
     texts |= {"wrong": "from json import nothing", "fine": ""}
     for name, text in texts.items():
