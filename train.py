@@ -35,7 +35,7 @@ OmegaConf.register_new_resolver(
 
 
 def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """Returns a context manager that prints one line for an error of these types, and then ends the process."""
+    """Returns a context manager that prints an error of the types `mistakes` in one line and ends the process."""
     return failures_reported(mistakes) if is_one_of_several() else errors_in_one_line(mistakes)
 
 
@@ -50,12 +50,15 @@ def optimized(result: dict[str, float], metric: str) -> float:
 
 
 def set_environment() -> None:
-    """Sets environment variables that Hydra, torch and Triton read. Keeps a user's values for torch and Triton."""
+    """Sets environment variables that Hydra, torch and Triton read.
+
+    Variables of torch and Triton that the user has set do not change.
+    """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors instead of printing them
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # prevents fragmentation
-    # Triton's default folder. Without the variable, torch.compile chooses another folder after some kernels have been
-    # compiled, and the next run compiles these kernels again.
+    # Triton's default folder. If TRITON_CACHE_DIR is not set, torch.compile chooses another folder after some kernels
+    # have been compiled, and the next run compiles these kernels again.
     triton_home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(triton_home, ".triton", "cache"))
 

@@ -44,9 +44,10 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
 
 
 def is_fsdp(strategy: Mapping[str, Any]) -> bool:
-    """Returns whether the node `strategy` is that of strategy=fsdp, or of a user's own option that is based on fsdp.
+    """Returns whether a run uses strategy=fsdp, or a user's own option that is based on fsdp.
 
-    Only nodes of FullyShardedStrategy have the key reshard_after_forward, which is required.
+    strategy: the config of the strategy. Only configs of FullyShardedStrategy have the key reshard_after_forward.
+    FullyShardedStrategy requires this key.
     """
     return "reshard_after_forward" in strategy
 
@@ -124,8 +125,8 @@ def require_trained_weights(optimizer: str, precision: str, *, has_adapters: boo
 def require_shardable(optimizer: str, context: int, *, quantized: bool, samples: bool) -> None:
     """Checks that strategy=fsdp supports the run.
 
-    quantized: whether weights have 4 bits. samples: whether callbacks.sample is set. A sample's tokens cannot be
-    divided among the ranks of a context group.
+    quantized: whether weights have 4 bits. samples: whether callbacks.sample is set. With strategy.context,
+    callbacks.sample is refused, because the tokens of generated text cannot be divided among ranks.
     Raises: ValueError if a part of the run cannot be sharded.
     """
     if quantized:

@@ -53,9 +53,9 @@ def fit(
 def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> None:
     """Frees weights and optimizer states at the end of the run, because Lightning would copy them to host memory.
 
-    The copies would take seconds, and as much host memory as weights and states have GPU memory. Lightning would make
-    the copies when it tears down the strategy, also after an error or a signal. No checkpoint is saved after the
-    teardown begins. With fsdp, Lightning copies nothing.
+    Lightning copies weights and optimizer states when it tears down a strategy other than fsdp, also after an error or
+    a signal. Copying takes seconds, and needs as much host memory as the weights and optimizer states need GPU memory.
+    No checkpoint is saved after the teardown begins.
     """
     teardown = trainer.strategy.teardown
 

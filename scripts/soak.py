@@ -43,8 +43,9 @@ LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest all
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity in the second third of a run, and in the last third. Host memory is compared by its lowest values,
-    and the other quantities by their medians.
+    """The value of a quantity in the second third of a run (`before`), and its value in the last third (`after`).
+
+    The value of host memory in a third is the lowest sample. The value of any other quantity is the median.
     """
 
     name: str

@@ -73,7 +73,7 @@ def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
     fa_train.models.hf.export.load.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # absent in configs of older runs
-    # Resolve interpolations only once: the checked targets and the built targets must be the same.
+    # Interpolations are resolved only once, so that the targets that are built are exactly those that were checked.
     parts = [OmegaConf.to_container(cfg[name], resolve=True) if name in cfg else adapter for name in PARTS]
     for name, part in zip(PARTS, parts, strict=True):
         require_own_targets(part, f"{name} in the run's .hydra/config.yaml")

@@ -1,4 +1,4 @@
-"""With `epochs=n`, a run has the number of steps that use each row n times."""
+"""Tests the setting `epochs=n`, with which a run trains on each row n times."""
 
 import math
 from types import SimpleNamespace

@@ -25,8 +25,8 @@ from fa_train.errors import explain
 from tests.support.marks import slow_except
 from tests.support.training import CONF, command_line, composed
 
-# The config of one command contains only some of the keys. Together, the configs of these commands contain every kind
-# of config node.
+# Each command composes a config that contains only some of the keys. Together, the configs of all commands contain
+# every kind of config node.
 COMMANDS = {
     "default": ["preset=cpu"],
     "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
@@ -54,13 +54,13 @@ COMMANDS = {
         "optimizer=adamw_offload",
     ],
 }
-NOT_OVERRIDDEN = {"_target_", "_args_"}  # an override of one of these keys selects another node
+NOT_OVERRIDDEN = {"_target_", "_args_"}  # the class or function that a node calls, and its positional arguments
 
 
 def is_own(raw: Any, key: str) -> bool:
     """Returns whether the key has its own value, and does not copy another key.
 
-    An interpolation copies another key. If an interpolation copies a node, all keys inside the node are copies.
+    An interpolation copies another key. If an interpolation copies a whole node, no key in the node is its own.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -312,10 +312,10 @@ def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
 
 
 def options():
-    """Yields lists of options that together contain each option of conf/.
+    """Yields lists of config options, such as `optimizer=adamw`. Each option of conf/ is in at least one list.
 
-    A list has at most one option of each group. An experiment already chooses options of other groups. A list with an
-    experiment therefore contains nothing else but a preset.
+    A list has at most one option of each config group. A list with an experiment contains only the experiment and a
+    preset, because the experiment itself chooses options of other config groups.
     """
     folders = sorted(path for path in CONF.iterdir() if path.is_dir())
     groups = [[f"{folder.name}={file.stem}" for file in sorted(folder.glob("[!_]*.yaml"))] for folder in folders]
@@ -424,7 +424,7 @@ def test_other_names_lead_to_keys(tmp_path):
     ],
 )
 def test_why_a_target_cannot_be_imported_is_said(module, reason, tmp_path, monkeypatch):
-    shorter = tmp_path.name[:-1]  # no module has this name, but the name of the target's package begins with it
+    shorter = tmp_path.name[:-1]  # a prefix of the package's name, which is the name of no module
     texts = {"__init__": "", "needs": "import not_installed", "shorter": f"import {shorter}"}
     texts |= {"wrong": "from json import nothing", "fine": ""}
     for name, text in texts.items():

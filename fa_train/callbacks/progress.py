@@ -1,4 +1,4 @@
-"""Shows the progress of training as a bar over optimizer steps. Without a terminal, prints lines."""
+"""Shows the progress of training: a bar over optimizer steps, or lines of text if the output is not a terminal."""
 
 import math
 from typing import Any
@@ -16,8 +16,8 @@ class StepProgress(ProgressBar):
 
     Without a terminal, prints one line per log, and one line with the loss of each validation.
 
-    Lightning's progress bars count micro-batches, but their total is the number of optimizer steps. At the end of a run
-    with 40 steps of 4 micro-batches, a Lightning bar shows "160/40". Without a terminal, Lightning's bars print no
+    Lightning's progress bars count micro-batches, but show the number of optimizer steps as the total. At the end of a
+    run with 40 steps of 4 micro-batches, a Lightning bar shows "160/40". Without a terminal, Lightning's bars print no
     metrics.
     """
 

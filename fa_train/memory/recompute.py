@@ -20,9 +20,9 @@ def recomputed(
 
     Random states are not saved.
     With trainer.precision=bf16-true, Lightning changes torch's default dtype during the forward pass only. In eager
-    mode, `recomputed` therefore sets the default dtype of the forward pass during recomputation. With another default
-    dtype, recomputed tensors could have another dtype. For example, torch 2.11 saves an empty tensor of the default
-    dtype for each call of `recomputed` inside another call.
+    mode, `recomputed` therefore sets the default dtype of the forward pass during recomputation. Otherwise, recomputed
+    tensors could have another dtype than the tensors of the forward pass. For example, if a call of `recomputed` is
+    inside another call, torch 2.11 saves an empty tensor of the default dtype.
     contexts: as `context_fn` of torch.utils.checkpoint.checkpoint.
     """
     result: Result

@@ -12,9 +12,9 @@ R = TypeVar("R")
 class EagerOrCompiled(Generic[P, R]):
     """A function that calls `eager` in eager mode and `compiled` under torch.compile.
 
-    `eager` and `compiled` return the same result, but may save different tensors for the backward pass. Every call
-    chooses between `eager` and `compiled`, because a module may be compiled after it was built, and a compiled module
-    may still run in eager mode.
+    `eager` and `compiled` return the same result, but may save different tensors for the backward pass. Each call
+    checks whether it runs under torch.compile, because the mode can change between calls. For example, a module may be
+    compiled after it was built.
     """
 
     def __init__(self, eager: Callable[P, R], compiled: Callable[P, R]) -> None:

@@ -18,9 +18,9 @@ starts. With activation checkpointing, the score tensors of only one layer exist
 keeps the output of flash attention, but no tensor of naive attention. Training with AdamW in fp32 takes 16 bytes per
 parameter: weight, gradient and two moments. The formula leaves out the memory of hidden states, logits and libraries.
 If the computed minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager
-mode, the forward of naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. Only `4 * N * d`
-elements (q, k, v and o) need to move. Naive attention thus moves `N / d + 1` times as many elements as necessary
-(scripts/bench/io_traffic.py counts every transfer).
+mode, the forward of naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. An ideal forward would
+read and write only the `4 * N * d` elements of q, k, v and o. Naive attention therefore reads and writes `N / d + 1`
+times as many elements as necessary (scripts/bench/io_traffic.py counts every transfer).
 """
 
 from dataclasses import dataclass

@@ -68,7 +68,7 @@ from scripts.bench.training_case import (
 )
 from scripts.bench.training_case import measure as measure_ours
 
-PROFILER_STEPS = 2  # the profiler starts in the first of these steps, and records the second
+PROFILER_STEPS = 2  # additional steps with --profile: one to start the profiler, and one to record
 
 
 def configuration(case: Case) -> DictConfig:
@@ -186,7 +186,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Returns the cases of one round. Combinations that run only at the first of --seq-lens come last."""
+    """Returns the cases of one round. Combinations that run at only one sequence length are at the end."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)

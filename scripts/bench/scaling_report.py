@@ -55,7 +55,7 @@ class Row:
 
 
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
-    """Returns the tokens/s of a run on N GPUs, divided by the ideal. Returns None if a value is missing.
+    """Returns the tokens/s of a run on N GPUs, divided by the ideal tokens/s. Returns None if a value is missing.
 
     The ideal is N times the tokens/s of one GPU. With --every-gpu, the ideal is N times the mean tokens/s of all runs
     on one GPU.

@@ -8,7 +8,9 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-ONE_MICRO_BATCH = "data.micro_batch_size=4"  # otherwise, the next micro-batch would save a step that was not saved
+# One micro-batch per step. With several micro-batches per step, a step that was not saved when it ended could still be
+# saved during the next step.
+ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 
 def losses(values: str) -> list[str]:

@@ -102,8 +102,9 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """An adapter is merged into rows of a weight. If the gradient of these rows is dW, the gradients of the adapter's
-    matrices A and B are `dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`.
+    """The gradients of an adapter's matrices A and B follow from the gradient of the merged weight.
+
+    If dW is the gradient of the rows that the adapter changes, `dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`.
     """
     settings = lora(target_modules=targets, use_rslora=True)
     model, dense = (small(settings=settings, activation=activation) for _ in range(2))
@@ -129,7 +130,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Offload happens outside the compiled graphs, so only the case `all` offloads."""
+    """Only the case `all` offloads. One case is enough, because offloading happens outside the compiled graphs."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 

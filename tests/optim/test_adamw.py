@@ -200,7 +200,7 @@ def test_offloaded_optimizer_steps_like_adamw():
 def test_the_offloaded_optimizer_skips_a_step():
     """A skipped step does not change weights and moments on the host.
 
-    The step after a skipped step equals that of a run without the skipped step.
+    After the skipped step, training continues as in a run without the skipped step.
     """
     from fa_train.optim.adamw import parameter_groups
     from fa_train.optim.low_memory import OffloadedAdamW

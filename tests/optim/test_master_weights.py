@@ -105,7 +105,7 @@ def test_master_weights_are_those_of_adamw_in_fp32():
     train_steps(model, optimizer, 0, STEPS)
     train_steps(exact, torch.optim.AdamW(groups, **SETTINGS), 0, STEPS)
     for weight, master, theirs in zip(model.parameters(), masters(model, optimizer), exact.parameters(), strict=True):
-        # in each step, both optimizers round a decay and an update of the weight
+        # in each step, each optimizer rounds a weight twice: after the decay and after the update
         bound = STEPS * 4 * 2**-24 * theirs.abs().max().item()
         torch.testing.assert_close(master, theirs.detach(), rtol=0, atol=bound)
         assert torch.equal(weight.detach().view(torch.int16), split(master)[0])
@@ -171,7 +171,7 @@ def test_a_loaded_state_has_every_bit():
 
 
 def test_two_compiled_updates_serve_all_shapes(monkeypatch):
-    """The first shape is compiled for its size, and the second one for all sizes that are multiples of 16."""
+    """The first compiled update serves one size. The second one serves all sizes that are multiples of 16."""
     counter = CompileCounter()
     compiled = torch.compile(master_weights._update, fullgraph=True, backend=counter)
     monkeypatch.setattr(master_weights, "_compiled_update", compiled)

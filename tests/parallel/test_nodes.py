@@ -33,7 +33,7 @@ def on_two_nodes(tmp_path, *overrides):
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1", str(REPOSITORY / "train.py"),
     ]  # fmt: skip
     settings = tiny(tmp_path, *DATA, "trainer.num_nodes=2", "trainer.devices=1", "strategy=fsdp")
-    processes.start_server()  # start one server now, because otherwise each of the two threads would start a server
+    processes.start_server()  # otherwise, each of the two threads would start its own server
     with ThreadPoolExecutor(2) as pool:
         nodes = [pool.submit(forked, tmp_path, *agent, *settings, *overrides) for _ in range(2)]
     return [node.result() for node in nodes]

@@ -1,5 +1,6 @@
-"""Runs the command lines of train.py and torchrun, but forks the ranks. In new processes, the imports would take many
-seconds.
+"""Runs the command lines of train.py and torchrun, but forks the ranks instead of starting new interpreters.
+
+A new interpreter would import torch and Lightning again, which takes many seconds.
 
 The command line is `forked_ranks.py train.py ARGUMENTS` or `forked_ranks.py torchrun ARGUMENTS`. The program must run
 in a process of tests.support.processes, which has imported everything that the ranks need.

@@ -57,8 +57,8 @@ def start(
 
     `environment` does not affect modules that the server has already imported. `out` and `errors` are existing files or
     pipes. limit_memory: whether allocations beyond 200 GiB are refused, even if the system overcommits memory.
-    fork_servers: whether the program forks multiprocessing's fork server. If False, multiprocessing's fork server is a
-    new interpreter, as outside the tests, and imports all modules again.
+    fork_servers: whether the program forks multiprocessing's fork server. If False, multiprocessing starts its fork
+    server as usual: as a new interpreter that imports all modules again.
     """
     start_server()
     settings = limit_memory, fork_servers
@@ -97,7 +97,7 @@ def finish(
 
 
 class ForkedModule:
-    """Replaces subprocess.Popen for the command `python -m module arguments`. Runs the module with `finish`."""
+    """Replaces subprocess.Popen for the command `python -m module arguments`. The function `finish` runs the module."""
 
     def __init__(
         self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, **options: object

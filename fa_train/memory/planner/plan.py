@@ -110,8 +110,8 @@ class RunSize:
     def gradients_in_place(self) -> bool:
         """Whether the memory of all gradients is allocated before the backward pass starts.
 
-        If the memory is allocated, the backward pass adds or copies each new gradient to it, and then frees the new
-        gradient.
+        If gradients_in_place is true, the backward pass adds or copies each new gradient to the allocated memory, and
+        then frees the new gradient.
         """
         return self.accumulates or self.buckets == "views"
 

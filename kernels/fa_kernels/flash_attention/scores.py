@@ -15,9 +15,9 @@ def tanh(x, dtype: tl.constexpr):
 
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
     narrower dtypes use the approximate instruction `tanh.approx`, whose relative error of 2^-11 is below the rounding
-    error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`. If all scores of a key are close to the soft cap,
-    the key's dK is a sum of small terms, because each term has the factor `1 - tanh(x)^2`. fp16 does not use
-    `tanh.approx`, because the error of such a dK could exceed twice the error of torch.
+    error of bf16 scores. fp16 and fp32 use `1 - 2 / (e^(2 * x) + 1)`. With `tanh.approx` in fp16, the error of dK could
+    exceed twice the error of torch if all scores of a key are close to the soft cap. Each term of dK has the factor
+    `1 - tanh(x)^2`, which is small for scores close to the soft cap.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -49,17 +49,18 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 
 @triton.jit
 def alibi_bias(slope, aligned, keys):
-    """Computes ALiBi's bias in log2 units: -slope times the distance between key and aligned key (arXiv:2108.12409).
+    """Computes ALiBi's bias in log2 units: -slope * |aligned - key| (arXiv:2108.12409).
 
-    slope and aligned have one value per query, and broadcast against keys: [M, 1] with [1, N], or [1, M] with [N, 1].
-    The last query of a document is aligned with the document's last key.
+    aligned: the key that each query is aligned with. The last query of a document is aligned with the document's last
+    key. slope and aligned have one value per query, and broadcast against keys: [M, 1] with [1, N], or [1, M] with
+    [N, 1].
     """
     return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)
 
 
 @triton.jit
 def load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI: tl.constexpr):
-    """Returns the slope and the aligned key of each query in `rows`.
+    """Returns ALiBi's slope for each query in `rows`, and the key that each query is aligned with.
 
     Without ALiBi, the returned values are placeholders that no code uses.
     """

@@ -93,7 +93,7 @@ def test_windows_are_tokens_or_unbounded(window, expected):
 
 
 def test_a_window_that_overflows_int32_hides_no_key():
-    """If the sum of a position and the window exceeds int32, every key must be visible in both passes."""
+    """Every key must be visible in both passes, even if a position plus the window size exceeds int32."""
     q = torch.randn(1, 5, 1, 8, device=DEVICE, requires_grad=True)
     k = torch.randn(1, 6, 1, 8, device=DEVICE, requires_grad=True)
     expected = with_gradients(lambda q, k: flash_attn_func(q, k, k), [q, k])
@@ -428,7 +428,7 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """The length class ignores a max_seqlen below `LONG_DOCUMENT`, because one document could slow down all others."""
+    """Only a max_seqlen that is an integer of at least `LONG_DOCUMENT` sets the length class."""
     asked = []
     build = interface.build_schedule
     monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))

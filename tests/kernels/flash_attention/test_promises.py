@@ -160,7 +160,7 @@ def test_adversarial_scores_give_finite_and_accurate_results(name, head_dim):
 def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic, causal):
     """One element of q, k, v or do is NaN or infinite.
 
-    The tile and the block of 64 rows that contain the changed element also contain rows of neighbouring documents.
+    The changed element shares its tile, and its block of 64 rows, with neighbouring documents.
     """
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
@@ -188,7 +188,7 @@ def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deter
             torch.testing.assert_close(ours[others], exact[others], rtol=0.0, atol=atol)
         o, lse, dq, _, _ = results
         if value == value:
-            continue  # infinity can give a score of -inf, whose weight is 0, so results can be finite
+            continue  # an input of inf can give a score of -inf, which gives a probability of 0 instead of NaN
         assert torch.isnan(dq[nan_row, 0]).any()
         if index < 2:
             assert torch.isnan(o[nan_row, 0]).all() and torch.isnan(lse[nan_row, 0])

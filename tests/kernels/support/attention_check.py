@@ -67,9 +67,9 @@ def left_by_rounding(
     """Returns the errors that rounding o and lse causes in dq, dk and dv, even if the backward pass is exact.
 
     Our backward pass computes P from lse, so an error of lse scales P and dS in its row. Our backward pass also
-    computes delta from o, so an error of o changes delta. The effects of both errors are linear in the gradients of o
-    and lse, so autograd can compute them. Torch's own backward pass keeps P, and does not use lse. Our error can
-    therefore exceed twice torch's error in rows that see few keys or have an lse far from 0.
+    computes delta from o, so an error of o changes delta. Rounding o and lse has the same effect as a change of the
+    gradients of o and lse, so autograd can compute the effect. Torch's own backward pass keeps P, and does not use lse.
+    Our error can therefore exceed twice torch's error in rows that see few keys or have an lse far from 0.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
     factor = torch.expm1(lse - lse.float().to(truth))
@@ -115,8 +115,8 @@ def compare(
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient is the sum of probability * (do · o) over rows. The floor is one standard deviation of the
-        # error from rounding o. Torch's error can be smaller by chance, because dsinks has few elements.
+        # A sink's gradient is the sum of probability * (do · o) over rows. Add the standard deviation of the error that
+        # rounding o causes, because dsinks has few elements, and torch's error in these few can be small by chance.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

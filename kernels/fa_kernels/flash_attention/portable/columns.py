@@ -1,9 +1,9 @@
 """Tiles of a head as column blocks: a head of 96 columns has a block of 64 and a block of 32.
 
-The width of a Triton block must be a power of two, but a head may have any width. A head of `WIDTH` columns is
-therefore divided into one or two blocks. `COLUMNS` is the tuple of the widths of the blocks (columns_of_head.py). A
-tile is a tuple of blocks, one for each width in `COLUMNS`. Kernels that read two tensors load block 0 of both, then
-block 1 of both. The compiler keeps the order of the loads.
+The width of a Triton block must be a power of two, but a head may have any width. The columns of a head are divided
+into one or two blocks. `WIDTH` is the number of columns of a head. The tuple `COLUMNS` holds the width of each block,
+from columns_of_head.py. A tile is a tuple of blocks, one for each width in `COLUMNS`. Kernels that read two tensors
+load block 0 of both, then block 1 of both. The compiler keeps the order of the loads.
 """
 
 import triton
@@ -129,7 +129,8 @@ def add_to_rescaled(acc, rescale, a, b, PRECISION: tl.constexpr):
 def isolate_nan_columns(blocks):
     """Applies isolate_nan to each column block.
 
-    Returns the blocks with 0 in place of inf and NaN, and the sum of the vectors that isolate_nan returns.
+    Returns the blocks with 0 in place of inf and NaN, and a vector. The vector is NaN for each row that contains inf or
+    NaN in any block, and 0 for the other rows.
     """
     finite, nan_rows = isolate_nan(blocks[0])
     isolated = (finite,)

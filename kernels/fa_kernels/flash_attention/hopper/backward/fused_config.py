@@ -1,7 +1,7 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200. docs/hopper.md says what was tried. With some other values, the
-accumulators in flight would not fit in the registers, and ptxas would serialise all matmuls.
+The values were chosen by measurements on an H200. docs/hopper.md says what was tried. If the accumulators in flight
+do not fit in the registers, ptxas serialises all matmuls.
 """
 
 from functools import cache
@@ -19,9 +19,9 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
-    halves: bool = False  # whether the products of P, the soft cap's slope and dP - delta are computed in 16 bits
+    halves: bool = False  # whether dS = P * (slope of the soft cap) * (dP - delta) is multiplied in 16 bits
     ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
-    after_dp: bool = False  # with `ahead`: the matmul S of the next step starts only when dP is complete
+    after_dp: bool = False  # with `ahead`: the next step's matmul S starts only when this step's dP is complete
     lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it
     delta_early: bool = False  # whether delta is read before the wait for dP, instead of after it
     each_hands_over: bool = False  # whether all threads, not only one, signal that dS is written (barriers.hand_over)
@@ -61,7 +61,7 @@ def config_of(
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
         return None
-    if ordered and config.block_m > SUM_BLOCK:  # order.py needs steps of `SUM_BLOCK` queries
+    if ordered and config.block_m > SUM_BLOCK:  # order.py supports only steps of SUM_BLOCK queries
         config = CAPPED_CONFIGS[head_dim, dtype]
     return _variant(config, ordered, late_lse=head_dim == 96 and softcap != 0.0 and group > 1)
 
@@ -71,7 +71,7 @@ def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
     With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each program
-    has only one work item. If ordered calls had a queue, a running program could draw an item that waits for a program
-    that has not started.
+    has only one work item. With a queue, an ordered call could deadlock, because a running program could wait for a
+    program that has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

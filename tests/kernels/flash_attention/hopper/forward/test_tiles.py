@@ -1,7 +1,7 @@
-"""Tests each tile size of the Hopper forward kernel with each mask and feature. Heads are slices of wider heads.
+"""Tests each tile size of the Hopper forward kernel with each mask and feature.
 
 The tests pass the tile sizes directly to the kernel. In normal calls, some tile sizes occur only with long documents,
-whose dense reference would take too much memory.
+whose dense reference would take too much memory. q, k and v are slices of tensors with wider heads.
 """
 
 import itertools
