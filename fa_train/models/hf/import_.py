@@ -237,7 +237,7 @@ def _asked_scaling(
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
     Returns `own`, the checkpoint's scaling, if `scaling` has no factor and the checkpoint already supports max_seq_len
-    tokens. A `scaling` with rope_type="default" is always copied, and never replaced by `own`.
+    tokens. A `scaling` with rope_type="default" is never replaced by `own`.
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))
