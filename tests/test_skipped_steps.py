@@ -146,7 +146,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
                 training.train(cfg)
-            # at its start, its end and in validations, a run of 16 steps has 12 barriers, and a run of 32 steps has 14
+            # at its start and end, and in validations, a run of 16 steps has 12 barriers, and a run of 32 steps has 14
             assert barrier.call_count < STEPS // 2 + 8, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 
