@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fa_train.models.config import ModelConfig
 
-# (words of the device name, peak in FLOP/s). The first entry whose words are in the name is used.
+# (words of the device name, peak in FLOP/s). A GPU has the peak of the first entry whose words are in its name.
 # The peaks come from data sheets. The peaks are for products of dense bf16 or fp16 matrices with fp32 accumulation.
 PEAKS = (
     ("B200", 2250e12),
@@ -41,9 +41,9 @@ def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -
     The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention.
     For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head. Causal
     attention has about `S / 2` pairs of a query and a visible key. For both terms, the backward needs twice as many
-    FLOPs as the forward. Frozen weights are counted as well, although LoRA computes no gradients of frozen weights. The
-    MFU of LoRA is therefore overestimated. If sum_sq_doc_len is a tensor, the result is a tensor, and the host does not
-    wait for the GPU.
+    FLOPs as the forward. The formula overestimates the MFU of LoRA: it counts frozen weights like trained weights,
+    although LoRA computes no gradients of frozen weights. If sum_sq_doc_len is a tensor, the result is a tensor, and
+    the host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
     attention = 6 * model.n_layers * model.query_dim

@@ -15,7 +15,7 @@ IMPORT = re.compile(r"\bfrom (tests[\w.]*) import (\([^)]*\)|.*)")
 # the source folders of tests/kernels and tests/scripts; every other test folder mirrors a folder of fa_train
 SOURCE_FOLDERS = {"kernels": "kernels/fa_kernels", "scripts": "scripts"}
 NOT_MIRRORED = {"support", "gpu_check", "aot"}  # test folders without a source folder
-ACROSS = {"tests/test_resume.py"}  # tests of whole runs that have the name of a module in a subfolder
+ACROSS = {"tests/test_resume.py"}  # tests of whole runs, not of checkpoints/resume.py or optim/resume.py
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -31,7 +31,7 @@ def test_no_python_file_is_too_long():
 
 
 def test_no_code_reads_the_name_of_an_option_from_its_target():
-    """The node `choices` of the config names the chosen options. A user may replace a `_target_`."""
+    """Code must read the name of an option from `choices`, because a user may replace a `_target_`."""
     parses = re.compile(r"_target_\W{0,3}\]?\.(?:endswith|startswith|r?partition|r?split)\(")
     assert parses.search('logger["_target_"].endswith("WandbLogger")')
     found = [

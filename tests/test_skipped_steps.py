@@ -46,7 +46,7 @@ ON_TWO_RANKS = ["ddp", "fsdp"]
 class InfiniteLoss(Callback):
     """Makes the loss of the last rank infinite, so that every gradient of that rank is not finite.
 
-    steps: the values of trainer.global_step with an infinite loss. The first step has the value 0.
+    steps: the values of trainer.global_step with an infinite loss. In the first step, trainer.global_step is 0.
     """
 
     def __init__(self, steps: list[int]) -> None:
@@ -146,7 +146,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
                 training.train(cfg)
-            # the start, the end and validations have 12 barriers in a run of 16 steps, and 14 in a run of 32 steps
+            # at its start and end, and in validations, a run of 16 steps has 12 barriers, and a run of 32 steps has 14
             assert barrier.call_count < STEPS // 2 + 8, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 

@@ -70,7 +70,7 @@ class Record(Callback):
 
 
 def reason_of_end(trainer: L.Trainer) -> str:
-    """Returns why a run has ended before max_steps. Without an exception, only a callback can end a run early."""
+    """Returns why a callback has ended a run before max_steps."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if message := getattr(callback, "stopping_reason_message", None):  # an attribute of EarlyStopping
             return str(message).removesuffix(" Signaling Trainer to stop.")

@@ -88,8 +88,8 @@ class PackedRows:
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows. The mean is weighted by length.
 
-        The result determines the attention kernels. The mean must be equal in all steps and on all ranks, because the
-        model is compiled for one choice of kernels.
+        The mean determines which attention kernels run. The mean must be equal in all steps and on all ranks, because
+        the model is compiled for one choice of kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
@@ -99,9 +99,9 @@ class PackedRows:
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
         """Assigns the rows from `first` to `first + count - 1` to micro-batches and ranks.
 
-        Returns row indices, (accumulation, world_size, size). Micro-batches have similar attention costs. If all rows
-        have equal costs, the rows keep their order and go to the ranks round-robin. Without document_mask, all rows
-        have equal costs.
+        Returns row indices, (accumulation, world_size, size), where `size` is the number of rows in a micro-batch.
+        Micro-batches have similar attention costs. If all rows have equal costs, the rows keep their order and go to
+        the ranks round-robin. Without document_mask, all rows have equal costs.
         """
         indices = np.arange(first, first + count)
         if self.document_mask:

@@ -4,9 +4,9 @@ In a forward pass, all layers with the same window share one schedule.
 
 The first layer that needs a schedule builds it from a source tensor, which is position_ids or cu_seqlens. The schedule
 is kept while the source tensor is alive and its version counter does not change. A new batch has a new source tensor,
-and an in-place operation increases the version counter. After the replay of a CUDA graph, a kept schedule can be
-outdated, because the replay can change the source tensor without increasing the version counter. Compiled code does not
-keep a schedule: the compiler finds that several layers build the same schedule, and builds it once.
+and an in-place operation on a source tensor increases its version counter. The replay of a CUDA graph can change a
+source tensor without increasing its version counter, so a kept schedule can be outdated after a replay. Compiled code
+does not keep a schedule: the compiler finds that several layers build the same schedule, and builds it once.
 """
 
 from collections.abc import Callable, Hashable
@@ -89,8 +89,7 @@ def packed_schedule(
     """Returns the schedule of rows with several documents, or None if each row is one document.
 
     A new document starts where position_ids do not increase by one, as in the eager attention of transformers. Compiled
-    code cannot read position_ids on the host. Compiled code therefore always gets a schedule, even if each row is one
-    document.
+    code gets a schedule even if each row is one document, because compiled code cannot read position_ids on the host.
     Shapes: position_ids (1 or batch, seqlen_q) or (batch, 1, seqlen_q, 1); q and k as for document_schedule.
     """
     batch, seqlen = q.shape[:2]

@@ -6,8 +6,8 @@ memory.offload=all moves it to the host. Outputs and input gradients differ from
 rounding. Rounding differs because the matmul library may split smaller products differently, and because a fused kernel
 rounds SwiGLU only once. Weight gradients are summed over chunks in fp32.
 
-Memory traffic limits the speed of everything except the matmuls. Activation kernels therefore overwrite their inputs,
-and matmuls write directly to the rows of the result.
+To save memory traffic, activation kernels overwrite their inputs, and matmuls write directly to the rows of the result.
+Memory traffic limits the speed of everything except the matmuls.
 """
 
 from typing import Any, Literal
@@ -68,11 +68,10 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node that computes the gradients. The node's output is a placeholder without memory.
+    """The autograd node that computes the gradients. The output of `_Backward` is a placeholder without memory.
 
-    The forward of `_Backward` runs before the forward of `_Forward`. All tensors are therefore saved before the FFN is
-    computed. Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the
-    FFN.
+    The forward of `_Backward` runs before the forward of `_Forward`, and saves all tensors before the FFN is computed.
+    Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.
     """
 
     @staticmethod
@@ -130,7 +129,7 @@ class _Kept(torch.autograd.Function):
 
 
 class _Forward(torch.autograd.Function):
-    """The autograd node that computes the output. In the backward pass, it passes the gradient on to `_Backward`."""
+    """The autograd node that computes the output. The backward of `_Forward` passes the gradient on to `_Backward`."""
 
     @staticmethod
     def forward(

@@ -123,8 +123,8 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # If a query sees no key, its output depends on the kernel that torch chooses. Such a query therefore gets all keys
-    # here, and the last line of this function sets its output to 0.
+    # The output of a query that sees no key depends on the kernel that torch chooses. This mask shows all keys to such
+    # queries, and the last line of this function sets their outputs to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # with a mask and enable_gqa, torch would use a kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
@@ -240,7 +240,7 @@ def _visible(key_start: Tensor, key_end: Tensor, n_keys: int) -> Tensor:
 
 
 def _sees_nothing(schedule: Schedule) -> Tensor:
-    """Returns a mask of the queries that see no key, which come after the last document, (total,) bool."""
+    """Returns a mask of the queries that see no key, (total,) bool. All queries after the last document see no key."""
     return schedule.key_start >= schedule.key_end
 
 

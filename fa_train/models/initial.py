@@ -1,7 +1,8 @@
 """Initial values of parameters. The values depend on the seed and the parameter's name, not on the number of ranks.
 
-Parameters are drawn one after another, each as a whole tensor in fp32 and from a separate generator. A rank keeps its
-rows and rounds them to the parameter's dtype. CPUs and GPUs draw different values from the same seed.
+Parameters are drawn one after another, each as a whole tensor in fp32 and from a separate generator. If a parameter is
+sharded, each rank keeps only its own rows of the tensor. The values are rounded to the parameter's dtype. CPUs and GPUs
+draw different values from the same seed.
 """
 
 import hashlib

@@ -14,8 +14,8 @@ def automatic(
 
     With "auto" on one device, Lightning's Trainer uses no distributed strategy. With "auto" on several devices, the
     Trainer would use DDP with gradients outside the communication buckets.
-    devices, num_nodes, accelerator: copies of the Trainer's settings. fa_train.settings checks the Trainer's settings
-    but not the copies, so that an error names trainer.devices instead of strategy.devices.
+    devices, num_nodes, accelerator: copies of the Trainer's settings. fa_train.settings checks trainer.devices instead
+    of its copy strategy.devices, so that error messages name trainer.devices.
     gradient_as_bucket_view: as for DDPStrategy.
     """
     trainer = {"devices": devices, "accelerator": accelerator}

@@ -152,7 +152,7 @@ class FolderPlanner(DefaultLoadPlanner):
 
 
 def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
-    """Loads a sharded checkpoint into `values`. Fills the tensors in place, and replaces all other values.
+    """Loads a sharded checkpoint into `values`. Fills the tensors in `values` in place, and replaces all other items.
 
     alone: whether this process reads without other ranks.
     Raises: CheckpointError if the folder is damaged or lacks a value.
@@ -160,7 +160,7 @@ def load_into(values: dict[str, Any], folder: Path, *, alone: bool) -> None:
     reader = FolderReader(folder)
     reader.read_metadata()  # if `.metadata` is damaged, read_metadata raises an error before torch logs a traceback
     try:
-        with warnings.catch_warnings():  # with `alone`, torch warns that only one process loads the checkpoint
+        with warnings.catch_warnings():  # if `alone` is true, torch warns that only one process loads
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(values, storage_reader=reader, planner=FolderPlanner(), no_dist=alone)
     except CheckpointException as error:
@@ -279,7 +279,7 @@ def _paths(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[Any, .
 
     A path has one of three forms: ("state_dict", weight), (optimizer, "state", parameter, field) or
     (optimizer, "param_groups", number of the group, field).
-    Raises: CheckpointError if a path in `.metadata` has another form or no value.
+    Raises: CheckpointError if a path in `.metadata` has none of the three forms, or has no stored value.
     """
     for name, path in metadata.planner_data.items():
         match path if name in metadata.state_dict_metadata else None:

@@ -73,8 +73,9 @@ def swiglu_backward(projected: Tensor, d_activated: Tensor) -> None:
     """Overwrites `projected` with its gradient, and `d_activated` with the activations.
 
     Shapes: projected (rows, 2 ffn_dim), d_activated (rows, ffn_dim), both contiguous.
-    swiglu_backward is one torch operator, so a simulation of GPU memory on the CPU does not look inside it. Without
-    the operator, the simulation would count the temporaries of `_backward_plainly`, which the GPU kernel does not need.
+    swiglu_backward is one torch operator, so a simulation of GPU memory on the CPU does not look inside it. The
+    simulation must not count the temporary tensors of `_backward_plainly`, because the GPU kernel has no temporary
+    tensors.
     """
     _backward(projected, d_activated, d_projected=projected)
 

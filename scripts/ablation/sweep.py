@@ -47,8 +47,8 @@ def start_server() -> None:
     The server finds modules through PYTHONPATH, not through the sys.path of this process.
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # PYTORCH_NVML_BASED_CUDA_CHECK makes torch check for a GPU through NVML. This check does not initialise CUDA, so
-    # forked processes can still initialise it.
+    # PYTORCH_NVML_BASED_CUDA_CHECK makes torch check for a GPU through NVML, without initialising CUDA. After a process
+    # has initialised CUDA, processes that it forks cannot use CUDA.
     settings = {"PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with patch.dict(os.environ, settings):
         forkserver.set_forkserver_preload([__name__])
@@ -68,7 +68,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, function, arguments, str(log)))
     process.start()
-    sender.close()  # then recv raises EOFError if the new process ends without a result
+    sender.close()  # makes recv raise EOFError if the new process ends without a result
     try:
         if not receiver.poll(timeout):
             raise ProcessError(f"timed out after {timeout:g} s")
@@ -199,7 +199,8 @@ def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:
     """Predicts the seconds of a step of N tokens as `a * N + b * N**2`, where a and b are at least 0.
 
-    The last two measured lengths determine a and b. If only one length was measured, the prediction is linear (b = 0).
+    The coefficients a and b are computed from the last two measured lengths. If only one length was measured, the
+    prediction is linear (b = 0).
     """
     if not points:
         return 0.0

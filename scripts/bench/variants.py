@@ -37,7 +37,7 @@ class Variant:
 
     @property
     def is_peer(self) -> bool:
-        """Whether the variant runs without our attention. Our variants are compared with the fastest peer."""
+        """Whether the variant runs without our attention. step.py compares our variants with the fastest peer."""
         return not self.ours and not self.fa_train
 
 

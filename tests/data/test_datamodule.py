@@ -158,7 +158,8 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
     """The first run stops after 5 steps, which are 20 micro-batches of 2 rows each.
 
-    With one row per micro-batch, a step of the resumed run has 8 micro-batches, and 20 is not a multiple of 8.
+    With one row per micro-batch, a step of the resumed run has 8 micro-batches. The first run's 20 micro-batches are
+    not a multiple of 8.
     """
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
@@ -191,7 +192,7 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. The last item is the number of MiB that a garbage collection in the worker copies."""
+    """A dataset of four items. The last item is the MiB of memory that the worker copies in a garbage collection."""
 
     def __getitem__(self, index):
         return copied_by_a_collection() if index == 3 else None
@@ -202,7 +203,7 @@ def test_a_garbage_collection_copies_no_memory_that_workers_share():
     data = make(num_workers=1)
     data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     heap = [[number] for number in range(400_000)]  # about 35 MiB
-    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks the worker, which does not load the last item yet
+    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks the worker, which loads the last item later
     try:
         assert copied_by_a_collection() < 5
         assert [*worker][3] < 5
@@ -267,7 +268,7 @@ def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
 
 
 def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_path):
-    """best_fit gives the lowest numbers to rows with long documents.
+    """`packing=best_fit` puts rows with long documents before all other rows.
 
     In this test, a minority of the rows contain a long document.
     """
@@ -303,7 +304,7 @@ def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, c
 
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
-    """If data.path or data.val_path has no document with text, no document of the other path is used in its place."""
+    """Training uses only data.path, and validation only data.val_path, even if one of them has no valid document."""
     paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}
     write_jsonl(paths[empty], [{"text": "no chat"}] * 3)
     tokenizer = save_tokenizer(tmp_path / "tokenizer")

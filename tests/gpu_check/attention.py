@@ -1,6 +1,6 @@
 """Compares one case of attention on a GPU, forward and backward, with dense attention.
 
-The case determines the tile sizes of the kernels.
+A case sets the tile sizes of the portable kernels, or the length class of the Hopper kernels.
 """
 
 import os
@@ -59,7 +59,7 @@ def check_hopper(
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # cached schedules can have another length class
+        patch.dict(schedule_cache._KEPT, clear=True),  # schedules of earlier cases can have another length class
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 
@@ -130,8 +130,8 @@ def _require_isolation(
 ) -> None:
     """Requires that NaN in the fourth document changes the results of other documents by no more than rounding errors.
 
-    Repair kernels sometimes recompute tiles of other documents, and round differently from the forward and backward
-    kernels.
+    Results of documents without NaN can change by rounding errors, because repair kernels sometimes recompute them, and
+    round differently from the forward and backward kernels.
     """
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)

@@ -48,8 +48,9 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
     """Yields a dictionary {pass: tile sizes} for each call to check.
 
-    Together, the calls use all tile sizes that `device` can run but does not use itself. The generator is empty for a
-    width that leaves columns of a tile unused, because unused columns only add a mask to the code.
+    Together, the calls use every tile size that `device` can run, except those that attention chooses on `device`. The
+    generator is empty for a width that leaves columns of a tile unused, because unused columns only add a mask to the
+    code.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -63,7 +64,7 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """Returns all passes of a call. `keys` are the passes that compute dK and dV.
+    """Returns the passes of one attention call. `keys` are the passes that compute dK and dV.
 
     Attention in fp8 has no backward pass.
     """
@@ -101,9 +102,9 @@ def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.dev
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns pairs: a number of queries per KV head, and the tile sizes that another GPU uses for this number.
+    """Returns tile sizes that only other GPUs use for decoding, as pairs (number of queries per KV head, tile sizes).
 
-    The list is empty if an earlier entry of `WIDTHS` has the same padded head_dims as `width`.
+    The list is empty if `width` and an earlier entry of `WIDTHS` have equal head_dims after padding.
     """
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
@@ -120,7 +121,7 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Returns tile sizes, each with its number of queries per KV head. The list is empty if no tile size fits.
+    """Returns pairs (number of queries per KV head, tile sizes for decoding). The list is empty if no tile size fits.
 
     size: the shared memory in bytes that a program can use.
     """

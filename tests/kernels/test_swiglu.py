@@ -36,7 +36,7 @@ def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projec
 def implementation(request, device, monkeypatch):
     """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
-    On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
+    To run the kernels on the CPU, this fixture puts the kernels in the place of torch's implementation.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_forward_plainly", through_the_kernel)

@@ -2,7 +2,7 @@
 existing objects from garbage collection.
 
 The server of tests.support.processes imports this module once. Without this module, each run would import the modules
-and compose its config again. The garbage collections of each run would also scan all imported objects.
+and compose its config again, and the garbage collections of each run would scan all imported objects.
 """
 
 import gc

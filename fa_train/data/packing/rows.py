@@ -20,9 +20,10 @@ class LossMask(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """For each i, counts the tokens that the model is trained on, from start[i] to stop[i] - 1 of a document.
+        """Returns how many tokens the model is trained on in each of n ranges of tokens.
 
-        document[i] is the document's index. Shapes: (n,) int64.
+        Range i has the tokens from start[i] to stop[i] - 1 of the document with the index document[i].
+        Shapes: (n,) int64.
         """
 
 

@@ -38,7 +38,8 @@ class Block:
     def rounded_weights(self) -> int:
         """Returns the bytes of autocast's weight copies that autograd keeps.
 
-        A tiled FFN frees its copies at the end of its forward pass.
+        The copies of a tiled FFN's weights are not counted, because a tiled FFN frees them at the end of its forward
+        pass.
         """
         if not self.rounds_weights or (self.run.adapters and self.run.adapters.quantized):
             return 0
@@ -63,8 +64,8 @@ class Block:
     def ffn_kept(self) -> int:
         """Returns the bytes that the FFN half of the block saves.
 
-        Eager code saves the input of the FFN half. Compiled code saves attention's output, and recomputes the input of
-        the FFN half as the sum of the block's input and attention's output.
+        Eager code saves the sum of the block's input and attention's output. Compiled code saves only attention's
+        output, and recomputes the sum.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
@@ -132,7 +133,7 @@ class Block:
     def _argument(self) -> int:
         """Returns the bytes of a norm's fp32 output.
 
-        The fp32 output exists while attention or the FFN uses the rounded copy of the output.
+        A norm's fp32 output stays in memory while attention or the FFN uses the rounded copy of this output.
         """
         return self.x if self.run.mixed and self.eager else 0
 
@@ -241,22 +242,22 @@ class Block:
         return held + max(self._gathering(), in_kernel, self._gathering() + d_own)
 
     def _held_by_compiled_code(self) -> int:
-        """Returns the bytes that compiled code, unlike eager code, still holds in attention's backward.
+        """Returns the bytes that only compiled code, and not eager code, holds during attention's backward.
 
         The formula assumes the order of operations that inductor in torch 2.11 chooses on an H200.
         """
         held = self.x  # a compiled block is one autograd node, which holds the gradient of the block's output
         if self.run.adapters:
             return held
-        # The last kernel computes the weight gradients of both norms, so two inputs of this kernel are still held. With
-        # GPT.may_add_later, a block holds one tensor fewer, but no peak was measured.
+        # The last kernel of a block computes the weight gradients of both norms, so two inputs of this kernel are held.
+        # If GPT.may_add_later is true, a block holds one tensor fewer, which this formula ignores.
         held += 2 * self.x_rounded + self.statistics
         # attention's output is needed for the weight gradient of the output projection
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
         return held + (self.up_weight + self.down_weight) * self.gradient_bytes  # weight gradients
 
     def _chunk(self, tokens: int) -> int:
-        """Returns the bytes of a (chunk, ffn_dim) tensor. The chunk has at most `tokens` tokens."""
+        """Returns the bytes of a (chunk, ffn_dim) tensor. A chunk has mlp_chunk tokens, but at most `tokens`."""
         return min(self.levers.mlp_chunk or self.run.tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
     def _dequantized(self) -> int:

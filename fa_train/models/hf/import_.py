@@ -69,8 +69,8 @@ def load_pretrained(
     the checkpoint's rope_type, or yarn if the checkpoint has no scaling.
     rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
-    from max_seq_len. A rope_scaling without a factor has no effect if the checkpoint already supports max_seq_len
-    tokens, unless its rope_type is "default".
+    from max_seq_len. If the checkpoint already supports max_seq_len tokens, a rope_scaling without a factor has no
+    effect, except that rope_type="default" removes the scaling.
     If rope_scaling, rope_theta or max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are
     read one by one, to torch's default device. If torch's default device is the meta device, `materialise` reads the
     weights later, and converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype,
@@ -207,7 +207,7 @@ def _with_rope(
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
     is_dynamic = isinstance(
         parsed, DynamicNTKScaling
-    )  # dynamic scaling applies beyond max_position_embeddings tokens, so this number must not change
+    )  # dynamic scaling applies beyond max_position_embeddings tokens, so max_position_embeddings must not change
     if asked is not own:
         reach = fields.get("original_max_position_embeddings", original)
         reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])
@@ -237,7 +237,7 @@ def _asked_scaling(
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
     Returns `own`, the checkpoint's scaling, if `scaling` has no factor and the checkpoint already supports max_seq_len
-    tokens.
+    tokens. A `scaling` with rope_type="default" is never replaced by `own`.
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))

@@ -39,7 +39,7 @@ class Place:
 def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
     """Returns the place of each checkpoint tensor by name.
 
-    A tied head has no place, because it shares the embedding's weight.
+    The result has no entry for a tied head, because a tied head shares the embedding's weight.
     """
     parameters = dict(model.named_parameters())
     modules: list[tuple[str, Sequence[str], bool]] = [(ours, (theirs,), False) for ours, theirs in layout.outer.items()]
@@ -140,7 +140,7 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
 
 
 def _read(file: Any, stored: Stored, rows: slice) -> Tensor:
-    """Reads rows of a matrix. If the checkpoint stores the matrix transposed, these rows are columns of the tensor."""
+    """Reads rows of a matrix. If the checkpoint stores the matrix transposed, reads columns of the stored tensor."""
     header = file.get_slice(stored.name)
     tensor: Tensor = header[:, rows].T if stored.place.transposed else header[rows]
     return tensor
@@ -164,7 +164,7 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 
 
 def _dtype_name(stored: str) -> str:
-    """Converts the name of an integer dtype, such as I64, to torch's name. Other names do not change."""
+    """Returns int64 for I64, and so on for all integer dtypes. Returns the names of other dtypes unchanged."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 

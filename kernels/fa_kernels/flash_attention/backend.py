@@ -145,9 +145,9 @@ def _common_key(
 ) -> tuple[Hashable, ...]:
     """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
 
-    Kernel launches and the checks of require_consistent depend only on values in the recording key. The tensors of a
-    schedule are always int32, contiguous and on one device, so the key holds only their device and the numbers of
-    tiles. Strides of contiguous tensors are not in the key, because they follow from the
+    The recording key contains all values that determine the kernel launches and the checks of require_consistent. The
+    tensors of a schedule are always int32, contiguous and on one device, so the key holds only their device and the
+    numbers of tiles. Strides of contiguous tensors are not in the key, because they follow from the
     shape or do not matter.
     """
     return (

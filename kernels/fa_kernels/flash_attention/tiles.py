@@ -25,7 +25,7 @@ class TileConfig:
 
 
 # Tiles for 1- and 2-byte dtypes, by (arch, largest head_dim, pass). Only tiles of sm90 are measured. sm_86, sm_89 and
-# some others also use the tiles of sm80 (device.py). If the table lists the passes dk and dv, only repair.py uses dkdv.
+# some others also use the tiles of sm80 (device.py). Where dk and dv entries exist, only repair.py uses the dkdv entry.
 _TILES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm90", 64, "fwd"): TileConfig(128, 64, 8, 3),
     ("sm90", 96, "fwd"): TileConfig(128, 64, 8, 3),
@@ -133,12 +133,12 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
     Two passes compute the scores twice, so they need five matmuls instead of four. The pass for dK and the pass for dV
-    each have half as many accumulators as one pass that computes both. Tiles can therefore be twice as long, and two
-    warpgroups can divide the rows of the scores.
+    each have half as many accumulators as one pass that computes both. With half as many accumulators, tiles can be
+    twice as long, and two warpgroups can divide the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
-    # the interpreter uses the table of sm90, so that tests run one pass for some head_dims and two passes for others
+    # in the interpreter, the table of sm90 makes tests run dkdv for some head_dims, and dk and dv for others
     table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}
     known = table.get(arch, arch)
     apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
@@ -228,7 +228,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # code for an unknown GPU may need as much shared memory as on any known GPU
+    if arch == "unknown":  # the largest bound of all known architectures
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -240,10 +240,11 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
     """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
     Each fp32 value is split into an upper and a lower half. Blocks are prefetched in fp32, and split into halves in
-    registers, one column block at a time. Shared memory holds both halves of the tiles that a program keeps, and both
-    halves of the current block. Kernels with mma.sync are an exception: they keep the halves of the current block in
-    registers. In these kernels, shared memory needs 4 bytes per element of the current block instead of 8. The kernels
-    for dK and dV still need 8 bytes, because they also store the current block transposed.
+    registers, one column block at a time. In shared memory, both halves of an element together need 8 bytes. Shared
+    memory holds both halves of the tiles that a program keeps, and both halves of the current block. With mma.sync, the
+    halves of the current block are in registers instead, and the current block needs only 4 bytes of shared memory per
+    element. For dK and dV, the current block needs 8 bytes per element even with mma.sync, because kernels for dK and
+    dV also store the current block transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """
@@ -265,7 +266,7 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """Returns the bytes of shared memory, if each matmul is computed as one product.
+    """Returns the bytes of shared memory, if no matmul is computed as three TF32 products.
 
     The sum counts the tiles that a program keeps, the blocks that it loads, and the memory for changes of layout.
 
@@ -292,7 +293,7 @@ def _shared_of_one_product(
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # for copies in which NaN is replaced by 0
+        isolated = block if of_keys and kept_rows >= 64 else widest  # copies of blocks, with 0 instead of NaN
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 

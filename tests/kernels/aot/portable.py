@@ -161,7 +161,7 @@ def compile_to_ptx(source, capability, options):
     """
 
     def hook(*arguments):
-        if not arguments:  # Triton calls the hook without arguments to get a cache key
+        if not arguments:  # to get a cache key, Triton calls `hook` without arguments
             return "without cubin", "without cubin"
         stages = arguments[1]
         stages["cubin"] = lambda ptx, metadata: b""
@@ -197,7 +197,7 @@ def resources(log):
 def idle_barriers(ttgir):
     """Returns the mbarriers that a Gluon kernel allocates but passes to no warp group.
 
-    ptxas can reuse the shared memory of an mbarrier that no warp group gets.
+    If an mbarrier is passed to no warp group, ptxas can use its shared memory for other data.
     """
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds no barrier"

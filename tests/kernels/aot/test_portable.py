@@ -1,6 +1,7 @@
 """The entries of the tile table compile for their GPU within limits on registers, spills and shared memory.
 
-test_entries.py checks the recorded reports of every entry for sm80, sm89, sm100 and sm120 against the same limits.
+test_entries.py checks recorded reports of ptxas against the same limits, for all entries for sm80, sm89, sm100 and
+sm120.
 This file compiles the entries for sm90, and some entries for sm80 and sm100.
 """
 
@@ -20,8 +21,8 @@ from tests.kernels.aot.support.limits import (
     case_of,
 )
 
-# ptxas serialises the matmuls of the dkdv kernel for head_dim 192 on sm90, and prints a warning. Nevertheless, the
-# kernel's tile size is the fastest one on an H200.
+# ptxas serialises the matmuls of the dkdv kernel for head_dim 192 on sm90, and prints a warning. On an H200, no other
+# tile size of this kernel is faster.
 SERIALISED = {"sm90-192-192-dkdv-2": {"C7512"}}
 MODULE = "tests.kernels.aot.portable"
 # Without a GPU, the tests compile kernels of one head_dim for sm80 and sm100, and some kernels for sm90. Only a machine
@@ -62,7 +63,7 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """`PORTABLE` has all entries of the tile table, except the dkdv entry of a head_dim with a dk and a dv entry."""
+    """`PORTABLE` has all entries of the tile table, except dkdv entries if dk and dv entries also exist."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(PORTABLE) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}

@@ -27,8 +27,8 @@ def test_one_query_per_sequence_equals_the_reference(page_size, num_splits):
 @SPLITS
 @PAGED
 def test_new_tokens_are_appended_at_their_positions(page_size, num_splits):
-    """After the call, the new tokens must be at their positions in the cache, even if they span several pages. All
-    other elements of the cache must stay the same.
+    """After the call, the new tokens must be at their positions in the cache, even if they span several pages. Elements
+    of the cache that do not belong to new tokens must stay the same.
     """
     check([0, 15, 58], seqlen_q=3, seqlen_new=5, causal=True, page_size=page_size, num_splits=num_splits)
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels that public calls launch on an H200, without a GPU, to PTX. TRITON_INTERPRET must be unset."""
+"""Compiles the kernels that public calls launch on an H200 to PTX. No GPU is needed. TRITON_INTERPRET must be unset."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ COMPILED: dict[int, Any] = {}  # {handle of a compiled kernel: result of `keep`}
 
 
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
-    """Makes the call `name` of `CALLS`. Returns the grid and the result of `keep` for the kernel of each launch.
+    """Makes the call `name` of `CALLS`. Returns (grid, result of `keep` for the kernel) for each launch.
 
     `keep` receives a function that compiles the kernel. Each kernel is compiled once per process.
     """

@@ -159,8 +159,8 @@ def _noting(source: str) -> SimpleNamespace:
 
 
 def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
-    """Replaces the addresses in launches by names. "input 2 + 64" is an input with an offset in bytes, and "new 3" is
-    memory of no input.
+    """Replaces the addresses in launches by names. "input 2 + 64" is the address 64 bytes after the start of input 2,
+    and "new 3" is an address outside of all inputs.
     """
     names: dict[int, str] = {}
     blocks = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in ALLOCATED if x.dtype == torch.uint8]
@@ -254,7 +254,8 @@ CASES = [
 def differences() -> list[str]:
     """Returns an error message for each case whose launches differ from Triton's.
 
-    Also returns an error message for each case whose third and fourth calls are not replayed.
+    Calls each case four times. If the third or the fourth call is not replayed, the result has an error message for the
+    case.
     """
     found = []
     for case in CASES:
@@ -277,7 +278,7 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
     """Makes three calls with the same key, and returns whether the third call is replayed, so that `call` does not run.
 
-    first: the inputs of the first two calls. third: the inputs of the third call.
+    first: the inputs of the first and of the second call. third: the inputs of the third call.
     """
     record.forget()
     calls = []

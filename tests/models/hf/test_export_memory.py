@@ -45,7 +45,7 @@ def test_an_export_of_a_sharded_checkpoint_holds_the_model_once(tmp_path):
     total = sum(weight.nbytes for weight in weights.values())
     dcp.save({"state_dict": weights}, checkpoint_id=tmp_path / "x.ckpt", no_dist=True)
     write_file({"global_step": 3}, tmp_path / "x.ckpt" / "meta.pt")
-    ctypes.CDLL(None).malloc_trim(0)  # without this call, load could reuse freed memory, and VmRSS would not grow
+    ctypes.CDLL(None).malloc_trim(0)  # without malloc_trim, load could reuse freed memory, and VmRSS would not grow
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory (VmHWM)
     before = memory("VmRSS")
     model, step = load(tmp_path / "x.ckpt", partial(build))

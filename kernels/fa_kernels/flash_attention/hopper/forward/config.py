@@ -1,8 +1,8 @@
 """Configurations of the forward kernel, one for each head_dim and length class of documents.
 
-The values were chosen by measurements on an H200 (docs/hopper.md). The list gives the reasons for the options.
+The values were chosen by measurements on an H200 (docs/hopper.md). The following list explains the options.
 
-`dynamic`: programs are persistent. Each program processes many items, but starts and ends only once.
+`dynamic`: programs are persistent. A persistent program starts only once, and processes many tiles.
 `pingpong`: consumers take turns on the tensor cores for each block, so all consumers must visit the same blocks.
 `ranged`: to save work on short documents, each consumer visits only the blocks of keys that its own 64 queries see.
 `consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. Three

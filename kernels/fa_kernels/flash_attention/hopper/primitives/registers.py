@@ -1,18 +1,18 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
-Each thread holds N / 2 elements of a warpgroup's accumulator [64, N]. A thread's first two elements are in adjacent
-columns of row i. The thread's next two elements are in the same columns of row i + 8. Each further group of four
-elements is in the same two rows, eight columns to the right of the previous group. `PER_ROW` is the layout of an
-accumulator [64, 8] that stores one value per row. In `PER_ROW`, the eight columns of a row are equal, or add up to the
-row's value. In `PER_ROW`, a thread holds four elements.
+Each thread holds N / 2 elements of a warpgroup's accumulator [64, N], in groups of four elements. A group has two
+adjacent columns of two rows, i and i + 8. All groups of a thread have the same two rows. The columns of the second
+group are eight columns to the right of those of the first group, and so on. `PER_ROW` is the layout of an accumulator
+[64, 8] that stores one value per row. In a `PER_ROW` accumulator, each of the eight columns of a row holds the row's
+value, or the eight columns add up to this value. A thread holds four elements of a `PER_ROW` accumulator.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
 and the stores need half as many cycles as in row order.
 
 `keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into the
-instruction R2P, which moves seven bits to predicates at once. Two comparisons per element would need three times as
-many instructions.
+instruction R2P, which moves seven bits to predicates at once. Comparing each element's column with the first and the
+last visible column would need three times as many instructions.
 """
 
 from triton.experimental import gluon
@@ -80,8 +80,9 @@ def first_columns(x):
 def in_order_of_threads(x):
     """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements from each of eight threads.
 
-    No data moves between threads. The index of element (r, c) in the view consists of the bits of r and c. From the
-    lowest to the highest, the bits of the index are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
+    No data moves between threads. The position of element (r, c) in the view is an index that contains all bits of r
+    and c in another order. From the lowest to the highest, the bits of the index are c0, r3, c1, c2, r0, r1, r2, r4, r5
+    and the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -121,8 +122,8 @@ def _asm(n, otherwise):
 
 @gluon.constexpr_function
 def _below(mask, column):
-    # The instructions set the mask bits of all columns below `column`. In each group of 8 columns, a thread has two
-    # columns, so a mask has two bits per group.
+    # Returns instructions that set the bits of the columns below `column` in a mask. In each group of 8 columns, a
+    # thread has two columns, so a mask has two bits per group.
     return [
         f"sub.s32 a, ${column}, lane;",
         "max.s32 a, a, 0;",
