@@ -85,8 +85,8 @@ def test_states_leave_the_device(checkpointing, compiled, device):
     """With offload, only the state of the last block stays on the device, because the backward needs it first.
 
     Without offload, all states stay on the device, except those of compiled blocks without checkpointing. The test
-    watches the first input of each block. A compiled block without checkpointing keeps the sum of its two inputs instead
-    of the first input.
+    watches the first input of each block. A compiled block without checkpointing keeps the sum of its two inputs, and
+    not the first input itself.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)

@@ -2,8 +2,8 @@
 
 A chat is first rendered to text. The encoder then finds the answers, which are the assistant's messages. If the
 template has {% generation %} blocks, these blocks mark the answers. If the template has no {% generation %} blocks, the
-encoder also renders each answer's prompt, which consists of the messages before the answer. The text of the chat must
-begin with the text of the prompt. The answer starts directly after the prompt, and ends with the answer's end token.
+encoder also renders each answer's prompt from the messages before the answer. The text of the chat must begin with the
+text of the prompt. The answer starts directly after the prompt, and ends with the answer's end token.
 The text of the chat is tokenised at once. The tokenizer's offsets map characters of the text to tokens.
 """
 

@@ -43,7 +43,8 @@ class Documents:
     document is held out. In a small corpus, the hashes may select all documents or none. If the hashes select all
     or none of several chats, the last chat is held out. If the hashes select all or none of the documents of another
     corpus, the last part of its longest document is held out. A last part of fewer than SHORTEST_TAIL tokens is not
-    held out. If `divided` is true, the user has named the held-out documents, and the rules for small corpora do not apply.
+    held out. If `divided` is true, the user has named the held-out documents, and the rules for small corpora do not
+    apply.
     is_tail: whether the held-out document is the last part of a training document.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
