@@ -31,8 +31,8 @@ class OneFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **others: Any) -> None:
         HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
-        # A ValueError is ignored here, because Hydra only warns of errors in callbacks. Hydra resolves the value again
-        # later, and then reports the error.
+        # Ignore a ValueError here, because Hydra would turn the error of a callback into a warning. Hydra resolves the
+        # value again later, and then raises the error.
         with suppress(ValueError), read_write(config.hydra.run):
             config.hydra.run.dir = told().get("folder") or decided_by_rank_zero(
                 "hydra.run.dir", lambda: str(config.hydra.run.dir)
@@ -105,7 +105,7 @@ def check(cfg: DictConfig) -> None:
         )
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # true if Hydra has merged several options
+        if group in cfg and group not in chosen:  # Hydra has merged several options of the group
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
     for group, option in cfg.choices.items():
         if option != chosen.get(group):
@@ -117,8 +117,9 @@ def check(cfg: DictConfig) -> None:
 
 
 def require_start(cfg: DictConfig, n_ranks: int) -> None:
-    """Checks a config that `check` has checked, before ranks start. Does nothing in a rank that train.py has started.
+    """Checks before ranks start whether the run can start. Does nothing in a rank that train.py has started.
 
+    cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
     Raises: ValueError if settings exclude each other, or W&B must log online but has no API key.
     """

@@ -54,7 +54,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     cfg: a config that fa_train.run_config.check has checked.
     """
     L.seed_everything(cfg.seed, verbose=False)
-    if cfg.model.get("pretrained") is not None:  # checked first, because data.tokenizer often copies the name
+    # Check model.pretrained before the data are built, because data.tokenizer often has the same value.
+    if cfg.model.get("pretrained") is not None:
         from fa_train.models.hf.import_ import require_checkpoint  # the import takes a second
 
         require_checkpoint(cfg.model.pretrained)
@@ -213,7 +214,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
-        if trainer.global_step == done and ckpt_path is not None:  # for example, trainer.max_time had already passed
+        if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
             export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)
         else:
             export_last(trainer, partial(rebuild_model, cfg), config)

@@ -47,7 +47,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:
-    # On a GPU, the step is compiled. In eager mode, the host would determine the time of a short step.
+    # On a GPU, the step is compiled. In eager mode, the time of a short step would depend on the host, not on the GPU.
     settings = (device, args.precision, args.steps, args.seconds, tuple(args.overrides), device == "cuda")
     return [
         StepCase(args.model, attention, seq_len, *settings)
@@ -164,8 +164,8 @@ def main() -> None:
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
     """Returns texts about the minimum memory of naive attention.
 
-    There is one text for the training step of each model. For attention alone, there is one text for each combination
-    of head count, head_dim and dtype.
+    The result has one text for each model that `cases` train. For cases that measure attention alone, the result has
+    one text for each combination of head count, head_dim and dtype.
     """
     formulas: dict[str, Formula] = {}
     for case in cases:

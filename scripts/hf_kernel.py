@@ -30,7 +30,8 @@ VERSION = 0  # the format requires a number, and 0 means that the interface can 
 ARCHITECTURES = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")  # those of fa_kernels/device.py
 OTHER_FUNCTIONS = "\nfrom . import rmsnorm as rmsnorm, rotary as rotary, swiglu as swiglu\n"
 
-# Older versions of the package `kernels` import a file with this code instead of the variant's own __init__.py.
+# The content of fa_kernels/__init__.py in the variant's folder. Older versions of the package `kernels` import this
+# file, which loads the __init__.py of the variant's folder.
 COMPATIBILITY = '''"""The kernel, for older versions of the package that loads it."""
 
 import sys

@@ -44,7 +44,7 @@ def options():
         yield pytest.param(chosen, id=",".join(chosen), marks=slow_if(len(chosen) < 3))
 
 
-@pytest.mark.parametrize("chosen", list(options()))  # tests/models tests the group model
+@pytest.mark.parametrize("chosen", list(options()))  # tests/models tests the options of conf/model
 def test_every_option_builds_a_run(chosen, tmp_path, device, capsys):
     needed = [override for option in chosen for override in NEEDED.get(option.partition("=")[2], [])]
     if "data=sft" in chosen:
@@ -78,7 +78,7 @@ def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
                 found.append(OmegaConf.to_yaml(cfg) + OmegaConf.to_yaml(HydraConfig.instance().cfg))
         return found
 
-    for cached in ("_lists", "_configs"):  # replace both, because the keys of _configs are ids of objects in _lists
+    for cached in ("_lists", "_configs"):  # empty both caches, because keys of _configs are ids of objects in _lists
         monkeypatch.setattr(fast_configs, cached, {})
     for owner, name, original in fast_configs.ORIGINALS:
         if original is None:
@@ -88,7 +88,7 @@ def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
     expected = configs()
     assert not fast_configs._lists and len({*expected}) == len(cases)
     monkeypatch.undo()
-    for cached in ("_lists", "_configs"):  # replace both, because the keys of _configs are ids of objects in _lists
+    for cached in ("_lists", "_configs"):  # empty both caches, because keys of _configs are ids of objects in _lists
         monkeypatch.setattr(fast_configs, cached, {})
     assert configs() == expected
     assert len(fast_configs._lists) == len(cases)

@@ -52,7 +52,7 @@ def write_file(content: Mapping[str, Any], path: Path) -> None:
 def not_written(path: Path, error: BaseException) -> CheckpointError:
     """Returns the one-line error for a save that failed with `error`.
 
-    If no OSError caused `error`, raises `error` again.
+    Raises `error` itself if `error` was not caused by an OSError.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch wraps the OSError
@@ -172,7 +172,7 @@ def newest(paths: Iterable[Path]) -> list[Path]:
 
 
 def newest_below(folder: Path) -> str:
-    """Returns a sentence for an error message, which names the newest checkpoint in a folder, or an empty text."""
+    """Returns a sentence that names the newest checkpoint in a folder, or an empty string if there is no checkpoint."""
     found = newest(folder.glob(f"**/*{SUFFIX}"))
     return f". Its newest checkpoint is {found[0]}" if found else ""
 

@@ -15,7 +15,8 @@ def require_own_targets(config: object, where: str) -> None:
     Checking only the start of a name is not enough: fa_train.models.hf.export.shutil.rmtree would pass.
     config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
-    Raises: ValueError if another package defines a target. The message names the first such target.
+    Raises: ValueError if the config has a `_target_` that no package in `PACKAGES` defines. The message names the
+    first wrong `_target_`.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and not _is_own(config["_target_"]):

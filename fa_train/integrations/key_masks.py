@@ -4,11 +4,11 @@ The `generate` method of transformers computes masks itself and passes them to t
 with four dimensions. If a mask has fewer dimensions, the model computes a new mask from it, even in compiled code.
 Masks of this module therefore have four dimensions.
 
-The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The element of a masked key is
-0. The element of an unmasked key is `n + 1`, where n is the number of keys in the cache. A static cache also has places
-for later tokens, so n can be less than seqlen_k. The dtype of a mask of keys tells the layers whether to move keys. In
-each row of a float64 mask, the unmasked keys are contiguous, so layers leave the keys in place. In a row of an int64
-mask, masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
+The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The mask is 0 at masked keys,
+and `n + 1` at unmasked keys, where n is the number of keys in the cache. A static cache also has places for later
+tokens, so the number of keys in the cache can be less than seqlen_k. In each row of a float64 mask, the unmasked keys
+are contiguous, so layers leave the keys in place. In a row of an int64 mask, masked keys can be between unmasked keys,
+so layers move the unmasked keys to the front.
 
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
@@ -30,7 +30,7 @@ RUNS, HOLES, PACKED = torch.float64, torch.int64, torch.int32
 
 
 def is_key_mask(mask: Tensor) -> bool:
-    """Returns whether `mask` has the form of this module's masks, or the form of a user's mask, (batch, seqlen_k)."""
+    """Returns whether `mask` has the shape and dtype of a mask of this module, or the shape of a user's mask."""
     if mask.dim() == 4:
         return is_packed(mask) or (mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
     return mask.dim() == 2
@@ -124,8 +124,8 @@ def encoded(
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
     """Returns the columns of a (batch, tokens) mask that belong to seqlen_k keys, starting at key kv_offset.
 
-    A mask with fewer than seqlen_k columns is padded with False. If the mask has more than seqlen_k columns, but none
-    for the last key, returns the last seqlen_k columns of the mask.
+    A mask with fewer than seqlen_k columns is padded with False. If a mask with more than seqlen_k columns ends before
+    the last key, the function returns the last seqlen_k columns of the mask.
     """
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
@@ -259,8 +259,8 @@ def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, 
 def _of_queries(x: Tensor, query_order: Tensor | None, n_queries: Tensor, seqlen_k: int) -> Tensor:
     """Converts indices of keys in a row to indices in the flattened batch, (batch * seqlen_q,) int32.
 
-    x: (batch, seqlen_q), for each query, the index of a key in a row. The result is in the order of query_order.
-    Queries that are padding get the index after the last key of their row.
+    x: (batch, seqlen_q), the index of one key for each query, counted from the start of the row. The result is in the
+    order of query_order. Queries that are padding get the index after the last key of their row.
     """
     batch, seqlen_q = x.shape
     ordered = x if query_order is None else x.gather(1, query_order)
@@ -285,7 +285,7 @@ def _schedule(
 ) -> Schedule:
     """Returns the schedule of a padded batch. Each row has one document of unmasked tokens.
 
-    The padding before and after a row's document forms further documents, which contain only queries or only keys.
+    Each row's padding forms additional documents, which contain only queries or only keys.
     """
     batch, nothing = len(n_keys), torch.zeros_like(n_keys)
     after_queries, after_keys = seqlen_q - first_query - n_queries, seqlen_k - first_key - n_keys

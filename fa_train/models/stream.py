@@ -28,7 +28,7 @@ def windowed_schedule(
     """Builds the causal schedule of the documents.
 
     window: the number of tokens that a query sees, or None for all earlier tokens.
-    seqlen: as mean_seqlen in fa_train.models.gpt.GPT.forward.
+    seqlen: the mean document length in tokens (mean_seqlen of fa_train.models.gpt.GPT.forward), or None.
     """
     if window is None or window >= total:
         return causal_schedule(cu_seqlens, total, device, seqlen)

@@ -231,7 +231,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # frees the memory of the first call in `captured`, which is not part of the graph
+        torch.cuda.empty_cache()  # frees the memory of the call that `captured` makes before it captures the graph
     return median_ms(runs, rep=rep)
 
 

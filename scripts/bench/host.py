@@ -154,7 +154,7 @@ class Row:
 
 
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
-    """Returns a context manager: the backward node runs without autograd, and the other passes run with autograd."""
+    """Returns a context manager that disables gradients for the pass `NODE`, and enables gradients otherwise."""
     return torch.set_grad_enabled(direction != NODE)
 
 

@@ -183,7 +183,10 @@ def key_of(override: str) -> str:
 
 
 def runs_of(cases: Sequence[Case], args: argparse.Namespace, gpus: int) -> list[Run]:
-    """Returns the runs that the cases need, in random order. Runs on one GPU are adjacent, to allow --parallel."""
+    """Returns the runs that the cases need, in random order.
+
+    The runs on one GPU follow one another, so that --parallel can run several of them at the same time.
+    """
     sizes = args.rows, args.steps, tuple(args.overrides), args.cpu_ranks is not None
     own: list[int | None] = [*range(gpus)] if args.every_gpu else [None]
     workloads = dict.fromkeys(case.workload for case in cases)
@@ -294,14 +297,14 @@ def results(runs: Sequence[Run], predictions: dict[Run, float | None], args: arg
 
 
 def gpus_for(run: Run, free: set[int]) -> list[int]:
-    """Returns the GPUs for a run, or an empty list if they are not free."""
+    """Returns the GPUs for a run, or an empty list if the run must wait for GPUs."""
     if run.gpu is not None:
         return [run.gpu] if run.gpu in free else []
     return sorted(free)[: run.gpus] if len(free) >= run.gpus else []
 
 
 def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | None) -> Row:
-    """Returns the row of a run, without the values that `measured` adds. seconds: how long the whole process ran."""
+    """Returns the row of a run, without the run's results. seconds: how long the whole process ran."""
     return Row(
         model=run.workload.model,
         seq_len=run.workload.seq_len,

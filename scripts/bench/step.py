@@ -82,7 +82,7 @@ class Case:
     device: Device
     attention: str  # attention of our variants
     steps: int  # number of timed steps
-    slow_step: float  # seconds; if the second step takes longer, at most `FEWEST_STEPS` steps are timed
+    slow_step: float  # if the second step takes more seconds than this, at most `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
 
 
@@ -91,8 +91,8 @@ class Row:
     """One result.
 
     If the outcome is "ok", the row has all measured values, except that mfu is None if the device's peak FLOP/s is
-    unknown. If the outcome is "oom", only peak_gib and reserved_gib can have values. All other rows have no measured
-    values.
+    unknown. If the outcome is "oom", only peak_gib and reserved_gib can have values. With any other outcome, the row
+    has no measured values.
     """
 
     seq_len: int
@@ -240,7 +240,7 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
 
 
 def cells(row: Row, rows: list[Row]) -> list[str]:
-    """Returns the cells of a table line. One cell compares the speed of `row` with that of the best peer in `rows`."""
+    """Returns the cells of a table line. One cell is the speed of `row`, divided by that of the best peer in `rows`."""
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
     gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
@@ -285,7 +285,7 @@ def _shown(value: float | None, form: str) -> str:
 def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
     """Returns the fastest of our variants at this length, or None if no variant of ours has been measured.
 
-    Variants with float8 do not count, because no peer computes in float8.
+    The function ignores variants with float8, because no peer computes in float8.
     """
     ours = [row for row in rows if variant_of(row.variant).ours and not variant_of(row.variant).float8]
     return _fastest([row for row in ours if row.seq_len == seq_len])

@@ -115,7 +115,7 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
             exchange.wait()
             now[0] += 5
 
-        now[0] += 1  # the copies take one unit of time, which the span must not contain
+        now[0] += 1  # copies before the wait take one unit of time, which is not part of the wait's span
         return SimpleNamespace(wait=wait)
 
     monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)

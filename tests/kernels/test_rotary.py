@@ -29,7 +29,7 @@ def angles(total, half, device):
 def rotated(x, cos, sin, n_rotated):
     """Rotates x (total, heads, head_dim) in fp64, as complex numbers.
 
-    The two halves of a head are the real and the imaginary parts of these numbers.
+    The first half of each head holds real parts, and the second half holds imaginary parts.
     """
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
@@ -39,9 +39,10 @@ def rotated(x, cos, sin, n_rotated):
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernel. On a GPU, runs it with the kernel only.
+    """On the CPU, runs a test with torch's implementation and with the kernel. On a GPU, tests only the kernel.
 
-    On the CPU, the operator uses torch's implementation, and the second run replaces it by the kernel.
+    On the CPU, the operator uses torch's implementation. To test the kernel on the CPU, the fixture replaces torch's
+    implementation by the kernel.
     """
     if request.param == "kernel" and device.type == "cpu":
 
@@ -186,7 +187,7 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Returns sum(y**4), and then three times the gradient of sum(sin(previous result)) with respect to x."""
+        """Returns [f0, f1, f2, f3]. f0 is sum(y**4), and f[i + 1] is the gradient of sum(sin(f[i])) in x."""
         found = [(y**4).sum()]
         for _ in range(3):
             found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]

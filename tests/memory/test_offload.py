@@ -84,8 +84,9 @@ class Watched(nn.Module):
 def test_states_leave_the_device(checkpointing, compiled, device):
     """With offload, only the state of the last block stays on the device, because the backward needs it first.
 
-    Without offload, all states stay on the device, except those of compiled blocks without checkpointing. A compiled
-    block without checkpointing keeps a sum of its inputs, but the test watches only the first input.
+    Without offload, all states stay on the device, except those of compiled blocks without checkpointing. The test
+    watches the first input of each block. A compiled block without checkpointing keeps the sum of its two inputs, and
+    not the first input itself.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
@@ -252,7 +253,7 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch):
-    """When offload=all runs out of host memory, only the first block has saved its states."""
+    """offload=all checks host memory after the first block. If host memory is too small, no other block runs."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated

@@ -120,7 +120,7 @@ def test_a_failing_run_does_not_wait_forever(background, tmp_path):
 
 @talks
 def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
-    """The background save of step 2 fails. A signal then ends the run, which saves step 2 again."""
+    """The background save of step 2 fails. When a signal ends the run, the run saves step 2 again."""
 
     def save_checkpoint(partial: Path, storage_options: BackgroundSave | None = None) -> None:
         if storage_options is None:
@@ -204,7 +204,7 @@ def losses(shared) -> dict[int, float]:
 
 
 def start_ranks(number: int, shared: Path, killed: int) -> None:
-    """Runs in_processes on `number` ranks, until the rank `killed` is killed."""
+    """Starts `number` ranks, each of which runs `in_processes`, and waits until the rank `killed` is killed."""
     start_server()
     arguments = (number, str(shared), ranks_of_torchrun(number), killed)
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
@@ -214,7 +214,7 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
     """Resumes the run of four ranks, and kills the rank `killed` during a save.
 
-    If `number` is 4, the ranks first train the run that is then resumed.
+    If `number` is 4, this function first trains the run of four ranks.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])

@@ -27,7 +27,8 @@ class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
     tokens_in = tokens_packed + tokens_truncated + tokens_dropped. Only documents_held_out and tokens_held_out count
-    held-out documents. Both counts are None if unknown. documents_split is None if it depends on the epoch.
+    held-out documents. documents_held_out and tokens_held_out are None if unknown. documents_split is None if it
+    depends on the epoch.
     documents_long: the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len.
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
@@ -58,7 +59,7 @@ class PackingReport:
     @property
     def efficiency(self) -> float:
         """The fraction of positions in the rows that hold tokens. The other positions hold padding."""
-        # without min, the fraction could exceed 1, because the last label of a concatenation takes no position
+        # min is needed because the last token of a concatenation is only a label, and takes no position in a row
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:

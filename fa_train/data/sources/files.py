@@ -60,7 +60,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
     if not files:
         raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} contains no such file")
-    if base.is_dir():  # skip .csv files if there are other files, because they often only describe these files
+    if base.is_dir():  # a .csv file often only describes the other files of a folder, so skip it if there are others
         files = [p for p in files if p.suffix != ".csv"] or files
     return root, files
 
@@ -90,7 +90,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Sour
 
 
 def count_rows(path: Path) -> int | None:
-    """Returns the number of rows of a .parquet file. Returns None for any other file."""
+    """Returns the number of rows of a .parquet file, or None if `path` has another suffix."""
     if path.suffix != ".parquet":
         return None
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
@@ -117,7 +117,7 @@ def _lines(path: Path) -> Iterator[SourceRow]:
 
 
 def _object(value: Any, wanted: str, where: str) -> dict[str, Any] | ValueError:
-    """Returns `value`, or an error if it is not an object."""
+    """Returns `value` if `value` is a dict. Otherwise returns a ValueError, and does not raise it."""
     return value if isinstance(value, dict) else ValueError(f"{wanted}; {where} is a {type(value).__name__}")
 
 
@@ -160,7 +160,7 @@ def _csv(path: Path) -> Iterator[SourceRow]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Removes the keys whose value is null from all objects in a value of an Arrow table.
+    """Returns `value`, which comes from an Arrow table, without the null values in its objects.
 
     Arrow gives all objects in a column the same keys. If an object lacks a key of another row's object, Arrow adds this
     key with the value null. Nulls in the original data are removed too.

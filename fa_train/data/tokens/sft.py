@@ -2,9 +2,9 @@
 
 A chat is first rendered to text. The encoder then finds the answers, which are the assistant's messages. If the
 template has {% generation %} blocks, these blocks mark the answers. If the template has no {% generation %} blocks, the
-encoder also renders a shorter text, which contains only the messages before an answer. The whole text must begin with
-the shorter text. The answer starts directly after the shorter text, and ends with the answer's end token. The whole
-text is tokenised at once. The tokenizer's offsets then map characters to tokens.
+encoder also renders each answer's prompt from the messages before the answer. The text of the chat must begin with the
+text of the prompt. The answer starts directly after the prompt, and ends with the answer's end token.
+The text of the chat is tokenised at once. The tokenizer's offsets map characters of the text to tokens.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ class ChatEncoder:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
         elif trained_on != answers:  # a {% generation %} block does not say which message it belongs to
             begin = self._answer_span(template, chat, trained_on[0], text)[0]
-            # the {% generation %} block of an answer may start before the answer, for example at the role
+            # the {% generation %} block may also contain text before the answer, for example the role
             spans = [(start, stop) for start, stop in spans if stop > begin]
         return Rendered(text, spans)
 
@@ -115,7 +115,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered = self._render(template, bare, bare.messages).text
-            except ValueError:  # the template fails without `name`, so it does not omit `name`
+            except ValueError:  # the template uses this part of the chat, because rendering fails without it
                 continue
             if rendered == text:
                 raise ValueError(

@@ -40,10 +40,11 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
-    document is held out. In a small corpus, the hashes may select all documents or none. A small corpus of several
-    chats then holds out its last chat. Any other small corpus then holds out the last part of its longest document,
-    unless the last part would have fewer than SHORTEST_TAIL tokens. If `divided` is true, the user has named the
-    held-out documents, and the rules for small corpora do not apply.
+    document is held out. In a small corpus, the hashes may select all documents or none. If the hashes select all
+    or none of several chats, the last chat is held out. If the hashes select all or none of the documents of another
+    corpus, the last part of its longest document is held out. A last part of fewer than SHORTEST_TAIL tokens is not
+    held out. If `divided` is true, the user has named the held-out documents, and the rules for small corpora do not
+    apply.
     is_tail: whether the held-out document is the last part of a training document.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
@@ -186,7 +187,7 @@ class TokenizedCorpus:
     def documents(self, *, held_out: bool) -> Documents:
         """Returns the training documents, or the documents that are held out for validation.
 
-        Raises: ValueError if the user has named files for validation, and the documents to return have no token.
+        Raises: ValueError if the user has named files for validation, but the returned documents would have no tokens.
         """
         divided = isinstance(self.corpus, WithValidation)
         documents = Documents(self.path, held_out=held_out, vocab_size=self.vocab_size, divided=divided)

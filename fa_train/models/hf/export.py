@@ -276,7 +276,7 @@ def _data(config: Mapping[str, Any]) -> str:
 
 
 def _without_folder(name: str) -> str:
-    """Returns `name` if it is a hub name. Returns the last part of `name` if it is a path."""
+    """Returns `name` if it is a hub name, and otherwise the last part of the path `name`."""
     return name if is_hub_name(name) else Path(name).name
 
 

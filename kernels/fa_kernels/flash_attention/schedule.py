@@ -18,7 +18,7 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
 # Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each class uses.
-SHORT_DOCUMENT = 2**9  # below this bound, key_tiles is ascending, so that neighbouring tiles share queries in L2
+SHORT_DOCUMENT = 2**9  # for shorter documents, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12
 VERY_LONG_DOCUMENT = 2**16  # at this bound or above, Hopper's forward kernel processes only a few heads at a time
 
@@ -28,7 +28,7 @@ LengthClass = Literal["short", "medium", "long", "very_long"]
 class Schedule(NamedTuple):
     """The range that each token of a packed batch sees, and the order of tiles.
 
-    All tensors are int32, on the device of q, k and v. Token indices count over the whole batch.
+    All tensors are int32, on the device of q, k and v. Token indices are positions in the whole batch.
 
     Query i sees key j if and only if `key_start[i] <= j < key_end[i]`, which is equivalent to
     `query_start[j] <= i < query_end[j]`.
@@ -39,11 +39,11 @@ class Schedule(NamedTuple):
     query_start: Tensor  # (total_k,)
     query_end: Tensor  # (total_k,)
     query_tiles: Tensor  # (ceil(total_q / WORK_TILE),), tile indices; tiles of the longest document come first
-    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), like query_tiles, but ascending if documents are short
+    key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), sorted like query_tiles, or ascending if documents are short
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), sorted like query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
-    # crosses_documents is True if there are several documents, or if tokens may follow the last document. Kernels then
-    # isolate NaN, so that NaN in one document does not reach other documents.
+    # crosses_documents is True if there are several documents, or if tokens may follow the last document. If it is
+    # True, kernels isolate NaN, so that NaN in one document does not reach other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 
@@ -159,7 +159,7 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
     # Queries with the same first key form a group, like a document. The last query of a group sees the most keys.
-    # With a window, the first keys of most queries differ, so most groups have only one query.
+    # With a window, few queries have the same first key, so most groups of queries contain only one query.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start
@@ -273,15 +273,15 @@ def _ends(cu_seqlens: Tensor) -> Tensor:
 
 
 class _Paired(NamedTuple):
-    """Positions on the other side, for each token of the own side. Each field is (total,) int32."""
+    """The keys of each query's document, or the queries of each key's document. Each field is (total,) int32."""
 
-    start: Tensor  # where the token's document starts on the other side
-    end: Tensor  # where the token's document ends on the other side
-    aligned: Tensor  # the token on the other side that the token is aligned with
+    start: Tensor  # the index of the first key (or query) of the document
+    end: Tensor  # the index after the last key (or query) of the document
+    aligned: Tensor  # the index of the key (or query) that the token is aligned with
 
 
 def _paired(own: _Side, other: _Side) -> _Paired:
-    """Returns for each token of `own` where its document is on the `other` side, and its aligned token."""
+    """Returns the _Paired of the tokens in `own`, whose fields are indices of tokens in `other`."""
     start, end = other.starts[own.document], other.ends[own.document]
     return _Paired(start, end, own.token if own is other else own.token - own.ends[own.document] + end)
 

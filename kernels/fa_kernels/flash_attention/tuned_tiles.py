@@ -2,8 +2,8 @@
 
 The first launch reads the file that the environment variable FLASH_ATTENTION_TILES names. If FLASH_ATTENTION_TILES is
 not set, the first launch reads the installed file of the GPU, if there is one (`installed_file`). The tile sizes in the
-file replace those in tiles.py. A file for another GPU raises an error. If FLASH_ATTENTION_TILES is empty, no file is
-read.
+file replace those in tiles.py. If the file is for another GPU, the launch raises an error. If FLASH_ATTENTION_TILES is
+empty, no file is read.
 """
 
 import json

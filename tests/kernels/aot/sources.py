@@ -69,7 +69,7 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds `used` to `found`. The code at `place` refers to `used`. Objects of other packages are not added."""
+    """Adds `used`, which the code at `place` uses, to `found`. Skips objects of packages other than fa_kernels."""
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
             collect(used, found)
@@ -83,7 +83,7 @@ def parts_of(name):
     """Returns what determines the compiled code of a case, for example of `portable:sm90-128-128-fwd-2`.
 
     The result has three parts: the GPU, the compile options with the kernel's arguments, and a dictionary. The
-    dictionary maps places in the source to the code or the constants that are found at these places.
+    dictionary holds the code of each function and class, and the value of each constant, that the case uses.
     """
     module, _, case = name.partition(":")
     source, capability, options = import_module(f"tests.kernels.aot.{module}").case_source(*case.split("-"))

@@ -71,7 +71,7 @@ def test_functorch_transforms_are_refused(device):
 
 
 def test_forward_mode_gradients_are_refused(device):
-    """If the call raised no error, both the operator and the direct path would silently drop the tangent."""
+    """Without this error, both the operator and the direct path would silently drop the tangent."""
     q, k, v = torch.randn(3, 20, 2, 16, device=device)
     schedule = causal_schedule(None, 20, device)
     with pytest.raises(NotImplementedError, match="forward-mode"):

@@ -154,7 +154,7 @@ class Stored:
 
 
 def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, batch_idx: list[int] | None) -> Stored:
-    """Stores the contents in rows, or in pages in a random order. Rows that belong to no sequence hold NaN.
+    """Builds caches that hold `contents` in rows, or in pages in a random order. Rows without a sequence hold NaN.
 
     used: the number of tokens of each sequence. Unused entries of the block table are out of range.
     """
@@ -201,7 +201,7 @@ def assert_outputs(o: Tensor, lse: Tensor, exact: list[Tensor], same: list[Tenso
 
 
 def assert_caches(caches: list[Tensor], before: Stored, expected: list[list[Tensor]], fresh: list[slice]) -> None:
-    """Checks that the caches hold the new tokens of each sequence, and that no other element has changed a bit.
+    """Checks that the caches hold the new tokens of each sequence, and that all other elements are unchanged.
 
     fresh: the positions of the new tokens of each sequence.
     """

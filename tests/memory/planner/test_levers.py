@@ -210,7 +210,7 @@ def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
 
 
 def test_levers_with_dropout_are_those_that_lora_accepts():
-    """LoRA refuses dropout in a model whose levers recompute.
+    """LoRA refuses dropout in a model with memory levers that recompute activations.
 
     With dropout and float8, the restrictions of LoRA and those of float8 apply together.
     """
@@ -256,7 +256,7 @@ def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
 @pytest.mark.parametrize("total", [4096, 8192, 131_072, 786_432, 1_048_576])
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_the_plan_counts_all_rows_of_the_largest_buffer(context, total):
-    """If a stream is one document, the buffer of gathered keys has more rows than the document has keys."""
+    """The number of rows of the buffer of gathered keys is rounded up, so it can exceed the number of keys."""
     boundaries = np.array([0, total])
     dealt = deal(boundaries, total, context)
     rows = max(Counts(*traffic(dealt, boundaries, rank, None).counts).rows for rank in range(context))

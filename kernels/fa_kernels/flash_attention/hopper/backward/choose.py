@@ -2,7 +2,7 @@
 
 At head_dim 64, 96 and 128, most calls use one fused kernel with five matmuls (fused.py). The fused kernel computes dK
 and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, the additions to dQ have a fixed order
-(order.py). In other calls, the order of the additions varies from run to run.
+(order.py). In calls that are not deterministic, the order of the additions to dQ varies from run to run.
 
 At head_dim 256, and at head_dim 128 in fp16 with a soft cap, the fused kernel would need too many registers. Calls that
 cannot use the fused kernel use two kernels, with seven matmuls in total. The first kernel computes dK and dV (keys.py
@@ -67,7 +67,7 @@ def attention_backward(
     """
     is_wide = q.shape[-1] == wide.HEAD_DIM
     sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
-    # A separate tensor for delta is needed only for the gradient of sinks, the repair of NaN, and queries.py.
+    # Only the gradient of sinks, the repair of NaN and the kernel in queries.py read delta as a separate tensor.
     keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
     prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
     delta, dq_sum = prepared.delta, prepared.dq_sum

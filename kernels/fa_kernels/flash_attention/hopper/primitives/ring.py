@@ -28,7 +28,7 @@ class Ring:
     def wait_empty(self, place, phase):
         """Waits until a place can be filled. The first fill of a place does not wait.
 
-        `wait_full` for the same fill of the place gets the same `phase`.
+        phase: the same value as in the call of `wait_full` for this fill of the place.
         """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 
