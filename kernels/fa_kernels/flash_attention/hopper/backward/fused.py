@@ -17,8 +17,8 @@ finished. The first unfinished step never waits for another unfinished step, so 
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused, so a thread needs 26 registers in addition to its accumulators. At
-head_dim 128, the accumulators dK, dV, S and dP take 192 registers, so a thread of a consumer would need 218. If
-accumulators do not fit, ptxas serialises all matmuls (warning C7512). To save registers, the matmul dP starts only
+head_dim 128, the accumulators dK, dV, S and dP together take 192 registers, so a thread of a consumer would need 218.
+If accumulators do not fit, ptxas serialises all matmuls (warning C7512). To save registers, the matmul dP starts only
 after S has become P. A dQ tile takes 32 registers, so a thread of the dQ warpgroup needs at least 58.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
