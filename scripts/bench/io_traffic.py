@@ -18,8 +18,7 @@ In flash attention, each query tile reads its own rows once, and reads all keys 
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
 attention moves O(`N**2 * d**2 / M`) elements, where M is the number of elements that fast memory holds. The formulas
 for flash attention count all bytes that the multiprocessors load, although most of them come from the L2 cache. The
-column `least` shows the traffic if each tensor moves only once. The formulas use the tile sizes of the portable or the
-Hopper kernels.
+column `least` shows the traffic if each tensor moves only once. The formulas use the tile sizes of the kernels.
 """
 
 import argparse
