@@ -1,6 +1,7 @@
 """Tests that documented runs train. Resumed runs, runs with float8 and runs on several machines are left out.
 
-The tests use a tiny model, short rows and few steps. Runs on several GPUs have two ranks on the CPU.
+The tests use a tiny model, short rows and few steps. A documented run on several GPUs is tested with two ranks on the
+CPU.
 
 tests/test_docs.py checks that all other documented commands can be parsed.
 """
@@ -32,7 +33,7 @@ SMALL_MODEL = {
 
 
 def documented() -> list[str]:
-    """Returns the documented runs on one device that these tests can run, without `python` and with shell quotes.
+    """Returns the shell commands of the documented runs on one device that these tests can run, without `python`.
 
     A sweep is replaced by its first run.
     """
@@ -46,7 +47,7 @@ def documented() -> list[str]:
 
 
 def documented_on_several_devices() -> list[str]:
-    """Returns the documented runs on several devices of one machine, as the words after `python`, or of torchrun."""
+    """Returns the commands of the documented runs on several devices of one machine, without a leading `python`."""
     lines = [words for page in GUIDES for words in commands(page) if "train.py" in words]
     found = {shlex.join(words).removeprefix("python "): None for words in lines}
     return [line for line in found if "trainer.devices" in line and "num_nodes" not in line]
@@ -55,7 +56,7 @@ def documented_on_several_devices() -> list[str]:
 def shrunk(overrides: list[str]) -> list[str]:
     """Returns the overrides with short rows and one step. Without a checkpoint, the model is tiny.
 
-    A run with `epochs` keeps its number of steps. A run on several devices gets two.
+    A run with `epochs` keeps its number of steps. A run on several devices gets two devices.
     """
     given = dict(override.split("=", 1) for override in overrides)
     given |= {name: "2" for name in ("trainer.devices", "strategy.context") if name in given}

@@ -93,7 +93,7 @@ CHANGED = (
 def runs(tmp_path_factory) -> dict[str, Path]:
     """Returns a dictionary {optimizer: run}, to which `run_of` adds each run when it is first needed.
 
-    The key "" maps to the folder of these runs.
+    The entry for the key "" is the folder that contains the folders of all runs.
     """
     return {"": tmp_path_factory.mktemp("runs")}
 
@@ -155,7 +155,7 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(runs, tmp_path):
     ],
 )
 def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
-    """The error comes before anything is computed, and no half-loaded state is saved."""
+    """A run that resumes from the state of another optimizer raises an error, and saves no checkpoint."""
     whole = run_of(saved, runs)
     on_cpu = "trainer.accelerator=cpu"
     with pytest.raises(ValueError, match=rf"checkpoint of optimizer={given}; got one of optimizer={saved}$"):
@@ -164,7 +164,7 @@ def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
 
 
 def rmsprop(model: torch.nn.Module, *, lr: float, **others: Any) -> torch.optim.Optimizer:
-    """Returns an optimizer that a user has defined. The names of its states differ from those of AdamW."""
+    """Returns an optimizer that a user has defined. Its states have other names than AdamW's states."""
     return torch.optim.RMSprop(model.parameters(), lr=lr)
 
 
@@ -325,6 +325,6 @@ def test_two_ranks_go_on_although_a_parameter_has_no_state(two_ranks):
 
 @of_two_ranks
 def test_master_weights_of_two_ranks_train_as_on_one(two_ranks):
-    """The bf16 gradients of two ranks are added in another order."""
+    """With two ranks, bf16 gradients are added in another order than with one rank."""
     one, two = (column(two_ranks / name, "train/loss") for name in ("one", "fsdp-adamw_master"))
     assert two == pytest.approx(one, rel=5e-3)

@@ -34,7 +34,7 @@ def test_loss_falls_in_twenty_steps(attention, tmp_path, device):
 @pytest.mark.parametrize("given", [{}, {"TRITON_HOME": "/home"}, {"TRITON_CACHE_DIR": "/cache"}], ids=str)
 def test_kernels_stay_in_the_folder_that_triton_chooses(given, monkeypatch):
     for name in ("HYDRA_FULL_ERROR", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_HOME", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores what set_environment sets
+        monkeypatch.setenv(name, "")  # makes monkeypatch restore the variables that set_environment sets
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -196,10 +196,10 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 @pytest.mark.slow
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 def test_the_number_of_processes_may_change(tmp_path):
-    """A first run has nine steps and one process. Two processes resume the first run after step 3. One process resumes
-    the run of the two processes after step 5.
+    """The rows and the losses of both resumed runs are those of the first run.
 
-    The rows and the losses of both resumed runs are those of the first run.
+    The first run has nine steps and one process. The second run resumes the first run after step 3, with two processes.
+    The third run resumes the second run after step 5, with one process.
 
     The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches, so each of
     two processes computes 2 of them.

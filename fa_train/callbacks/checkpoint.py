@@ -52,7 +52,7 @@ class Checkpoint(CheckpointCallback):
     keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss. With
     keep_best, if a checkpoint and a validation are due at the same step, the checkpoint is saved after the validation.
-    If the validation fails in a run of several processes, this checkpoint is missing.
+    If a validation fails in a run of several processes, the checkpoint that waits for the validation is not saved.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With
     save_on_exception, a run of one process also saves a checkpoint after an error, unless the error occurred while the
     weights were updated.
@@ -132,7 +132,7 @@ class Checkpoint(CheckpointCallback):
         return trainer.global_step % self.every_n_train_steps == 0
 
     def _save_best(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: float) -> None:
-        lowest, self.best_model_score = self.best_model_score, loss  # before _save, which stores best_model_score
+        lowest, self.best_model_score = self.best_model_score, loss  # set first, because _save stores best_model_score
         if not self._save(trainer, pl_module):
             self.best_model_score = lowest
         elif self._save_in_flight is not None:
@@ -158,13 +158,13 @@ class Checkpoint(CheckpointCallback):
         # the same step. Diverged weights must not replace an older checkpoint.
         self._logs_times = False  # the callback Record has already closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
-        # An update of the weights increases global_step at its end. If global_step has not increased since the newest
-        # update started, this update failed. Some weights may then be new and others old.
+        # An update of the weights increases global_step at its end. If the newest update has not increased global_step,
+        # the newest update failed, and may have changed only some weights.
         half_updated = self._update_after == trainer.global_step
         alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)
         try:
-            if stopped or isinstance(exception, DivergedError):  # all ranks raise these two exceptions at the same step
+            if stopped or isinstance(exception, DivergedError):  # all ranks stopped at the same step
                 self._end_background(trainer)
             else:
                 self._finish_alone()
@@ -249,7 +249,7 @@ class Checkpoint(CheckpointCallback):
             self.saved.append(save.path)
 
     def _end_background(self, trainer: L.Trainer) -> None:
-        """Waits for a save in flight. Later saves do not run in the background."""
+        """Waits for a save in flight. After this call, no save runs in the background."""
         try:
             self._finish(trainer)
         finally:

@@ -180,7 +180,7 @@ def _liger_cross_entropy(
 
 
 def add_product(accumulated: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to `accumulated`, an fp32 tensor. a and b may have a lower precision."""
+    """Adds a @ b to `accumulated`, an fp32 tensor. a and b may be fp32, bf16 or fp16."""
     if a.is_cuda and a.dtype != torch.float32:
         # torch.addmm accumulates in fp32 and needs no temporary tensor
         torch.addmm(accumulated, a, b, out_dtype=torch.float32, out=accumulated)

@@ -12,12 +12,12 @@ row per token. q, k and v are views of one storage, so a `_State` holds a whole 
 torch.compile.
 
 A copy to the host starts after the compute stream has written the storage. With offload=true, the compute stream waits
-for the copies of block `i` before block `i + 2` starts. With offload=all, the compute stream waits before block `i +
-IN_FLIGHT + 1` starts. After the wait, the GPU memory of the copied storages is freed. The memory for a copy back to the
-GPU is allocated on the compute stream, which later waits for the copy. When autograd's graph is freed, host buffers
-return to a pool. All copies run in order on one stream, so a buffer is never overwritten before it has been read. The
-host never waits. Tensor.record_stream is not used, because it would delay the freeing of memory by a time that depends
-on the host.
+for the copies of block `i` before block `i + 2` starts. With offload=all, the compute stream waits for the copies of
+block `i` before block `i + IN_FLIGHT + 1` starts. When the compute stream has waited for the copies of a block, the GPU
+memory of the copied storages is freed. The memory for a copy back to the GPU is allocated on the compute stream, which
+later waits for the copy. When autograd's graph is freed, host buffers return to a pool. All copies run in order on one
+stream, so a buffer is never overwritten before it has been read. The host never waits. Tensor.record_stream is not
+used, because it would delay the freeing of memory by a time that depends on the host.
 """
 
 import weakref
@@ -205,7 +205,7 @@ class _Underway:
         self.blocks[-1].append((storage, copied))
 
     def let_go(self, keep: int = 0) -> None:
-        """For all but the newest `keep` blocks, makes the stream wait for the copies, and frees the storages."""
+        """Frees the storages of all but the newest `keep` blocks, after the stream has waited for their copies."""
         while len(self.blocks) > keep:
             for _, copied in self.blocks.popleft():
                 if copied is not None:

@@ -4,8 +4,8 @@ The bits of an fp32 master weight, read as int32, equal 2**16 * high + low. `hig
 as int16. `low` is a signed 16-bit number, which is called the low bits. Source: the split weights of arXiv:2005.04680.
 The bf16 weight is the master weight rounded to nearest, and ties are rounded away from zero.
 
-Before the first step, the low bits are pseudo-random. If all low bits were 0, many bf16 weights would stay the same in
-the first steps, and would then change in the same step.
+Before the first step, the low bits are pseudo-random. If all low bits started at 0, many bf16 weights would stay
+unchanged for several steps, and then all change in the same step.
 """
 
 import math
@@ -89,7 +89,7 @@ _compiled_update = torch.compile(_update, fullgraph=True)
 def _flat(x: Tensor) -> Tensor:
     """Reshapes x to a matrix of `COLUMNS` columns, or to a vector if that is not possible.
 
-    Parameters of many shapes then share a compiled update. The result shares the memory of x.
+    Because of the reshaping, one compiled update serves parameters of many shapes. The result shares the memory of x.
     """
     flat = x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
     return flat.data  # without `data`, torch.compile would compile again for views of x with other dimensions

@@ -30,7 +30,10 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
 
 
 def fresh_folder(wanted: str) -> str:
-    """Creates the folder `wanted` and returns its path. If `wanted` exists, tries `wanted`-1, `wanted`-2 and so on."""
+    """Creates the folder `wanted` and returns its path.
+
+    If the folder `wanted` exists, creates the first of `wanted-1`, `wanted-2` and so on that does not exist.
+    """
     folder, number = Path(wanted), 0
     while True:
         try:

@@ -78,7 +78,7 @@ def end_with_launcher() -> None:
 def _tasks_of_srun() -> int:
     """Returns the number of srun's tasks, or 1 in an interactive allocation.
 
-    In an interactive allocation, srun has not started this process.
+    In an interactive allocation, this process was started from a shell, and not by srun.
     """
     if os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive"):
         return 1

@@ -136,7 +136,7 @@ def _rotate(
 def _arguments(parts: Sequence[Tensor], cos: Tensor, sin: Tensor, n_rotated: int, y: Tensor) -> list[Any]:
     """Returns the kernel's arguments.
 
-    If `parts` has one tensor, the kernel gets this tensor three times, but reads the tensor only as q.
+    If `parts` has only one tensor, the kernel gets this tensor as q, k and v, but reads only q.
     """
     dense = [x if x.stride(2) == 1 else x.contiguous() for x in parts]
     q, k, v = dense if len(dense) == 3 else dense * 3

@@ -79,8 +79,8 @@ def _add_tile(
 ):  # fmt: skip
     """Adds count[i] rows of the added tensor to row i of the tile. Sums are fp32.
 
-    totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers to the index of
-    the first row to add. count, inside: [ROWS].
+    totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers, one per row of
+    the tile, each to the index of the first row to add. count, inside: [ROWS].
     """
     for first in tl.static_range(0, WIDTH, COLS):
         cols = first + tl.arange(0, COLS)
@@ -99,9 +99,9 @@ def copy_rows(
 ) -> None:
     """Copies rows: for each i and each pair of a source and a target, target[to_rows[i]] = source[from_rows[i]].
 
-    sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of a target's row must be contiguous.
-    from_rows, to_rows: (n,) int32, or None for the rows 0, 1, 2 and so on. If from_rows and to_rows are None, all rows
-    of the sources are copied.
+    sources, targets: one or two tensors each, (rows, heads, head_dim). The heads of each row of a target must be
+    contiguous. from_rows, to_rows: (n,) int32, or None for the rows 0, 1, 2 and so on. If from_rows and to_rows are
+    None, all rows of the sources are copied.
     Raises: ValueError if the heads of a target's row are not contiguous.
     """
     sources = [_with_contiguous_rows(source) for source in sources]
@@ -117,8 +117,8 @@ def copy_rows(
 def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor) -> None:
     """Adds rows of `added` to rows of `totals`, by index.
 
-    Row rows[i] of `totals` gets a sum: its old value plus the rows entries[offsets[i] : offsets[i + 1]] of `added`. The
-    sum is computed in fp32, in the order of the entries, and rounded once.
+    For each i, adds the rows entries[offsets[i] : offsets[i + 1]] of `added` to row rows[i] of `totals`. The sum is
+    computed in fp32, in the order of the entries, and rounded once.
     totals, added: one or two tensors each, (rows, heads, head_dim). The heads of each row of `totals` must be
     contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.
@@ -159,7 +159,7 @@ def _add_in_kernel(
 
 
 def _launch(kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-    """Launches a kernel, in less host time than Triton's own launch if all addresses are aligned."""
+    """Launches a kernel. If all addresses are aligned, the launch takes less host time than Triton's own launch."""
     if any(x.data_ptr() % ALIGNMENT for x in arguments if isinstance(x, Tensor)):
         kernel[grid](*arguments, **constants)
     else:
@@ -188,7 +188,7 @@ def _add_plainly(
 
 
 def _has_contiguous_rows(x: Tensor) -> bool:
-    """Returns whether the heads of a row are contiguous. `x[0].is_contiguous()` would take more host time."""
+    """Returns whether the heads of a row are contiguous, in less host time than `x[0].is_contiguous()`."""
     return x.stride()[1:] == (x.shape[2], 1)
 
 

@@ -34,7 +34,7 @@ from scripts.bench.training_case import measure as measure_ours
 
 GIB = 2**30
 VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; nano has 256 bytes and 3 special tokens
-REPLACEABLE = ("memory", "optimizer")  # an override can choose another option of these config groups
+REPLACEABLE = ("memory", "optimizer")  # config groups whose default options an override can replace
 Precision = Literal["bf16-mixed", "32-true"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -144,7 +144,7 @@ def options_of(case: StepCase) -> dict[str, str]:
 def configuration(case: StepCase) -> DictConfig:
     """Composes the model, attention, memory and optimizer config of the case.
 
-    An override can choose another option of the groups memory and optimizer.
+    An override can replace the default options of the config groups memory and optimizer.
     """
     groups = options_of(case)
     values = [override for override in case.overrides if override.partition("=")[0] not in REPLACEABLE]
@@ -208,9 +208,9 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions that run attention on random inputs.
+    """Returns two functions: one runs attention's forward pass without autograd, the other runs forward and backward.
 
-    The first function runs the forward pass without autograd. The second function runs forward and backward.
+    The inputs are random.
     """
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):

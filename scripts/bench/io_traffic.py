@@ -18,7 +18,7 @@ In flash attention, each query tile reads its own rows once, and reads all keys 
 forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
 attention moves O(`N**2 * d**2 / M`) elements, where M is the number of elements that fast memory holds. The formulas
 for flash attention count all bytes that the multiprocessors load, although most of them come from the L2 cache. The
-column `least` shows the traffic if each tensor moves only once. Tiles are those of the portable or the Hopper kernels.
+column `least` shows the traffic if each tensor moves only once. The formulas use the tile sizes of the kernels.
 """
 
 import argparse
@@ -59,8 +59,8 @@ ROW_RANGE = 8  # bytes for the start and the end of a row's visible range (two i
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # dense bf16 TFLOP/s, and memory bandwidth in TB/s, of an H200
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# {pass: (tensors that a key tile reads once, fp32 values that it reads per row of Q, outputs)}. The pass `dv` needs
-# neither V nor delta, because dV = P^T dO.
+# For each pass: the tensors that a key tile reads once, the fp32 values that a key tile reads for each row of Q, and
+# the outputs. The pass `dv` needs neither V nor delta, because dV = P^T dO.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
@@ -173,8 +173,8 @@ def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks:
     """Returns the bytes of a backward in which every pass recomputes the scores. One pass goes over query tiles, and
     the other passes go over key tiles.
 
-    key_blocks: {pass over key tiles: keys per tile}. query_blocks: (queries per tile, keys per block) of the pass over
-    query tiles.
+    key_blocks: the number of keys per tile, for each pass over key tiles. query_blocks: (queries per tile, keys per
+    block) of the pass over query tiles.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -255,8 +255,8 @@ def least_bytes(case: Case) -> int:
 def order_bytes(case: Case, arch: Arch) -> float:
     """Returns the theoretical lower bound of the traffic in bytes, without its constant factor.
 
-    The bound is `N**2 + N * d` elements for naive attention. For flash attention with M elements in shared memory, the
-    bound is `N**2 * d**2 / M` elements.
+    For naive attention, the lower bound is `N**2 + N * d` elements. For flash attention with M elements in shared
+    memory, the lower bound is `N**2 * d**2 / M` elements.
     """
     n, d = case.seqlen, case.head_dim
     elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)
@@ -292,7 +292,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 def prepared(case: Case) -> Callable[[], object]:
     """Returns a function that runs the pass of the case.
 
-    `prepared` itself creates the inputs and, for a backward pass, runs the forward pass.
+    Before `prepared` returns, it creates the inputs. For a backward pass, it also runs the forward pass.
     """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
@@ -320,7 +320,7 @@ def run_under_ncu(cases: list[Case]) -> None:
     """Runs each case once while ncu records, and ends each case with a separator kernel."""
     for case in cases:
         work = prepared(case)
-        work()  # this first call is not recorded, because it compiles kernels, and libraries choose kernels
+        work()  # not recorded, because the first call also compiles or selects kernels
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work()

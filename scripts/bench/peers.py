@@ -6,8 +6,9 @@ peers, and a third variant with our attention.
 The peer `hf` uses Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. In `hf`, torch chooses the SDPA kernel.
 
 In the peer `hf-compiled`, torch.compile compiles each decoder layer into one graph, and SDPA uses cuDNN. The compiled
-layers contain no Liger kernels, because Liger kernels would prevent fusions. Only the loss uses a Liger kernel, the
-fused linear cross entropy. If cuDNN cannot run, torch chooses the SDPA kernel, and the row's note gives the reason.
+layers contain no Liger kernels, because Liger kernels would prevent fusions. In `hf-compiled`, only the loss uses a
+Liger kernel: the fused linear cross entropy. If cuDNN cannot compute the model's attention, torch chooses the SDPA
+kernel, and a note on the results page gives the reason.
 
 The third variant, `hf-fa_train`, equals `hf`, except that our attention replaces SDPA.
 
@@ -40,7 +41,7 @@ from scripts.bench.variants import Variant
 
 
 class CannotRunError(Exception):
-    """Raised if a variant cannot be measured on this machine. The message gives the reason."""
+    """Raised if a variant cannot be measured on this machine. The error message says why not."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class Peer:
     """A model of transformers that is ready to train.
 
     loss: computes the mean loss over random tokens, in nats per label.
-    sdpa: returns a context manager that selects the SDPA kernel. Run forward and backward inside this context manager.
-    note: text for the results page. If the model is compiled, the text names the SDPA kernel. If Liger's kernels are
-    not used, the text gives the reason.
+    sdpa: returns a context manager that selects the SDPA kernel. Forward and backward must run inside the context
+    manager that `sdpa` returns.
+    note: text for the results page. For a compiled model, `note` names cuDNN's SDPA kernel, or says why SDPA does not
+    use cuDNN. If Liger's kernels are not used, `note` gives the reason.
     """
 
     model: nn.Module
@@ -232,7 +234,7 @@ class PlainLoRA(nn.Module):
 
 
 def measure(config: DictConfig, device: torch.device, peer: Peer, times: StepTimes) -> None:
-    """Trains the peer in a plain loop, without gradient clipping, and fills `times`."""
+    """Trains the peer without gradient clipping, and adds the duration and the loss of each step to `times`."""
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     if config.trainer.precision == "bf16-mixed":
         autocast = partial(torch.autocast, device.type, torch.bfloat16)
@@ -247,7 +249,7 @@ def time_steps(
     times: StepTimes,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Runs and times steps of a plain loop (forward, backward, optimizer), until `times` is complete."""
+    """Runs training steps (forward, backward, optimizer) and times them, until `times` has enough steps."""
     while not times.complete:
         start = time.perf_counter()
         with autocast():

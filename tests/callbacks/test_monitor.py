@@ -90,7 +90,7 @@ def test_logged_values_belong_to_the_logged_step(validates_every, tmp_path, caps
     [
         pytest.param([UNSAVED], [9, 17, 20], id="the-next-micro-batch"),
         pytest.param([UNSAVED, "trainer.val_check_interval=4"], [8, 16, 20], id="a-validation-reads-first"),
-        # at steps 8 and 10, the host waits a second time, because Checkpoint measures how long a save delays training
+        # at steps 8 and 10, the host also waits in Checkpoint, which measures how long a save delays training
         pytest.param(
             ["callbacks.checkpoint.every_n_train_steps=8"], [9, 16, 16, 20, 20], id="a-checkpoint-reads-first"
         ),

@@ -28,8 +28,8 @@ class Peak:
 def peak_growth() -> Iterator[Peak]:
     """Samples private memory every half millisecond, also while torch's operators work on large tensors.
 
-    Before the first sample, freed memory goes back to the system. Otherwise, allocations could reuse the freed memory,
-    and private memory would not grow.
+    Before the first sample, freed memory goes back to the system. If the process kept freed memory, allocations could
+    reuse it, and private memory would not grow.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

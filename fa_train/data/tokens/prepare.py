@@ -45,7 +45,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
     Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
-    disk is full, the finished shards are kept. After any other ValueError, all shards are deleted.
+    disk is full, the finished shards are kept. After a ValueError with another cause than a full disk, all shards are
+    deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):

@@ -74,8 +74,8 @@ def flash_attn_with_kvcache(
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
         rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If rotary_interleaved is
             False, column i is paired with column i + rotary_dim / 2.
-        alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
-            tokens between the key and the query's aligned key.
+        alibi_slopes: (n_heads,) or (batch, n_heads) float32. If a key is n tokens away from the query's aligned key,
+            slope * n is subtracted from the key's score.
         num_splits: the number of parts into which each sequence's keys are split. If num_splits is 0, the
             number is chosen automatically.
         return_softmax_lse: whether to return (o, lse).

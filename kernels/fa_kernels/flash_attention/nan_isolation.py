@@ -1,7 +1,7 @@
 """NaN isolation: NaN in one document must not reach the results of other documents.
 
 A kernel either isolates NaN while it computes (`isolate_nan`), or only marks rows whose results contain NaN.
-After a kernel that marks rows, portable/repair.py computes the tiles with marked rows again.
+If a kernel has marked rows, portable/repair.py computes the tiles of the marked rows again.
 """
 
 import torch
@@ -21,9 +21,10 @@ def isolate_nan(x):
     The vector is NaN for each row of x that contains inf or NaN, and 0 for the other rows.
 
     The next matmul multiplies a row of x by the weight 0 if a query does not see the row. Because 0 * NaN is NaN, NaN
-    would reach other documents without `isolate_nan`. The caller can add the returned vector to the weights of visible
-    rows, so that NaN still reaches the queries that see the row. `isolate_nan` doubles the instructions of a
-    masked loop, so kernels for one document are compiled without `isolate_nan`.
+    would reach other documents without `isolate_nan`. For each query, the caller can add the vector to the weights of
+    the rows that the query sees. The result of a query is then NaN if the query sees a row that contains inf or NaN.
+    `isolate_nan` doubles the instructions of a masked loop, so kernels for one document are compiled without
+    `isolate_nan`.
     """
     zeros = x * 0.0  # `zeros` is NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
@@ -55,6 +56,7 @@ def any_is_marked(marks_ptr, item, n_items, n_tiles, total, ROWS: tl.constexpr, 
 def new_marks(n_heads: int, total: int, device: torch.device) -> Tensor:
     """Returns uninitialised marks, (n_heads, ceil(total / 64)) int32.
 
-    A kernel writes one mark for every 64 rows of a head. A mark is 1 if one of its 64 rows has NaN, else 0.
+    A kernel writes one mark for every 64 rows of a head. A mark is 1 if one of its 64 rows contains NaN or infinity,
+    else 0.
     """
     return torch.empty(n_heads, ceil_div(total, ROWS_PER_MARK.value), dtype=torch.int32, device=device)

@@ -20,10 +20,10 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
     """Returns the tile and the head that a program processes.
 
     Consecutive programs process one tile for all heads of a section, then the next tile for the same heads, and so on.
-    After the last tile, the programs continue with the next section of heads. `section` is the number of heads in a
-    section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending order. One
-    tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel, which programs process from the last to
-    the first.
+    After the last tile, the programs continue with the next section of heads. The argument `section` is the number of
+    heads per section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending
+    order. One tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel, which programs process from
+    the last to the first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -78,11 +78,11 @@ def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int
 def fewest_kv_heads(total_k: int, total_q: int, crosses_documents: bool) -> int:
     """Returns the argument `fewest` of kv_heads_per_section for the fused backward.
 
-    With one KV head at a time, all running tiles of a document compete for the same rows of dQ. For packed documents,
-    sections of at least two KV heads are therefore faster (scripts/results/key_order_h100_202611.md). If the queries
-    are one rank's part of a long document, sections of one KV head are faster
-    (scripts/results/context_shares_h100_202611.md). In a part of a long document, many tiles of keys read the same
-    queries. With two KV heads, the rows of Q, dO and dQ that running tiles use probably do not fit in L2.
+    With one KV head at a time, all running tiles of a document compete for the same rows of dQ. Packed documents are
+    faster with sections of at least two KV heads (scripts/results/key_order_h100_202611.md). If the queries are one
+    rank's part of a long document, sections of one KV head are faster (scripts/results/context_shares_h100_202611.md).
+    Many tiles of keys read the queries of one rank. With sections of two KV heads, the rows of Q, dO and dQ that
+    running tiles use probably do not fit in L2.
     """
     is_part_of_document = 2 * total_k >= 3 * total_q
     return 2 if crosses_documents and not is_part_of_document else 1

@@ -76,7 +76,7 @@ def test_tokens_and_mask_are_those_of_apply_chat_template(tmp_path, template):
 
 
 def test_an_empty_list_of_tool_calls_means_no_calls(tmp_path):
-    """The encoder rejects a chat with tool calls if its template, like PLAIN, does not render them."""
+    """The template PLAIN does not render tool calls, so the encoder would reject a chat with tool calls."""
     question, answer = chat_message("user", "2 + 2?"), chat_message("assistant", "4.")
     row = {"messages": [question | {"tool_calls": []}, answer | {"tool_calls": []}]}
     chat_encoder = encoder(tmp_path, PLAIN)

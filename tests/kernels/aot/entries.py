@@ -16,8 +16,8 @@ from fa_kernels.flash_attention.tiles import _TILES, _TILES_OF_4_BYTES
 from tests.kernels.aot.portable import table_of
 from tests.kernels.aot.reports import RECORDED, ROOT, Reports, compile_in_processes, hashes_of
 
-GPUS = ("sm80", "sm89", "sm100", "sm120")  # without sm90, because an H100 runs the kernels of sm90 (make gpu-check)
-BATCH = 8 * (os.cpu_count() or 1)  # number of cases to compile before the record is written again
+GPUS = ("sm80", "sm89", "sm100", "sm120")  # sm90 is left out, because `make gpu-check` runs its kernels on an H100
+BATCH = 8 * (os.cpu_count() or 1)  # number of cases that are compiled between two writes of the record file
 
 
 def all_cases() -> list[str]:

@@ -33,7 +33,7 @@ def test_compiles_within_limits(core):
     assert BACKWARD_SPILLS.keys() >= CORE
     cases = [case for case in BACKWARD_SPILLS if (case in CORE) == core]
     for case, report in compile_all("tests.kernels.aot.hopper_backward", cases).items():
-        assert report["warnings"] == [], (case, report)  # for example C7512, if ptxas serialises matmuls
+        assert report["warnings"] == [], (case, report)  # for example, C7512 warns that ptxas serialises matmuls
         assert report["misplaced_descriptors"] == [], (case, report)
         assert report["tensor_core"] == "HGMMA", (case, report)
         assert report["shared"] <= SHARED, (case, report)
@@ -71,10 +71,7 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 
 def test_three_groups_share_all_registers():
-    """The first warp group gets all registers that the other warp groups do not use.
-
-    The first warp group needs as many registers as the second, because both compute.
-    """
+    """The other warps leave the first consumer as many registers as the second consumer has."""
     registers = fused.GROUP_REGISTERS
     of_four_warps = fused.REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128
@@ -103,7 +100,7 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires rows of a multiple of four elements
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
-    log2_lse[1, 5] = float("inf")  # lse of a row that sees no key: 2^(score - inf) is 0
+    log2_lse[1, 5] = float("inf")  # if a row sees no key, `prepare` writes inf, because 2^(score - inf) is 0
     assert rows[0, :, :total].equal(log2_lse) and rows[1, :, :total].equal(delta)
     assert (rows[0, :, total:] == float("inf")).all() and not rows[1, :, total:].any()
     torch.testing.assert_close(delta.double(), expected, atol=1e-4, rtol=1e-5)
@@ -138,7 +135,7 @@ def test_only_requested_buffers_are_prepared(device, sums, ordered):
 @pytest.mark.parametrize("head_dim", bwd.HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_dtype_width_and_features_choose_the_kernels(device, monkeypatch, dtype, head_dim, softcap, deterministic):
-    """A deterministic call sums dQ in a fixed order if its kernel adds partial sums to dQ."""
+    """In a deterministic call, a kernel that adds partial sums to dQ adds them in a fixed order."""
     monkeypatch.delenv(backend.VARIABLE, raising=False)
     launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)

@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python -m tests.kernels.support.without_private_names    # on any machine.
 
 The script imports torch and triton, and then forks one process for each private name. A forked process removes one
-private name from torch and imports fa_kernels. The forked process then restores the name, because torch itself needs
-the name, and compares both passes with the reference.
+private name from torch and imports fa_kernels. After the import, the forked process restores the name, because torch
+itself needs the name. The forked process then compares the forward and the backward of attention with the reference.
 """
 
 import os
@@ -34,7 +34,7 @@ NAMES = (
 
 
 def check(path):
-    """Raises an error if attention cannot be imported or gives wrong results without the name torch.`path`."""
+    """Imports attention while torch lacks the name `path`. Raises an error if the import fails or results are wrong."""
     owner = torch
     *parents, name = path.split(".")
     for parent in parents:

@@ -28,7 +28,7 @@ MEMORIES = [
 
 
 def lora(**changes: Any) -> LoRA:
-    """Returns the settings of an adapter of rank 4 on all linear layers, with changes."""
+    """Returns the settings of an adapter: rank 4 on all linear layers, unless `changes` replaces a setting."""
     settings: dict[str, Any] = {
         "r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "target_modules": "all-linear", "use_rslora": False,
         "quantization": None, "path": None,

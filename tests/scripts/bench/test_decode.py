@@ -1,6 +1,6 @@
 """Tests scripts/bench/decode.py: its candidates compute the same result, and its arguments and report are right.
 
-Timing itself would need a GPU.
+The tests do not time the candidates, because timing needs a GPU.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """The phases of the decoding kernel (decode.py), in the order in which a program runs them.
 
-A program first locates its tile of rows and its split of the keys. It then loads the queries, visits the keys in a
-loop, and stores the outputs.
+A program first locates its tile of rows and its split of the keys. The program then loads the queries, visits the keys
+in a loop, and stores the outputs.
 """
 
 import triton
@@ -153,8 +153,8 @@ def span_of_split(
     whole_end = tl.minimum(first_aligned + right + 1, keys.end) // BLOCK_N * BLOCK_N
     whole_end = tl.maximum(tl.minimum(whole_end, end), whole_start)
 
-    # Loop bounds are int64. If they were int32, the compiler would have to widen the loop counters, and ptxas would
-    # serialise wgmma (warning C7515).
+    # With int32 loop bounds, the compiler would have to widen the loop counters, and ptxas would serialise wgmma
+    # (warning C7515).
     start, whole_start = start.to(tl.int64), whole_start.to(tl.int64)
     whole_end, end = whole_end.to(tl.int64), end.to(tl.int64)
     return Span(start, whole_start, whole_end, end)

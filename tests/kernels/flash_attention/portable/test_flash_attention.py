@@ -1,7 +1,7 @@
 """Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU.
 
-By default, the interpreter runs only half of the cases of packed documents, and few features without a mask. With
-DOCUMENT_CASES=all, the interpreter runs all cases.
+By default, the interpreter skips half of the cases of packed documents, and some cases of features in full attention.
+With DOCUMENT_CASES=all, the interpreter runs all cases.
 """
 
 import math

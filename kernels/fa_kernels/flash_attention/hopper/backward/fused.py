@@ -10,16 +10,16 @@ varies, unless order.py fixes it. The producer warp loads K, V, Q, dO, lse and d
 
 The kernel cannot deadlock. Steps are numbered over all items of a program. dS of step j waits for Q and dO of step j,
 and for dQ of step `j - DS_STAGES`. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
-waits until dS of step j is written and earlier dQ tiles have left their buffers. The loads of step j wait until the
-consumers have finished step `j - STAGES`. K and V of item i use the buffers in which dK and dV of item i - 2 were
-written. The loads of K and V wait until TMA has read dK and dV of item i - 2. `STAGES` is at least 2, so Q of step
-j + 1 can be loaded before step j is finished. The first unfinished step can therefore always continue.
+waits for dS of step j. dQ of step j also waits until TMA has read earlier dQ tiles from shared memory. The loads of
+step j wait until the consumers have finished step `j - STAGES`. The loads of K and V of item i wait until TMA has read
+dK and dV of item i - 2 from the same buffers. `STAGES` is at least 2, so Q of step j + 1 can be loaded before step j is
+finished. The first unfinished step never waits for another unfinished step, so it can always continue.
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
-and above, and leaves the last two registers unused. At head_dim 128, the accumulators dK, dV, S and dP together would
-need 24 + 192 + 2 = 218 registers. If accumulators do not fit, ptxas serialises all matmuls (warning C7512). The matmul
-dP therefore starts only after S has become P. The dQ warpgroup needs at least 24 + 32 + 2 = 58 registers for its dQ
-tile.
+and above, and leaves the last two registers unused, so a thread needs 26 registers in addition to its accumulators. At
+head_dim 128, the accumulators dK, dV, S and dP together take 192 registers, so a thread of a consumer would need 218.
+If accumulators do not fit, ptxas serialises all matmuls (warning C7512). To save registers, the matmul dP starts only
+after S has become P. A dQ tile takes 32 registers, so a thread of the dQ warpgroup needs at least 58.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """

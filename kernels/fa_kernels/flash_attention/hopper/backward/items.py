@@ -3,7 +3,7 @@
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
 item's keys, in each query head that shares the KV head. A step of an item is one block of queries of one head. By
 default, steps visit all blocks of one head, and then all blocks of the next head. With `BACKWARDS` (order.py), steps
-visit the last block of all heads, then the preceding block of all heads, and so on.
+visit the blocks from the last to the first, and visit all heads for each block.
 
 A program processes one item, or draws items from a queue (queue.py). fused.py uses everything in this file; keys.py and
 wide.py use parts of it.

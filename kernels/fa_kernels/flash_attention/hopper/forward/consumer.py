@@ -54,8 +54,8 @@ class Queries:
 class Running:
     """The state of a consumer between two blocks of keys: maxima and sums of its rows, o, and P of the previous block.
 
-    P V of the previous block is not yet added to o. Two values of P are packed into 32 bits, because the compiler would
-    use a whole register for each bf16 value.
+    `o` does not yet include P V of the previous block. Two values of P are packed into 32 bits, because the compiler
+    would use a whole register for each bf16 value.
     """
 
     row_max: gl.tensor
@@ -68,7 +68,7 @@ class Running:
 def _pass_over(block, rings):
     """Waits for a block of K and V that this consumer does not visit, and releases the block.
 
-    Without the wait, this consumer could release a place in the ring before the block is loaded into the place.
+    If this consumer did not wait, it could release the place of a block in the ring before the block is loaded.
     """
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     stage, phase = place_of(block, STAGES)
@@ -144,7 +144,7 @@ def _visit_first(
 ):  # fmt: skip
     """Processes the first block of keys that this consumer visits.
 
-    The first block has no previous block, so this function adds no P V to o. The consumer visits the blocks from
+    This function adds nothing to o, because there is no P V of an earlier block. The consumer visits the blocks from
     `begin` to `stop - 1`.
     """
     k, q = work.rings.k, queries.q

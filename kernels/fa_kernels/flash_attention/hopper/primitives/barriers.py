@@ -2,7 +2,8 @@
 
 A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
 can give the mbarrier's memory to another buffer. Without mbarrier.inval, PTX does not allow other uses of an mbarrier's
-memory. If several processes take turns on a GPU, the old mbarrier can reappear in 8 bytes of the new buffer.
+memory. If several processes take turns on a GPU, 8 bytes of the other buffer can change to the old value of the
+mbarrier.
 """
 
 from triton._C.libtriton import ir
@@ -55,8 +56,8 @@ def hand_back(empty):
 
     The mbarrier must expect `WARPGROUP` arrivals from each warpgroup that reads the buffer.
     Each thread arrives on its own, with cp.async's arrive instruction. With mbarrier.arrive, one thread would arrive
-    for the whole warpgroup, and would have to wait for the slowest warp. Earlier stores of a thread may become visible
-    after its arrival, so hand_back cannot replace `hand_over`. Call hand_back only when all reads of the buffer are
+    for the whole warpgroup, and would have to wait for the slowest warp. hand_back does not make a thread's stores
+    visible to other threads, so it cannot replace `hand_over`. Call hand_back only when all reads of the buffer are
     finished. Matmuls and TMA operations that read the buffer must be complete, and values that were loaded from the
     buffer must have been used.
     """

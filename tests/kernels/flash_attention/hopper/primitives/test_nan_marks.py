@@ -71,7 +71,7 @@ def test_forward_marks_exactly_the_rows_with_nan(head_dim, out_dtype, nan_in, ma
     (q, k, v, _), schedule = problem(head_dim, nan_in)
     for tiles in tiles_of(head_dim):
         if out_dtype == torch.float32 and tiles.stages > WIDE_O_STAGES:
-            continue  # an fp32 output does not fit in shared memory with this number of stages
+            continue  # with more stages than WIDE_O_STAGES, an fp32 output does not fit in shared memory
         o, _ = fwd.run_forward(q, k, v, schedule, Features(head_dim**-0.5, 0.0, None, ()), out_dtype, tiles)
         assert torch.equal(marks.pop(), not_finite(o))
         assert o.isfinite().all() == (nan_in == "nothing")

@@ -27,7 +27,8 @@ DYNAMIC = [
 def run(one):
     """Runs a call and returns those outputs that are bitwise equal in every run: o and lse, or the gradients.
 
-    dq is returned only for deterministic calls. In other calls, the bits of dq depend on the order of the additions.
+    dq is returned only for deterministic calls. If a call is not deterministic, the bits of dq depend on the order of
+    the additions.
     """
     if len(one) == 6:
         return fwd.attention_forward(*one)
@@ -36,7 +37,7 @@ def run(one):
 
 
 def problems(head_dim):
-    """Yields a pair of forward calls, then pairs of backward calls if the backward kernel adds partial sums to dQ."""
+    """Yields a pair of forward calls. If the fused backward supports head_dim, also yields pairs of backward calls."""
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
     if config_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
