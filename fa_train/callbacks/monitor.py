@@ -107,7 +107,7 @@ class Monitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._window_start is None:  # not set in on_train_start, where Sample may use the device
+        if self._window_start is None:  # not set in on_train_start, where the callback Sample may use the device
             self._window_start = Timestamp(pl_module.device)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)

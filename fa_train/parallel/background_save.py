@@ -30,7 +30,7 @@ class BackgroundSave:
     """Copies a checkpoint to host memory and writes the copy in a thread. Writes one checkpoint at a time.
 
     All ranks must create their BackgroundSave at the same time. The memory of the copies is kept for the next
-    checkpoint. The thread communicates in the process group `writers`.
+    checkpoint. The writing thread communicates in the process group `writers`.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -49,8 +49,8 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# {host range: part}. A kernel that is launched within one of these ranges belongs to the range's part. The part of a
-# copy, or of a kernel for communication, depends only on its name.
+# {host range: part}. A kernel that is launched within a host range belongs to the range's part. The part of a copy, or
+# of a kernel for communication, depends only on its name.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,

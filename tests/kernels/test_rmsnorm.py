@@ -33,7 +33,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 def implementation(request, device, monkeypatch):
     """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
-    On the CPU, add_rms_norm uses torch's implementation, unless this fixture replaces it by the kernels.
+    On the CPU, add_rms_norm uses torch's implementation, unless this fixture substitutes the kernels.
     """
     # pretend that the device has one multiprocessor, so that each program has several rows
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)

@@ -17,7 +17,7 @@ from fa_train.private_names import private
 Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".csv", ".parquet")
 HELD_OUT_IN_1000 = 20  # held-out documents per thousand
-TRAINING, VALIDATION = "data.path:", "data.val_path:"  # WithValidation puts these before document keys
+TRAINING, VALIDATION = "data.path:", "data.val_path:"  # WithValidation puts these prefixes before document keys
 
 
 @runtime_checkable  # fa_train.settings calls isinstance(value, Corpus)

@@ -2,7 +2,7 @@
 
 For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
 therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A reference
-below the row's maximum makes the exponentials larger. The result stays as accurate unless an exponential overflows,
+below the row's maximum makes the exponentials larger. The result is equally accurate unless an exponential overflows,
 because fp32 and bf16 have the same relative precision at 2^15 and at 1. Each row therefore uses the maximum of its
 first block in later blocks too, and does not wait for the maxima of later blocks. If a thread's sum of exponentials
 exceeds 2^15, the thread's warp raises the references of the affected rows, and computes the exponentials of the block
