@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def has_gpu() -> bool:
-    """Returns whether the installed torch can use a GPU. A CPU build of torch cannot.
+    """Returns whether the installed torch can use a GPU. The result is False for a CPU build of torch.
 
     The result equals torch.cuda.is_available(). GPUs that CUDA_VISIBLE_DEVICES hides do not count. Like
     torch.cuda.is_available(), has_gpu() initialises CUDA in this process.

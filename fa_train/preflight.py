@@ -23,7 +23,7 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
 
 
 def require_tokenizer(model: GPT, source: str, data: Mapping[str, Any]) -> None:
-    """Checks that a pretrained model gets bytes as tokens only if its vocabulary has the size of the byte tokenizer's.
+    """Refuses bytes as tokens if a pretrained model's vocabulary does not have the byte tokenizer's size.
 
     source: the name of the chosen option of conf/data. data: the node `data` of the config.
     Raises: ValueError if the tokens are bytes, and the vocabulary of the checkpoint differs in size from that of the
@@ -80,8 +80,8 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
 def gradient_buckets(strategy: Mapping[str, Any], devices: int) -> Buckets:
     """Returns how DDP stores gradients in a run, or "none" if the run does not use DDP.
 
-    strategy: the node `strategy` of the config. strategy=auto, whose node has the key `accelerator`, uses DDP if there
-    are several devices.
+    strategy: the node `strategy` of the config. Only the node of strategy=auto has the key `accelerator`. strategy=auto
+    uses DDP if there are several devices.
     devices: the number of devices on all machines.
     """
     if early_checks.is_fsdp(strategy) or ("accelerator" in strategy and devices == 1):

@@ -59,7 +59,7 @@ class GracefulInterrupt(Callback):
         self._agree()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Ends this rank if another rank has ended. Otherwise the GPU would wait forever for the ended rank."""
+        """Ends this rank if another rank has ended, because this rank's GPU would wait forever for the other rank."""
         if trainer.world_size > 1 and kind_of(exception) == "lost connection":
             for logger in trainer.loggers:
                 logger.finalize("failed")

@@ -37,7 +37,7 @@ class Reading:
     """The measurements for one log. The device may still be computing `values`."""
 
     step: int
-    steps: int  # the number of steps since the last reading
+    steps: int  # the number of optimizer steps since the previous Reading, or since training started
     lr: float
     memory: dict[str, float]
     values: Tensor  # five numbers from LitGPT, (5,) fp64 in host memory; wait for `end` before reading them
@@ -107,7 +107,7 @@ class Monitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._window_start is None:  # set here, because Sample may use the device in on_train_start
+        if self._window_start is None:  # not set in on_train_start, where the callback Sample may use the device
             self._window_start = Timestamp(pl_module.device)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
@@ -183,9 +183,10 @@ class Monitor(Callback):
             )
 
     def _of_ranks(self, reading: Reading, seconds: float, together: bool) -> dict[str, float]:
-        """Returns the metrics that each rank measures itself. If `together` is true, compares all ranks.
+        """Returns the metrics that each rank measures itself.
 
         seconds: the time of a step.
+        together: with several ranks, whether to return means and maxima over the ranks.
         """
         own = {
             "perf/step_ms": 1e3 * seconds,
@@ -234,8 +235,8 @@ class Monitor(Callback):
         """Continues the count of tokens. Prints a warning if batch_size has changed.
 
         Also reads the checkpoint's learning rate, which on_train_start compares with that of this run.
-        A checkpoint of an older version stores neither `tokens` nor batch_size. The number of tokens is then computed
-        from the checkpoint's step and this run's tokens per step.
+        A checkpoint of an older version stores neither `tokens` nor batch_size. If `tokens` is missing, the number of
+        tokens is computed from the checkpoint's step and this run's tokens per step.
         """
         step = self._resumed_step = checkpoint["global_step"]
         self._resumed_tokens = checkpoint.get(TOKENS, step * self.tokens_per_step)

@@ -1,4 +1,4 @@
-"""Measures when a device reaches points in its work. The host does not wait while a point is recorded."""
+"""Measures when a device reaches points in its work. Creating a Timestamp does not make the host wait."""
 
 import time
 
@@ -8,7 +8,7 @@ import torch
 class Timestamp:
     """The point at which a device has finished all work that the host launched before this object was created.
 
-    A GPU records the time at which it has finished the work. On a CPU, the time is that of the object's creation.
+    On a GPU, a CUDA event records the time of the Timestamp. On a CPU, the time is that of the object's creation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,10 @@ class Timestamp:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Timestamp") -> float:
-        """Returns the seconds from `earlier` to this point. The same device must have reached both points."""
+        """Returns the seconds from the Timestamp `earlier` to this Timestamp.
+
+        Both Timestamps must have the same device, and the device must have reached both.
+        """
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         return earlier._event.elapsed_time(self._event) / 1e3

@@ -10,9 +10,9 @@ Falcon, do not use fa_train. fa_train supports GQA, sliding windows, soft caps, 
 position_ids or cu_seqlens, and generation with a dynamic or static cache.
 
 Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only where `key_mask` and
-`packed_rows` copy values from the GPU. All layers with the same window share the values of one copy per forward pass.
-Compiled code copies no values. Under torch.inference_mode, however, each layer copies the same values from the GPU
-again. Use torch.no_grad instead of torch.inference_mode to avoid the additional copies.
+`packed_rows` copy values from the GPU to the host. In a forward pass, one copy serves all layers with the same window.
+Under torch.inference_mode, each layer makes its own copy, which torch.no_grad avoids. Code that torch.compile has
+compiled copies no values from the GPU to the host.
 """
 
 import os

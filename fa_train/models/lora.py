@@ -201,7 +201,7 @@ class LoRALinear(nn.Linear):
     def merged(self) -> nn.Linear:
         """Returns an nn.Linear with the adapters added to its weight.
 
-        The sum is computed in fp32, or in fp64 for fp64 weights.
+        The weight and the adapters are added in fp32, or in fp64 for fp64 weights.
         """
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         weight = self.dense_weight().detach()
@@ -266,7 +266,7 @@ def init_adapters(model: GPT) -> None:
 def adapters_of(model: GPT) -> Adapters | None:
     """Returns the sizes of a model's adapters for the memory planner, or None for a model without adapters.
 
-    If blocks differ, each size per block is the maximum over all blocks.
+    For each size per block, the result has the maximum over all blocks.
     """
     sizes, quantized, has_dropout = [], False, False
     found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [sum of ranks, elements]}
@@ -373,7 +373,7 @@ def load_adapter(model: GPT, folder: Path) -> None:
 
 
 # Fields of adapter_config.json: those in `READ` are used, those in `IRRELEVANT` can have any value, and those in
-# `REQUIRED` must have one of the listed values. All other fields must be unset.
+# `REQUIRED` must have one of the listed values. A field outside `READ`, `IRRELEVANT` and `REQUIRED` must be unset.
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
@@ -389,7 +389,10 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """Returns `own` with the `READ` fields set from adapter_config.json. Raises: ValueError on an unsupported field."""
+    """Returns a copy of `own` with the `READ` fields of adapter_config.json in `folder`.
+
+    Raises: ValueError on an unsupported field.
+    """
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise ValueError(f"adapter.path must be a folder with {ADAPTER_CONFIG}; got {folder}")
@@ -413,17 +416,18 @@ def _settings(folder: Path, own: LoRA) -> LoRA:
 
 
 def _hash_random_base(model: GPT) -> None:
-    """Hashes the random base weights.
+    """Hashes the weights of a base model that was not loaded from a checkpoint.
 
-    The weights are drawn again, because the parameters may be rounded to bf16, or hold only this rank's rows.
+    The function draws the random weights again, because the model's parameters may be rounded to bf16, or hold only
+    this rank's rows.
     """
     model.random_base_hash = hash_weights(model.drawn_weights())
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:
-    """Lists the checkpoint's matrices that each linear layer of the blocks holds.
+    """Returns {module name: {name of a checkpoint's matrix: rows of the matrix in the module's weight}}.
 
-    Returns {module name: {Hugging Face name: place}}.
+    The result contains all linear layers of the blocks. A linear layer can join several matrices of a checkpoint.
     """
     modules = dict(model.named_modules())
     linears: dict[str, dict[str, Place]] = {}

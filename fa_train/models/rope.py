@@ -32,13 +32,16 @@ class RopeScaling(ABC):
     def frequencies(self, theta: float, head_dim: int, position_ids: Tensor, last: Tensor | None = None) -> Tensor:
         """Returns the changed frequencies in fp64: (head_dim / 2,), or (total, head_dim / 2) with one row per token.
 
-        position_ids: (total,). last: the last position in each token's document, (total,). If `last` is None, it is
-        found in position_ids, which must then hold whole documents.
+        position_ids: (total,). last: the last position in each token's document, (total,). If `last` is None, `last` is
+        computed from position_ids. In that case, position_ids must contain all positions of each document.
         """
 
     @property
     def magnitude(self) -> float:
-        """The factor that cos and sin are multiplied by. Attention scores are multiplied by magnitude ** 2."""
+        """The factor that cos and sin are multiplied by.
+
+        `magnitude` scales both q and k, so attention scores are multiplied by magnitude ** 2.
+        """
         return 1.0
 
 

@@ -69,15 +69,15 @@ class CompiledStep:
     state: Any
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    # torch.amp.GradScaler and fa_train.lit_gpt.scale_or_skip check _step_supports_amp_scaling before they set
-    # grad_scale and found_inf
+    # torch.amp.GradScaler and fa_train.lit_gpt.scale_or_skip set grad_scale and found_inf only if
+    # _step_supports_amp_scaling is true
     _step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Updates the weights, as `torch.optim.Optimizer.step` does."""
         loss = run(closure)
-        with _without_compile_limit():  # there may be one compiled function for each shape of a parameter
+        with _without_compile_limit():  # torch may compile a separate function for each parameter shape
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"], dtype=torch.float32)
                 for parameter in group["params"]:

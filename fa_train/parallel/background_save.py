@@ -30,8 +30,7 @@ class BackgroundSave:
     """Copies a checkpoint to host memory and writes the copy in a thread. Writes one checkpoint at a time.
 
     All ranks must create their BackgroundSave at the same time. The memory of the copies is kept for the next
-    checkpoint.
-    `writers` is a process group for the thread.
+    checkpoint. The writing thread communicates in the process group `writers`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,7 +45,10 @@ class BackgroundSave:
         self.seconds = 0.0  # how long this rank took to write the last checkpoint
 
     def start(self, state: Any, write: Callable[[Any], None], partial: Path) -> None:
-        """Copies `state` and returns. The thread then calls write(copy), and on rank 0 renames `partial`."""
+        """Copies `state`, starts the thread and returns.
+
+        The thread calls write(copy). On rank 0, the thread then renames `partial` to its final name.
+        """
         assert self._thread is None, "the last checkpoint must be finished first"
         self._error = None
         arguments = (self._copies.of(state), write, partial)
@@ -55,9 +57,10 @@ class BackgroundSave:
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns whether the saves of all ranks were finished at the ranks' previous calls of this method.
+        """Returns True if every rank had finished its save before the rank's previous call of this method.
 
-        All ranks must call this method the same number of times.
+        During a save, the first call of this method returns False. All ranks must call this method the same number of
+        times.
         """
         if self._asked is not None:
             self._asked.wait()
@@ -185,7 +188,10 @@ class HostCopies:
 
 
 def pinnable_like(x: Tensor) -> Tensor:
-    """Returns host memory for a copy of x, on pages that no other tensor uses. The strides are those of empty_like."""
+    """Returns host memory for a copy of x, on pages that no other tensor uses.
+
+    The result has the strides of torch.empty_like(x).
+    """
     like = torch.empty_like(x, device="meta")
     return own_pages(like.nbytes).view(x.dtype).as_strided(like.shape, like.stride())
 

@@ -124,7 +124,7 @@ def case_of(cfg: DictConfig) -> StepCase:
 
 
 def explanation(case: StepCase) -> str:
-    """Returns a text about the minimum memory of naive attention. On a GPU, the call creates a CUDA context."""
+    """Returns a text about the minimum memory of naive attention. If case.device is "cuda", creates a CUDA context."""
     return step_formula(case).explain(f"a training step of {case.model}", capacity(case.device))
 
 

@@ -46,7 +46,7 @@ def require_overrides(parser: argparse.ArgumentParser, overrides: Sequence[str],
 
 
 def overrides_first(arguments: Sequence[str]) -> list[str]:
-    """Moves Hydra's overrides to the front.
+    """Returns the arguments with Hydra's overrides before all other arguments.
 
     Otherwise, an option with several values would also take the overrides after it as values.
     """

@@ -19,7 +19,7 @@ class Result:
     """The medians of one case over its repetitions.
 
     ms: the milliseconds of each part.
-    ranks_ms: the milliseconds of each rank in the part `alone`, in which ranks do not wait for each other.
+    ranks_ms: the milliseconds of each rank in the part `alone`, which has no communication.
     received: the fraction of the other ranks' keys that a rank receives, for the rank with the largest fraction.
     flops: the FLOPs of a forward pass on all ranks together.
     """
@@ -36,8 +36,8 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     """Returns the lines of the results table.
 
     TFLOP/s are per GPU. In a forward pass, each visible (query, key) pair counts 4 * head_dim FLOPs per query head. A
-    backward pass has `BACKWARD` times as many FLOPs as a forward pass. The time of the backward pass is the time of
-    `shared` minus that of `forward`.
+    backward pass has `BACKWARD` times as many FLOPs as a forward pass. The time of the backward pass is the time of the
+    part `shared` (both passes) minus the time of the part `forward`.
     """
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
@@ -46,7 +46,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     ]
     for result in results:
         one, shared, forward, alone, moved = (result.ms[part] for part in PARTS)
-        tera = result.flops / ranks / 1e9  # `tera` / milliseconds is TFLOP/s per GPU
+        tera = result.flops / ranks / 1e9  # `tera` divided by a time in milliseconds gives TFLOP/s per GPU
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "

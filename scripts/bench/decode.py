@@ -180,7 +180,7 @@ def main() -> None:
         results[case] = measure(case, args.rep)
         torch.cuda.empty_cache()  # frees the memory of the CUDA streams that captured this case
         print(markdown({case: results[case]}, {}).splitlines()[-1], flush=True)
-        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # kept if the run is interrupted
+        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # an interrupted run keeps this file
     print(f"results: {out}.md")
 
 

@@ -22,7 +22,7 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # copies and communication do not count while a kernel computes
+ASIDE = (COPIES, COMMUNICATION)  # time counts for these parts only while no kernel computes
 # Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
 # match wins.
 NAMES = tuple(
@@ -49,8 +49,8 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# A kernel that is launched within one of these host ranges belongs to the range's part. Copies and communication are
-# exceptions: their names determine their part.
+# {host range: part}. A kernel that is launched within a host range belongs to the range's part. The part of a copy, or
+# of a kernel for communication, depends only on its name.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
@@ -91,7 +91,7 @@ class Ranges:
         return cls(dict(by_thread))
 
     def at(self, thread: int, moment: float) -> Interval | None:
-        """Returns the range in which the thread was at this time, or None."""
+        """Returns the range of host thread `thread` that contains the time `moment`, or None."""
         ranges = self.by_thread.get(thread, [])
         before = bisect_right(ranges, moment, key=lambda interval: interval.start)
         return ranges[before - 1] if before and moment < ranges[before - 1].end else None
@@ -177,8 +177,8 @@ def step_of(events: Sequence[Event]) -> Step:
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A kernel and its launch have the same correlation id. A kernel belongs to the operator that ran in the launch's
-    # host thread at the time of the launch.
+    # A kernel and its launch have the same correlation id. A kernel belongs to the operator during which the host
+    # thread launched the kernel.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

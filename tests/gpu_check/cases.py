@@ -48,8 +48,8 @@ def portable_cases(device: torch.device) -> Iterator[Case]:
     """Yields a case for each tile size of each pass, dtype and width.
 
     The tile sizes that `device` uses run once with one document, once with several documents, and once with unaligned
-    rows, which need different load instructions. Tile sizes of other GPUs run only once, either with one document or
-    with several, in turn.
+    rows, which need different load instructions. Tile sizes of other GPUs run only once, alternately with one
+    document and with several documents.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES

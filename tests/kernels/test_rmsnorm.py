@@ -33,7 +33,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 def implementation(request, device, monkeypatch):
     """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
-    On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
+    On the CPU, add_rms_norm uses torch's implementation, unless this fixture substitutes the kernels.
     """
     # pretend that the device has one multiprocessor, so that each program has several rows
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
@@ -77,7 +77,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
     expected_dtypes = (dtypes[0], dtypes[2], dtypes[0], dtypes[1], torch.float32)
     for ours, exact, dtype in zip(results(*arguments, keep_sum), exactly(*arguments), expected_dtypes, strict=True):
         assert ours.dtype == dtype
-        # results are sums of fp32 elements, and are then rounded once
+        # each result is a sum in fp32, which is rounded once to the result's dtype
         tolerance = 4 * torch.finfo(torch.float32).eps + torch.finfo(dtype).eps
         torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=8 * tolerance)
 

@@ -54,7 +54,7 @@ def test_a_torch_that_cannot_say_who_watches_is_taken_to_be_watched(device, monk
 def test_a_function_is_applied_with_its_layer_for_transforms(missing, device, monkeypatch):
     """If torch lacks a private name that the direct call needs, attention uses `Function.apply`.
 
-    `Function.apply` unwraps the tensors of a transform that has ended.
+    A functorch transform that has ended can leave a wrapper around a tensor. `Function.apply` removes the wrapper.
     """
     if missing == "apply":
         # the bases of _FunctionBase have no method `apply`

@@ -120,7 +120,7 @@ def test_all_ranks_end_within_a_minute_and_the_reason_is_the_last_line(name, fai
 
 
 def processes_in(folder) -> list[str]:
-    """Lists the processes whose working directory is `folder`. Waits up to 10 seconds for these processes to end."""
+    """Lists the processes with the working directory `folder` that have not ended within 10 seconds."""
     for _ in range(100):
         living = []
         for process in os.scandir("/proc"):

@@ -17,7 +17,7 @@ from fa_train.private_names import private
 Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".csv", ".parquet")
 HELD_OUT_IN_1000 = 20  # held-out documents per thousand
-TRAINING, VALIDATION = "data.path:", "data.val_path:"  # prefixes of the document keys of WithValidation
+TRAINING, VALIDATION = "data.path:", "data.val_path:"  # WithValidation puts these prefixes before document keys
 
 
 @runtime_checkable  # fa_train.settings calls isinstance(value, Corpus)
@@ -250,8 +250,9 @@ def require_column(column: str, columns: Iterable[str], where: str) -> None:
 def require_text(value: object, name: str, where: str) -> str:
     """Returns `value`, or an empty text if `value` is null or only white space. An empty document gets no tokens.
 
-    Raises: ValueError if `value` is neither a text nor null. name, where: the kind of `value` and its place, for the
-    error message.
+    name: the kind of `value`, for example "a document", for the error message.
+    where: the file or row that contains `value`, for the error message.
+    Raises: ValueError if `value` is neither a text nor null.
     """
     if not isinstance(value, str | None):
         raise ValueError(f"{name} must hold text; {where} holds a {type(value).__name__}")

@@ -44,8 +44,9 @@ def fits(prediction: Prediction, gpu_bytes: int, host_bytes: int) -> bool:
 def combinations(plan: Plan) -> list[Levers]:
     """Returns the combinations of levers that the run supports.
 
-    With float8, fa_train.models.float8.require_float8_model refuses the other combinations. With lora_dropout above 0,
-    LoRA (fa_train.models.lora) refuses levers that recompute, because recomputing would draw other random numbers.
+    With float8, fa_train.models.float8.require_float8_model refuses levers with an mlp_chunk or offload="all".
+    With lora_dropout above 0, LoRA (fa_train.models.lora) refuses levers that recompute, because recomputing would draw
+    other random numbers.
     """
     adapters, supported = plan.run.adapters, COMBINATIONS
     if plan.run.float8:
@@ -176,7 +177,8 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
     """Returns changes of head_groups, optimizer and precision that save memory, the cheapest first.
 
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is empty.
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change
+    leaves the run unchanged.
     adamw_master and adamw_bf16 cannot train adapters, which stay in fp32.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.early_checks.require_shardable).
     """
@@ -203,7 +205,10 @@ def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
 
 
 def _change(run: RunSize, optimizer: OptimizerKind, precision: Precision) -> tuple[list[str], dict[str, Any]]:
-    """Returns one change of `_changes`. The overrides name only what differs from the run."""
+    """Returns the change to `optimizer` and `precision`, in the form that `_changes` describes.
+
+    A setting gets an override only if its value differs from the value in `run`.
+    """
     overrides = [f"optimizer={optimizer}"] if optimizer != run.optimizer else []
     overrides += [f"trainer.precision={precision}"] if precision != run.precision else []
     return overrides, {"optimizer": optimizer, "precision": precision}

@@ -107,8 +107,8 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # Building a schedule, ALiBi or fp8 scales starts work on the GPU, so arguments are checked first. If nothing
-    # has to be built, the check in backend.py comes before all work on the GPU.
+    # Calls that build a schedule, or use ALiBi or fp8, start work on the GPU below, so arguments are checked here.
+    # In all other calls, backend.py checks the arguments before any work on the GPU.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)
     alibi = []
@@ -164,8 +164,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
         max_seqlen_k: an upper bound of the keys per document. If max_seqlen_k is an int of at least 4096, kernels are
             chosen for documents of max_seqlen_k keys. A max_seqlen_k that is far too large may therefore make
-            attention slower. If max_seqlen_k is below 4096 or a tensor, and in compiled code, kernels are chosen for
-            the mean length of documents.
+            attention slower. Kernels are chosen for the mean length of documents if max_seqlen_k is below 4096, if
+            max_seqlen_k is a tensor, or if the code is compiled.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
             Entries of block_table for pages after a document's last key are ignored. flash_attn_varlen_func copies the
@@ -202,8 +202,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k, because torch would compile again for each length class. torch 2.11 would
-        # even compile again for each value of max_seqlen_k.
+        # Compiled code ignores max_seqlen_k. If compiled code used max_seqlen_k, torch would compile again for each
+        # length class, and torch 2.11 would compile again for each value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )

@@ -9,9 +9,9 @@ def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
     """Returns start, whole_start, whole_end and end, in ascending order, for the rows from `first` to `last`.
 
     The rows see only columns from start to end - 1. Every row sees every column from whole_start to whole_end - 1.
-    whole_end - whole_start is a multiple of `BLOCK`. Only blocks before whole_start, or from whole_end on, need a
-    mask. The start and the end of a row's range never decrease from one row to the next. The ranges of the first and
-    the last row therefore determine the result.
+    whole_end - whole_start is a multiple of `BLOCK`. Blocks between whole_start and whole_end need no mask. The start
+    and the end of a row's range never decrease from one row to the next, so the ranges of the rows `first` and `last`
+    determine the result.
     """
     start, last_start = tl.load(start_ptr + first), tl.load(start_ptr + last)
     first_end, end = tl.load(end_ptr + first), tl.load(end_ptr + last)

@@ -7,7 +7,7 @@ a descriptor to a register that has been overwritten with an address or with ano
 this error reads the wrong shared memory or ends with an illegal access.
 
 The error occurred on an H100 in attention kernels that split the head columns into two blocks and load rows through
-registers. ptxas 12.9 compiles the same PTX correctly.
+registers. ptxas 12.9 compiles the PTX of the affected kernels correctly.
 """
 
 import re

@@ -27,7 +27,8 @@ Reports = dict[str, dict[str, Any]]
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
     """Returns the reports of `module` in the order of the cases.
 
-    A recorded or cached report is used if the source of its kernel has not changed. All other cases are compiled.
+    A recorded or cached report is used if the source of its kernel has not changed. Cases without a usable
+    report are compiled.
     """
     fresh = fresh_reports(module)
     files = {case: cache_file(module, case) for case in cases if case not in fresh}
@@ -45,7 +46,7 @@ def cache_file(module: str, case: str) -> Path:
 def compile_in_processes(module: str, cases: Sequence[str]) -> Reports:
     """Compiles the cases in new processes, with Triton's interpreter off.
 
-    The workers of pytest-xdist share the CPU cores. Each worker starts one process for each core of its share.
+    With n workers of pytest-xdist, each worker starts at most (number of CPU cores) / n processes, but at least one.
     """
     if not cases:
         return {}

@@ -68,7 +68,8 @@ def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     """Returns the lengths of the documents' queries and of the documents' keys.
 
     `pair` has the numbers of queries and keys of one document. If `layout` contains "varlen", empty, short and random
-    documents are added. Without "varlen", a document of at most 1000 queries occurs twice.
+    documents are added. Without "varlen", a pair of at most 1000 queries gives two equal documents,
+    and a longer pair gives one document.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)

@@ -38,7 +38,7 @@ def require_equal(*documents, keys_in_order=False, gradients=True):
 
 @contextmanager
 def small_blocks():
-    """Makes blocks so small that a few tokens need several programs, which compare tiles in several steps."""
+    """Reduces block sizes, so that a few tokens need several programs, and each program compares tiles in steps."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (schedules, "WORK_TILE", 4),

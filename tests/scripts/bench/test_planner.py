@@ -19,7 +19,7 @@ from tests.memory.support.plans import recorded
 
 @pytest.mark.slow
 def test_two_configurations_in_one_process(tmp_path, monkeypatch, updates):
-    """Each configuration takes two steps of its micro-batches, and frees its weights."""
+    """Each configuration trains for two steps of `micro_batches` micro-batches, and then frees its weights."""
     batches = []
     step = LitGPT.training_step
     monkeypatch.setattr(LitGPT, "training_step", lambda *given: batches.append(len(given[1]["tokens"])) or step(*given))

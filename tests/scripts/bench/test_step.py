@@ -52,10 +52,7 @@ ROWS = [
 
 
 def peer_in_this_process(case, timeout):
-    """Replaces run_apart, which would start a new process for each case.
-
-    The case of the peer runs in this process, and our case in a forked process.
-    """
+    """Replaces run_apart: measures a case of the variant `hf` in this process, and any other case with run_apart."""
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 

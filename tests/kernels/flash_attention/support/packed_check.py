@@ -46,7 +46,7 @@ def check(q, k, v, do, dlse, cu_q, cu_k, sinks=None, **features):
         grads = torch.autograd.grad((o, lse), inputs, (do.to(o.dtype), torch.where(seen, dlse, 0.0).to(lse.dtype)))
         assert all(torch.isfinite(g).all() for g in grads), name
         results[name] = [o, torch.where(seen, lse, -1e4), *grads]
-    # do · v and delta are sums of head_dim fp32 products. If the products of a sum cancel, the sum consists only of its
+    # do · v and delta are sums of head_dim fp32 products. If positive and negative products cancel, the sum is mostly
     # rounding error.
     floor = torch.finfo(torch.float32).eps * v.shape[-1] * max(x.detach().abs().max().item() for x in (q, k, v, do))
     names = ("o", "lse", "dq", "dk", "dv", "dsinks")[: len(results["ours"])]

@@ -47,7 +47,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
     """Computes dQ of each step of an item, and adds dQ to the sum in global memory.
 
     item_index: the number of items that this program has already processed.
-    done: the number of steps of all earlier items of this program.
+    done: the number of steps in the items that this program has already processed.
     Returns `done` plus the number of steps of this item. dq_order: the mbarriers of order.py, or None if the order of
     additions may vary.
     """
@@ -98,7 +98,7 @@ def _add_columns(
     step, m, head, desc, buffers, ds, ds_tile, stage, k, n_heads, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BEFORE: gl.constexpr, IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """Adds dQ of one step for one column block, in tiles of `ROWS` queries and at most 64 columns.
+    """Adds one column block of a step's dQ to the sum, in tiles of `ROWS` queries and at most 64 columns.
 
     BEFORE: how many columns of the head come before this block. IS_LAST: whether this is the head's last column block.
     dS is released after the last matmul of the last block.

@@ -1,16 +1,17 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
 For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
-therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A smaller
-reference gives the same result if no exponential overflows, because fp32 and bf16 have the same relative precision at
-2^15 and at 1. Each row therefore uses the maximum of its first block in later blocks too, and does not wait for the
-maxima of later blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp raises the references of the
-affected rows, and computes the exponentials of the block again. Probabilities therefore never exceed 2^15, which fp16
-can represent. In bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
+therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A reference
+below the row's maximum makes the exponentials larger. The result is equally accurate unless an exponential overflows,
+because fp32 and bf16 have the same relative precision at 2^15 and at 1. Each row therefore uses the maximum of its
+first block in later blocks too, and does not wait for the maxima of later blocks. If a thread's sum of exponentials
+exceeds 2^15, the thread's warp raises the references of the affected rows, and computes the exponentials of the block
+again. Probabilities therefore never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o,
+because torch rounds P to bf16 too.
 
-In the code, row_max is the reference of a row. By default, scores and probabilities are both in registers until the sum
-of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max before exponentials are computed.
-`MAX_FIRST` needs fewer registers than the default, but more instructions.
+In the code, row_max is the value that softmax subtracts from the scores of a row. By default, scores and probabilities
+are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max
+before exponentials are computed. `MAX_FIRST` needs fewer registers than the default, but more instructions.
 
 Maxima and sums have the layout `registers.PER_ROW`. The sum of a row is stored as eight partial sums, so that the
 threads that hold elements of a row do not wait for each other.
@@ -35,7 +36,7 @@ from fa_kernels.flash_attention.structure import structure
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max is updated only for larger rises (log2 units)
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max ignores rises of at most this many log2 units
 
 
 @structure
@@ -56,7 +57,7 @@ class Exponentials:
 def scale_to_log2(softmax_scale, HAS_SOFTCAP: gl.constexpr):
     """Returns the factor that converts scores to log2 units.
 
-    With a soft cap, the factor is 1, because scores are already in log2 units after `cap`.
+    With a soft cap, the returned factor is 1, because `cap` returns scores in log2 units.
     """
     scale = softmax_scale * LOG2_E
     if HAS_SOFTCAP:
@@ -108,7 +109,7 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
 
 @gluon.jit
 def operand(pairs, dtype: gl.constexpr, o):
-    """Returns p as the first operand of the matmul P V, in registers. `o` is the accumulator of the matmul."""
+    """Returns p as the first operand of the matmul P V, in registers. `o` is the accumulator of P V."""
     OUT: gl.constexpr = o.type.layout
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], (gl.int16, gl.int16), True, 1)
     p = gl.reshape(gl.join(low, high), [pairs.shape[0], pairs.shape[1] * 2]).to(dtype, bitcast=True)
