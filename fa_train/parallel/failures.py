@@ -30,7 +30,7 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """If an exception leaves the `with` block, writes the reason and ends the rank at once.
 
     After Ctrl-C, rank 0 prints one line. Python's usual exit could wait in NCCL for the other ranks.
-    mistakes: the types of errors that are reported in one line, without a traceback.
+    mistakes: the types of errors that are reported in one line, by default without a traceback.
     """
     try:
         yield

@@ -78,8 +78,8 @@ class Sharded:
     def buffer_in_backward(self, left: int) -> int:
         """Returns the bytes of the averaging buffer while `left` blocks have not finished their backward.
 
-        With reduce_once and several micro-batches, the result is 0. The buffer then replaces gradients of equal size,
-        which `whole_gradients` already counts.
+        With reduce_once and several micro-batches, the result is 0, because `whole_gradients` already counts these
+        bytes: the buffer replaces gradients of equal size.
         """
         before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged first
         elements = before if left == self.n_layers else self.trained_block

@@ -20,7 +20,7 @@ FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_pt
 
 
 def case_source(arch, head_dim, n_rows, cache):
-    """Returns (source, capability, options) of one case: the kernel's source, the GPU and the compile options."""
+    """Returns (source, capability, options) of one case. The capability is the GPU's compute capability."""
     head_dim, n_rows, paged = int(head_dim), int(n_rows), cache == "paged"
     table = table_of(arch)
     tiles = decode_tiles(table, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[table])

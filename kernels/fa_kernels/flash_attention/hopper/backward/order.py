@@ -40,7 +40,7 @@ _PLACES = gl.constexpr(2)  # the maximum number of `added` signals that `raise_s
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES], one per place in the ring of dS: the step may add to dQ in memory
+    due: gl.shared_memory_descriptor  # [DS_STAGES] (one per place in the ring of dS): the step may add to dQ in memory
     added: gl.shared_memory_descriptor  # [_PLACES]: dQ in memory includes the step's part (place = step % _PLACES)
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
@@ -126,7 +126,7 @@ def raise_semaphores(
 def _wait_for(semaphore, number):
     """Waits until a semaphore is at least `number`.
 
-    After the wait, dQ in memory includes the parts of all tiles up to `number`, for the block of the semaphore.
+    When the function returns, dQ of the semaphore's block includes the parts of all tiles up to `number`.
 
     One warp calls this function.
     """

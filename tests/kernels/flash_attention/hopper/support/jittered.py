@@ -164,8 +164,8 @@ def calls():
 def outcomes(run, arguments, name):
     """Makes `RUNS` calls, and yields (hashes, first head of dq) for each call.
 
-    The hashes are those of the outputs that have the same bits in every run. If dq is one of these outputs, or if the
-    call returns no dq, the call yields (hashes, None).
+    The hashes are those of the outputs that have the same bits in every run. The first head of dq is replaced by None
+    if the call returns no dq, or if dq has the same bits in every run.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))
