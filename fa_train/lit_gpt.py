@@ -97,7 +97,7 @@ class LitGPT(L.LightningModule):
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        # all ranks that share a stream count all of its documents, so each rank adds only its fraction of the sum
+        # with context parallelism, several ranks count the same documents, so each rank adds only a fraction of the sum
         squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
@@ -127,8 +127,8 @@ class LitGPT(L.LightningModule):
         norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and strategy.replicas > 1:
-            # Replicas may sum in different orders and get slightly different norms. Without the broadcast, the weights
-            # of replicas would then differ.
+            # Replicas may sum in different orders and get slightly different norms. The broadcast keeps the weights of
+            # all replicas equal.
             dist.broadcast(norm, src=0)
         self.step_grad_norm = norm * scale
         if gradient_clip_val:
@@ -170,7 +170,7 @@ class LitGPT(L.LightningModule):
     ) -> None:
         """Updates the weights and then frees the gradients.
 
-        Lightning would keep the gradients during the next forward pass.
+        Without this method, Lightning would keep the gradients during the next forward pass.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad(set_to_none=True)

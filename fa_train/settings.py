@@ -54,8 +54,8 @@ class Node:
 class Root(TypedDict):
     """The keys at the root of the config, in the order in which they are checked.
 
-    Some nodes contain a copy of another node. The copied node is checked before the node that contains the copy. The
-    error for a wrong value then names the key that the user has set, and not the key in the copy.
+    Some nodes contain a copy of another node. The original node is checked before the copy, so that the error for a
+    wrong value names the key that the user has set, and not the key in the copy.
     """
 
     seq_len: PositiveInt
@@ -86,7 +86,7 @@ class Root(TypedDict):
     lit_gpt: Node
 
 
-# The config groups that must have exactly one option. Hydra would merge several options into one node.
+# The config groups that must have exactly one option. If a user chose two, Hydra would merge them into one node.
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
@@ -174,7 +174,7 @@ def check(config: Mapping[str, Any]) -> None:
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields each key of a config with its value and its type hint.
 
-    Yields the keys inside a node instead of the key of the node.
+    For a node, yields the keys inside the node, and not the key of the node itself.
     Raises: ValueError if a key is unknown or a required key is missing.
     """
     return _entries_of_node("", config, _keys_of_typed_dict(Root))
@@ -193,8 +193,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown key.
 
     If options of the key's config group have the key, the message names these options. If no option has the key, the
-    message suggests the key that OTHER_NAMES has for this name, or the most similar key in `known`. If there is no
-    similar key, the message lists the keys of the node.
+    message suggests another key. The suggestion comes from OTHER_NAMES, or is the most similar key in `known`. If there
+    is no similar key, the message lists the keys of the node.
     """
     if found := options_with(key):
         return f"unknown key {key}; it is a key of {', '.join(found)}"
@@ -277,17 +277,18 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 def _hidden_error(target: Any) -> ImportError | None:
     """Returns the ImportError of an import inside the target's module, or None if there is no such error.
 
-    For example, the module may need a package that is not installed. For a module inside a package,
-    pkgutil.resolve_name hides the ImportError.
+    For example, the target's module may import a package that is not installed. If the target's module is inside a
+    package, pkgutil.resolve_name hides the ImportError.
     """
     try:
         importlib.import_module(str(target).rpartition(".")[0])
     except ModuleNotFoundError as error:
-        is_own = error.name is None or f"{target}.".startswith(f"{error.name}.")  # the target itself is missing
+        # whether the missing module is the target's module, or a package that contains the target's module
+        is_own = error.name is None or f"{target}.".startswith(f"{error.name}.")
         return None if is_own else error
     except ImportError as error:
         return error
-    except (TypeError, ValueError):  # the target is not a text, or not a name with dots
+    except (TypeError, ValueError):  # the target is not a name with dots, such as package.module.name
         return None
     return None
 
@@ -313,7 +314,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # The class itself passes the positional arguments to `other`, so a config may omit them.
+        # A config may omit the positional parameters of `other`, because the class itself sets these parameters.
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}

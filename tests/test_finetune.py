@@ -226,7 +226,7 @@ def test_bytes_are_refused_if_the_checkpoint_has_another_vocabulary(tmp_path):
 
     build(of_bytes)
     build(base, f"data.tokenizer={base}")
-    build(base, "model.vocab_size=400")  # the override confirms the size of the checkpoint's vocabulary
+    build(base, "model.vocab_size=400")  # an override is allowed if it equals the size in the checkpoint
     for data, got in (("text", "data.tokenizer=null"), ("stdlib", "data=stdlib")):
         message = (
             f"data.tokenizer must be the tokenizer of {base}, whose vocabulary has 400 tokens; got {got}, which uses"

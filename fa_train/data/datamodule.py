@@ -203,8 +203,8 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Returns a line for each setting of `state_dict` that differs from the setting in the checkpoint.
 
-        If all settings are equal, returns lines about numbers of rows that differ. If the numbers of rows are equal
-        too, returns lines about the sources of a mixture.
+        If all settings are equal, returns a line for each number of rows that differs. If the numbers of rows are also
+        equal, returns a line for each source of a mixture that differs.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))
@@ -219,12 +219,14 @@ class PackedDataModule(L.LightningDataModule):
         progress = self._running_trainer().fit_loop.epoch_loop.batch_progress
         state = progress.state_dict()
         for counts in (state["current"], state["total"]):
-            ending = counts["processed"] - counts["completed"]  # 1 if the checkpoint was saved at the end of a step
+            # 1 if the checkpoint was saved at the end of a step, and otherwise 0
+            ending = counts["processed"] - counts["completed"]
             counts.update(ready=done, started=done, processed=done, completed=done - ending)
         progress.load_state_dict(state)
 
     def val_dataloader(self) -> TimedLoader | list[TimedLoader]:
-        rows = PackedRows(self, held_out=True, shuffle=True)  # shuffled, as best_fit puts the longest documents first
+        # the rows are shuffled, because packing=best_fit puts the longest documents into the first rows
+        rows = PackedRows(self, held_out=True, shuffle=True)
         if rows.counted and rows.counted < rows.per_epoch:
             self._running_trainer().print(f"validation: {rows.counted:,} of {rows.per_epoch:,} rows (data.val_rows)")
         if not rows.counted:
@@ -280,7 +282,7 @@ class SharedHeapLoader(TimedLoader):
     """A TimedLoader whose forked workers keep sharing the memory of the training process.
 
     A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
-    visits. Without this class, one full garbage collection would therefore copy most Python objects in each process.
+    visits. Without this class, one full garbage collection would copy most Python objects in each process.
     After `gc.freeze`, the garbage collector ignores all objects that existed when the workers were forked. Call
     `gc.unfreeze` when the run ends.
     """
@@ -289,7 +291,7 @@ class SharedHeapLoader(TimedLoader):
 
     def __iter__(self) -> Any:
         if self.num_workers and not self._has_workers:
-            gc.collect()  # otherwise gc.freeze would keep garbage until the end of the run
+            gc.collect()  # without gc.collect, gc.freeze would keep existing garbage until the end of the run
             gc.freeze()
             self._has_workers = self.persistent_workers
         return super().__iter__()
@@ -298,8 +300,8 @@ class SharedHeapLoader(TimedLoader):
 def leave_signals_to_the_run(worker_id: int) -> None:
     """Makes a data worker ignore Ctrl-C, SIGUSR1 and SLURM's SIGTERM, which reach every process of a run.
 
-    A run of several ranks may process more micro-batches after a signal, before it saves a checkpoint. The data workers
-    must still provide these micro-batches. A SIGTERM from the parent process still ends a data worker.
+    After a signal, data workers must still provide micro-batches, because a run of several ranks may process more
+    micro-batches before it saves a checkpoint. A SIGTERM from the parent process still ends a data worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

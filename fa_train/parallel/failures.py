@@ -2,9 +2,8 @@
 
 The launcher is torchrun or train.py. The environment variable TORCHELASTIC_ERROR_FILE holds the path of an error file.
 A failing rank writes the reason to the error file, and the launcher shows the reason. The launcher ends all ranks as
-soon as one fails. On several nodes, each launcher sees only the ranks of its node. A failing rank therefore also sends
-the reason to all other ranks. Ranks that lose their connection to the failing rank report the failing
-rank's reason.
+soon as one fails. A failing rank also sends the reason to all other ranks, because on several nodes each launcher sees
+only the ranks of its own node. Ranks that lose their connection to the failing rank report the failing rank's reason.
 """
 
 import json
@@ -31,7 +30,7 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """If an exception leaves the `with` block, writes the reason and ends the rank at once.
 
     After Ctrl-C, rank 0 prints one line. Python's usual exit could wait in NCCL for the other ranks.
-    mistakes: the types of errors that are explained in one line.
+    mistakes: the types of errors that are reported in one line, by default without a traceback.
     """
     try:
         yield
@@ -81,7 +80,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     elif SHOW_TRACEBACK or not has_message:
         traceback.print_exception(error)
     elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
-        # in all other cases, the launcher prints the error
+        # if this condition is false, the launcher prints the error
         print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,9 +1,9 @@
 """Starts the ranks of a run on one machine, forwards signals to them, and reports why a run fails.
 
-This launcher uses the processes, the store and the error files of torchrun (torch.distributed.elastic), so a rank runs
-in the same way under torchrun and under this launcher. After a signal, torchrun's agent would kill a rank that needs
-over 30 seconds to save a checkpoint. This launcher therefore forwards signals itself and waits. The store is in the
-launcher's process, so it outlives every rank.
+A rank runs in the same way under torchrun and under this launcher, because both start processes with
+torch.distributed.elastic. After a signal, torchrun's agent would kill a rank that needs over 30 seconds to save a
+checkpoint. This launcher forwards signals itself, and then waits for the ranks without a time limit. The store is in
+the launcher's process, so it outlives every rank.
 """
 
 import json

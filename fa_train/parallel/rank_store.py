@@ -18,7 +18,7 @@ from torch.distributed import DistError, DistStoreError, TCPStore
 PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for the store of rank 0, which may start later
 GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
 CONSEQUENCE = timedelta(seconds=1)  # after a lost connection, a rank waits at most this long for a reason to report
-_ASKED: Counter[str] = Counter()  # the number of times that each question was asked, which is equal on all ranks
+_ASKED: Counter[str] = Counter()  # the number of calls of decided_through_store for each question
 
 
 def launched_ranks() -> ClusterEnvironment | None:
@@ -45,7 +45,7 @@ def _store() -> TCPStore:
         is_master=ranks.global_rank() == 0 and not of_agent,
         timeout=PATIENCE,
         wait_for_workers=False,
-        multi_tenant=True,  # the process group's store will use the same address
+        multi_tenant=True,  # the process group will open a second store at the same address
     )
 
 
@@ -90,7 +90,7 @@ def _wait(store: TCPStore, key: str) -> None:
 def tell_reason(reason: str) -> None:
     """Tells all ranks why this rank fails. The store keeps only the first reason."""
     with suppress(DistError):  # the process that hosts the store may have ended
-        if _ASKED:  # before the first question, this rank may be unable to connect to the store
+        if _ASKED:  # before the first call of decided_through_store, this rank may be unable to connect
             _store().compare_set(_key("reason"), "", reason)
 
 

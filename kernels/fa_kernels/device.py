@@ -43,7 +43,7 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@cache  # cached, because several kernels of an attention call need the number
+@cache  # cached, because several kernels of an attention call need the number of multiprocessors
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -68,7 +68,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """The report of one of the two sweeps: training steps, or attention alone."""
+    """The report of one of two sweeps. One sweep measures training steps, and the other measures attention alone."""
 
     name: str
     explanations: list[str]
@@ -121,7 +121,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Returns (name, formula) for each measured memory peak. The formula computes the minimum of the peak."""
+    """Returns (name, formula) for each measured memory peak. The formula gives a lower bound of the peak."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 
@@ -305,7 +305,7 @@ def has(result: Result, quantity: str) -> bool:
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns a chart with two lines for each name: one for its results, and one for its out-of-memory points.
+    """Returns a chart that has, for each name, a line of results and a line of out-of-memory points.
 
     In a chart of peak memory, the out-of-memory points are drawn at the memory of the device. In other charts,
     out-of-memory points are drawn at 0.

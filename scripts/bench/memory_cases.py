@@ -86,7 +86,7 @@ class Row:
     """One measurement.
 
     If the outcome is "ok", the row has all measured values. If the outcome is "out of memory", only peak_gib can have a
-    value. All other rows have no measured values.
+    value. If the outcome is "failed", the row has no measured values.
     """
 
     seq_len: int

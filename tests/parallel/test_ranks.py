@@ -235,11 +235,11 @@ def test_a_rank_that_never_reached_the_store_does_not_try_again(store, environme
 
 
 def test_the_second_signal_gives_the_exit_status(monkeypatch):
-    """A run that is stopped at once has saved nothing, so its status must not be that of a saved run."""
+    """A second signal ends a run before it saves a checkpoint, so the status must not be that of the first signal."""
     forwarding = launch._Forwarding(SimpleNamespace(pids=dict))
     try:
         forwarding._forward(signal.SIGUSR1, None)
-        forwarding._forward(signal.SIGUSR1, None)  # the first signal, sent again by another process
+        forwarding._forward(signal.SIGUSR1, None)  # a duplicate of the first signal, from another process
         later = time.monotonic() + 2
         monkeypatch.setattr(time, "monotonic", lambda: later)
         with pytest.raises(launch._StoppedError) as stopped:
@@ -305,7 +305,7 @@ def test_ranks_use_one_folder(variables, expected, environment):
 
 
 def test_an_invalid_folder_is_an_error_of_hydra(environment):
-    """Hydra would only print a warning if the callback raised the error."""
+    """The callback itself does not raise the error, because Hydra would only print a warning."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("train", ["run_name=../x", "hydra.mode=RUN"], return_hydra_config=True)
     run_config.OneFolder().on_run_start(cfg)
@@ -370,8 +370,9 @@ def sbatch_script() -> str:
     ids=["preempted", "failed", "done"],
 )  # fmt: skip
 def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeued, tmp_path):
-    """srun, python and scontrol are stand-ins. As with SLURM's --signal=B:USR1, only the batch script gets the
-    signal.
+    """srun, python and scontrol are stand-ins.
+
+    Only the batch script gets the signal, as in SLURM with --signal=B:USR1.
     """
     say = 'printf "%s\\n" "$@" $WANDB_RESUME $WANDB_RUN_ID >arguments'
     run = f"{say}; {ending}; for i in $(seq 100); do sleep 0.05; done; exit 9"

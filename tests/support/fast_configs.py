@@ -3,8 +3,8 @@
 An option is the config file that is chosen for a config group, such as `naive` in `attention=naive`. For each
 combination of options, Hydra computes the list of config files and the composed config only once. Overrides that choose
 no option, such as `seq_len=8`, are applied to a copy of the composed config. OmegaConf reads and writes YAML with
-libyaml, parses equal interpolations once, and copies the metadata of a node without copy.deepcopy. Lightning looks for
-installed callbacks once.
+libyaml, parses equal interpolations once, and copies the metadata of a node without copy.deepcopy. Lightning searches
+the installed packages for callbacks only once.
 
 train.py itself uses the libraries' own functions. tests/test_conf.py checks that the replacements of this file and the
 libraries' own functions give the same configs.
@@ -62,7 +62,7 @@ def _compose(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
 
 
 def _copy_metadata(self: Metadata, memo: dict[int, Any]) -> Metadata:
-    """Copies what OmegaConf changes after it has made a node. The other attributes are types and constants."""
+    """Copies a node's metadata. Only `flags` and `resolver_cache` are mutable, so the copies share all other values."""
     copied = copy.copy(self)
     copied.flags = None if self.flags is None else {**self.flags}
     copied.resolver_cache = copy.deepcopy(self.resolver_cache, memo)

@@ -6,7 +6,7 @@ import pytest
 
 
 def slow(*values: Any) -> list[Any]:
-    """Returns the given values of a single parameter, marked as slow."""
+    """Returns a case (a `pytest.param`) for each value of a single parameter, and marks all these cases as slow."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 

@@ -26,8 +26,8 @@ def run(tmp_path: Path, *overrides: str, name: str = "run") -> tuple[dict[str, A
 def start_and_stop(tmp_path: Path, overrides: Sequence[str], step: int, stop: int, to_all: bool = False) -> Path:
     """Starts train.py, sends a signal after it has printed `step`, and returns the folder of the new run.
 
-    The signal goes to the started process, or to its whole process group. All processes of the run must end within a
-    minute.
+    If `to_all` is true, the whole process group of the run gets the signal, and otherwise only the started process.
+    All processes of the run must end within a minute.
     """
     before = set(tmp_path.rglob("metrics.csv"))
     pipe = tmp_path / "printed"
@@ -40,7 +40,8 @@ def start_and_stop(tmp_path: Path, overrides: Sequence[str], step: int, stop: in
     with pipe.open() as printed:
         for line in printed:  # the loop ends when the last process closes the pipe
             lines.append(line)
-            if line.startswith(f"step {step}/") and not hung.is_alive():  # a validation prints the same step again
+            # send the signal only once, although a validation prints a second line for the same step
+            if line.startswith(f"step {step}/") and not hung.is_alive():
                 hung.start()
                 os.killpg(process.pid, stop) if to_all else os.kill(process.pid, stop)
     hung.cancel()

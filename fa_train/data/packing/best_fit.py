@@ -60,8 +60,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Returns the row of each piece, (n,) int64. Rows are numbered in the order in which they are opened.
 
     lengths: the lengths of the pieces, from 1 to capacity tokens. Ties are resolved by index.
-    If a row is the best fit for a piece, it is also the best fit for the next pieces of the same length. The row
-    therefore gets up to `room // length` pieces at once, where `room` is the row's free space.
+    A row that is the best fit for a piece is also the best fit for the next pieces of the same length. A row with
+    `room` free tokens gets up to `room // length` pieces of the same length at once.
     """
     assert len(lengths) == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     order = np.argsort(-lengths, kind="stable")
@@ -174,7 +174,7 @@ def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, 
     document, start, stop = plan[:, DOCUMENT], plan[:, START], plan[:, STOP]
     last = np.minimum(
         stop + (policy == "split"), lengths[document]
-    )  # if a document is split, the last label of a piece is the first token of the next piece
+    )  # in a split document, the last label of a piece is the first token of the next piece
     packed = loss_mask.count(document, start + 1, last)
     everything = np.arange(len(lengths))
     first = np.minimum(1, lengths)  # the first token of a document is not a label, because no token predicts it
@@ -211,7 +211,7 @@ class BestFit:
             wanted = ", ".join(get_args(LongDocuments))
             raise ValueError(f"data.long_documents must be one of {wanted}; got {long_documents}")
         self.documents, self.seq_len, self.pad_id = documents, seq_len, pad_id
-        # if a document is split, the last label of a piece is the first token of the next piece
+        # in a split document, the last label of a piece is the first token of the next piece
         self.label_beyond_piece = long_documents == "split"
         self.plan = load_plan(documents.lengths, seq_len, limit, long_documents, cache_dir)
         self.report = report_plan(self.plan, documents.lengths, seq_len, limit, long_documents, documents.loss_mask)
@@ -255,6 +255,6 @@ class BestFit:
             boundaries.append(self.seq_len)
         edges = np.array(boundaries)
         position_ids = np.arange(self.seq_len) - np.repeat(edges[:-1], np.diff(edges))
-        # padding can be longer than max_doc_len, and the model may have only max_doc_len learned positions
+        # padding gets only position 0, because padding may have more tokens than the model has learned positions
         position_ids[n_real:] = 0
         return Row(tokens, labels, position_ids, edges)

@@ -64,7 +64,8 @@ class HFTokenizer:
         except (OSError, ValueError) as error:
             raise ValueError(f"{key} must be a folder or hub name with a tokenizer; got {name}: {error}") from error
         vocabulary = self.hf.get_vocab()
-        if not vocabulary.keys() - set(self.hf.all_special_tokens):  # transformers adds special tokens without any file
+        # without tokenizer files, transformers returns a tokenizer that has only special tokens
+        if not vocabulary.keys() - set(self.hf.all_special_tokens):
             raise ValueError(
                 f"{key} must be a folder or hub name with a tokenizer; got {name}, whose tokenizer has only special "
                 "tokens. The tokenizer's files may be missing"

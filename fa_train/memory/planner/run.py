@@ -218,7 +218,7 @@ def summary(
     There are three lines. A run with float8 gets a fourth line, because the prediction does not include the effects of
     float8. The prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
     auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
-    searched: the plan in which the search varies seq_len. The default is the prediction's plan.
+    searched: the plan for which the search finds the longest seq_len, or None for the prediction's plan.
     reach: as in plan_memory.
     """
     searched = searched or prediction.plan

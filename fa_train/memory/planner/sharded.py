@@ -10,9 +10,9 @@ backward of a block starts, FSDP2 also gathers the group that precedes the block
 are freed at the end of the block's backward. The root stays gathered for the whole micro-batch.
 
 After the backward of a group, FSDP2 copies the group's gradients to an averaging buffer, averages the buffer over the
-ranks, and keeps the rank's shard of the average. The averaging buffer lives until the next group has finished its
-backward. After the copy, FSDP2 frees all gradients of the group except the last gradient. A loop variable of FSDP2's
-foreach_reduce keeps the last gradient alive until the average is computed.
+ranks, and keeps the rank's shard of the average. The averaging buffer lives until the backward pass has also finished
+the next group. After the copy, FSDP2 frees all gradients of the group except the last gradient. A loop variable of
+FSDP2's foreach_reduce keeps the last gradient alive until the average is computed.
 
 tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
 peaks_h200.json have peaks that were measured on two and on four GPUs. Peaks with reduce_once, adapters or replicas were
@@ -78,8 +78,8 @@ class Sharded:
     def buffer_in_backward(self, left: int) -> int:
         """Returns the bytes of the averaging buffer while `left` blocks have not finished their backward.
 
-        With reduce_once and several micro-batches, the result is 0, because the buffer replaces gradients of equal
-        size, which `whole_gradients` already counts.
+        With reduce_once and several micro-batches, the result is 0, because `whole_gradients` already counts these
+        bytes: the buffer replaces gradients of equal size.
         """
         before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged first
         elements = before if left == self.n_layers else self.trained_block
@@ -113,8 +113,8 @@ class Sharded:
     def _averaged(self, elements: int, gradient_bytes: int, is_last: bool = True) -> int:
         """Returns the peak bytes while a gradient is averaged: the gradient, its buffer, the average and the new shard.
 
-        is_last: whether the gradient is the last one of its group, so that it lives until the average is computed. In
-        the root group, the norm's gradient is the last gradient.
+        is_last: whether the gradient is the last one of its group, so that it lives until the average is computed. The
+        last gradient of the root group is the gradient of the norm.
         """
         gradient, buffer = elements * gradient_bytes, elements * REDUCED_BYTES
         rounded = 0 if self.run.weight_bytes == REDUCED_BYTES else elements * self.run.weight_bytes

@@ -26,8 +26,8 @@ class Layout:
 
     layers: the name of a layer in the checkpoint, with {} for its number.
     outer: for modules outside the layers, maps the GPT's name to the checkpoint's name.
-    inner: for modules within a layer, maps the GPT's name to one or more names of the checkpoint. If there are several
-    names, the weights of these modules are joined along their rows into one weight of the GPT.
+    inner: for modules within a layer, maps the GPT's name to one or more names of the checkpoint. If a module of the
+    GPT has several names in the checkpoint, the checkpoint's weights are joined along their rows into one weight.
     transposed: whether the checkpoint stores the weights of linear layers as (in, out).
     """
 
@@ -106,7 +106,7 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
 
 
 def _llama(config: Any) -> dict[str, Any]:
-    """Returns the fields of ModelConfig for Llama. All other families except GPT-2 start from the fields for Llama."""
+    """Returns the fields of ModelConfig for Llama. Every family except GPT-2 starts from the fields of Llama."""
     theta, scaling = _rope(config.rope_parameters, config.max_position_embeddings)
     return {
         "vocab_size": config.vocab_size,
@@ -161,7 +161,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
-    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has this field in addition to sliding_window
+    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both sliding_window and sliding_window_size
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
     if config.query_pre_attn_scalar <= 0:

@@ -1,9 +1,8 @@
 """Records the kernel launches of a call once, and repeats them for other tensors of the same shapes.
 
 Repeated launches save most of the host time of a call. In a normal call, the host chooses kernels and tiles, and Triton
-finds the compiled kernel from about 30 arguments. The choices and the compiled kernel depend only on shapes, strides,
-dtypes and options, which form the key of the call. Two calls with the same key differ only in the addresses of their
-tensors.
+finds the compiled kernel from about 30 arguments. The chosen kernels and tiles depend only on shapes, strides, dtypes
+and options, which form the key of the call. Two calls with the same key differ only in the addresses of their tensors.
 
 `recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes each tensor that
 the call allocates, and the arguments of each `launch`. For each address in the arguments, the recorder finds the tensor
@@ -11,7 +10,7 @@ that the address belongs to. Later calls with the same key allocate tensors, ins
 launchers of the compiled kernels directly.
 
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
-if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call also runs normally if an address is not a
+if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call runs normally if the address of a tensor is not a
 multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters.
 A call cannot be recorded if it runs a torch operator other than torch.empty or a view, or if the recorder does not know
 which tensor an address belongs to. If recording a call fails, all later calls with its key run without recording.
@@ -46,15 +45,15 @@ from fa_kernels.launch.triton_launcher import (
     prepared,
 )
 
-VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call; 0 switches recording off
+VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
 MAX_KEYS = 512  # at this number of keys, all recordings are removed, because many may never be used again
 MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
 ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
-# Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. If a
-# temporary is larger, the GPU works long enough to hide the cost of the allocation.
+# Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. Kernels
+# that use a larger temporary run long enough to hide the host time of its allocation.
 SHARED_BYTES = 2**24
-SLICE_ALIGNMENT = 512  # bytes, as in torch's allocator
+SLICE_ALIGNMENT = 512  # bytes, the alignment of allocations by torch
 
 _Function = TypeVar("_Function", bound=Callable[..., tuple[Tensor, ...]])
 
@@ -184,7 +183,7 @@ def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **
 
 
 def lasting(x: Tensor) -> Tensor:
-    """Returns x. If a recording is in progress, its repeated calls will use x itself, not a new tensor.
+    """Returns x. If a call is being recorded, repeats of the call use x itself, not a new tensor.
 
     Use `lasting` for tensors that are neither inputs nor new, such as the counter of a work queue.
     """
@@ -271,8 +270,8 @@ class _Recording:
     maps: list[_Map]
     launches: list[_Launch]
     outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
-    same: list[tuple[int, int]]  # pairs of indices whose addresses were equal in the recorded call
-    slices: list[tuple[int, int]]  # (index of the allocation's address, offset in bytes) of each slice
+    same: list[tuple[int, int]]  # (i, j): addresses i and j must be equal, as in the recorded call
+    slices: list[tuple[int, int]]  # for each slice: (index of the allocation's address, offset in bytes)
 
     def play(self, addresses: list[int]) -> tuple[Tensor, ...] | None:
         """Repeats the launches for inputs at `addresses`, and returns the outputs.
@@ -295,8 +294,8 @@ def _arguments(
 ) -> list[tuple[Callable[..., None], tuple[Any, ...]]] | None:
     """Returns, for each launch, the function that launches the kernel and the kernel's arguments.
 
-    Returns None if an address is not aligned, because Triton would then launch a different kernel. Also returns None if
-    two addresses that were equal in the recorded call are now different.
+    Returns None if an address is not aligned, because Triton compiles a different kernel for such addresses. Returns
+    None if two addresses that were equal in the recorded call are now different.
     """
     if any(address % ALIGNMENT for address in addresses):
         return None
@@ -344,7 +343,7 @@ class _Recorder(torch_private.TorchDispatchMode):
             self.temporary.append(len(self.allocations))
             self.add(result, _allocation(result))
         elif not func.is_view:
-            self.clear = False  # a repeated call would not run this operator
+            self.clear = False  # a repeated call would not run the operator `func`
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
@@ -392,7 +391,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         if shared:
             allocations.append(_allocation(torch.empty(end, dtype=torch.uint8, device=made[shared[0]].device)))
         read = sorted(i for i in self._used() if i < self.n_inputs)
-        # `places` maps an index in self.tensors to an index in the addresses of a _Recording.
+        # `places` maps an index in self.tensors to an index in the list of addresses (see `_Recording`).
         first_slice = len(read) + len(allocations)
         places = {i: n for n, i in enumerate([*read, *(self.n_inputs + i for i in alone)])}
         places |= {self.n_inputs + i: first_slice + n for n, i in enumerate(shared)}
@@ -443,7 +442,7 @@ class _Recorder(torch_private.TorchDispatchMode):
             self.maps.append(_Map(*self._place(x.base.data_ptr()), x, encoding))
             return [("map", len(self.maps) - 1), *(self._constant(size) for size in (*x.shape, *x.strides))]
         if any(hasattr(y, "data_ptr") for y in (x if isinstance(x, (list, tuple)) else [x])):
-            raise _Unclear  # x contains an address, which a repeated call would not replace
+            raise _Unclear  # x contains a tensor, but a repeated call could not replace its address
         return [self._constant(x)]
 
     def _constant(self, x: Any) -> tuple[str, int]:
@@ -451,12 +450,12 @@ class _Recorder(torch_private.TorchDispatchMode):
         return "constant", len(self.constants) - 1
 
     def _place(self, address: int) -> tuple[int, int]:
-        """Returns the index of the tensor whose first row contains `address`, and its offset in the tensor in bytes.
+        """Returns the index of the tensor whose first row contains `address`, and the offset in the row in bytes.
 
         Only the first row of each tensor is searched, because later rows of two tensors can overlap in memory. For
         example, q, k and v can be views of one projection. If several tensors start at the same address, `same` records
         that their addresses must also be equal in repeated calls.
-        Raises: _Unclear if no first row contains `address`, or if several first rows contain it at different offsets.
+        Raises: _Unclear if no tensor's first row contains `address`, or two tensors have it at different offsets.
         """
         found = []
         for i, x in enumerate(self.tensors):
@@ -486,7 +485,7 @@ def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns a function that picks the values at the indices `places`, and returns a tuple.
 
-    operator.itemgetter returns a tuple only for two or more indices.
+    For a single index, operator.itemgetter would return the value itself, not a tuple.
     """
     if len(places) > 1:
         return itemgetter(*places)

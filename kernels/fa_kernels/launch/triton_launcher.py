@@ -4,8 +4,8 @@ This module relies on the following private details of Triton. A kernel launch r
 CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes a new launcher. `prepared` binds
 the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and calls
 the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes descriptors
-at each launch, but record.py caches one encoding for each address. The launchers that `_launcher` makes therefore
-accept the parts of an encoded descriptor as arguments.
+at each launch, but record.py caches one encoding for each address. A launcher from `_launcher` accepts an encoded
+descriptor, its sizes and its strides as separate arguments.
 """
 
 import re
@@ -54,7 +54,7 @@ def launches_plainly(kernel: Any) -> bool:
 
 
 def encodings_of(compiled: Any) -> Sequence[Any]:
-    """Returns Triton's encoding metadata for each descriptor argument of a compiled kernel, in order."""
+    """Returns Triton's metadata for encoding descriptors, one entry per descriptor of a compiled kernel."""
     return getattr(compiled.metadata, "tensordesc_meta", None) or []
 
 

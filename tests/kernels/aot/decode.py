@@ -20,7 +20,7 @@ FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_pt
 
 
 def case_source(arch, head_dim, n_rows, cache):
-    """Returns the source of the decoding kernel for one kind of cache, its compute capability and compile options."""
+    """Returns (source, capability, options) of one case. The capability is the GPU's compute capability."""
     head_dim, n_rows, paged = int(head_dim), int(n_rows), cache == "paged"
     table = table_of(arch)
     tiles = decode_tiles(table, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[table])
@@ -42,7 +42,8 @@ def case_source(arch, head_dim, n_rows, cache):
             signature[name] = "*fp32" if name in FP32_POINTERS else "*bf16"
         else:
             signature[name] = "fp32" if name in ("softmax_scale", "softcap") else "i32"
-        of_rows = name.startswith("stride") and head_dim % 16 == 0  # the strides of contiguous rows are multiples of 16
+        # the strides of contiguous tensors are multiples of head_dim
+        of_rows = name.startswith("stride") and head_dim % 16 == 0
         if name not in constants and (name.endswith("_ptr") or of_rows):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(names.index(name),): value for name, value in constants.items()}

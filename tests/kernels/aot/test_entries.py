@@ -16,8 +16,8 @@ from tests.kernels.aot.reports import RECORDED, ROOT, environment
 from tests.kernels.aot.support.limits import OF_4_BYTES, PORTABLE, SURPLUS, TENSOR_MEMORY
 
 RECORDS = sorted(RECORDED.glob("entries_*.json"))
-# Allowed bytes of spill stores above the limits in `PORTABLE`. The limits in `PORTABLE` are for one document. Kernels
-# for several documents hold more values. The kernels of sm120 are compiled by another version of ptxas.
+# Allowed bytes of spill stores above the limits in `PORTABLE`, which are for one document. Kernels for several
+# documents need more registers. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
 UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # attention uses separate kernels for dk and dv
 COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-64-64-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")
@@ -32,7 +32,7 @@ for case in ("sm89-64-64-fwd-2", "sm80-64-64-contain_fwd-2", "sm80-64-64-dq-2"):
     print(source_hash(f"portable:{case}"))
 """
 
-# Prints the names of the code and constants that determine a kernel, for example Ring or fused.SUMS.
+# Prints the name of each function, class and constant in a kernel's source hash, for example Ring or fused.SUMS.
 NAMED = """
 from tests.kernels.aot.sources import parts_of
 print(*[name for place in parts_of("hopper_backward:bf16-128-1-0-0")[2] for name in place.split()], sep="\\n")
@@ -81,7 +81,7 @@ def problems(case, report):
         "tensor core": report["tensor_core"] == tensor_core,
         "tensor memory": report["tensor_memory"] <= TENSOR_MEMORY,
         "shared memory": report["shared"] <= computed <= SHARED_LIMIT[table_of(gpu)],
-        # in the forward pass of 4-byte dtypes, shared_bytes is also large enough for the decoding kernel
+        # for 4-byte dtypes, shared_bytes of the forward pass must also be enough for the decoding kernel
         "shared_bytes": computed <= surplus * report["shared"] or (itemsize, direction) == (4, "fwd"),
     }
     return [f"{case}: {name}, {report}, {computed=}, {spill_bytes=}" for name, fits in within.items() if not fits]

@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from fa_kernels import torch_private
 
-RECORDER = "fa_kernels.launch.record"  # operators that fill memory must be hidden from this recorder
+RECORDER = "fa_kernels.launch.record"  # the recorder of this module must not see the operators that fill memory
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Makes torch.empty and similar functions return memory full of NaN, True or the largest integer.
 
-    torch.use_deterministic_algorithms also fills memory, but with it, torch runs other kernels than in production.
+    torch.use_deterministic_algorithms also fills memory, but it changes which kernels torch runs.
     """
-    # the first device context makes torch cache a list of functions; the list must hold the unpatched ones
+    # torch caches a list of functions when it enters its first device context, and must cache unpatched functions
     with torch.device("meta"):
         torch.empty(0)
     patches = [

@@ -1,10 +1,9 @@
 """The backward pass: one kernel computes dK and dV for tiles of keys, then another computes dQ for tiles of queries.
 
 The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
-dP. Together, the two kernels need seven matmuls, while one fused kernel would need five. Every output is computed by
-exactly one program. The kernels therefore need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile
-do not fit in the registers together, the first kernel runs twice, once for dK and once for dV, which makes eight
-matmuls in total.
+dP. Together, the two kernels need seven matmuls, while one fused kernel would need five. Exactly one program computes
+each output, so the kernels need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in
+the registers together, the first kernel runs twice, once for dK and once for dV, which makes eight matmuls in total.
 """
 
 from typing import Any
@@ -97,8 +96,8 @@ def _accumulate_dk_dv(
         lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
-            # For a query that sees no key, lse is -inf and p is inf. The mask is therefore applied to p. Setting the
-            # scores to -inf would not help, because -inf - -inf is NaN.
+            # The mask is applied to p, because lse is -inf and p is inf for a query that sees no key. Setting scores to
+            # -inf would not help, because -inf - -inf is NaN.
             visible = is_visible(queries, query_start, query_end)
             if ISOLATE_NAN and HAS_DV:
                 p += nan_rows[None, :]

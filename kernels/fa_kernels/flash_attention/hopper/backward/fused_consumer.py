@@ -2,8 +2,8 @@
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step also writes dS^T for the
 dQ warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S first. The function
-`_step_ahead` receives the S that the previous step has computed, and computes S of the next step. The tensor cores
-therefore work while the consumer computes the exponentials and dS.
+`_step_ahead` receives the S that the previous step has computed, and computes S of the next step. In `_step_ahead`, the
+tensor cores work while the consumer computes the exponentials and dS.
 """
 
 from triton.experimental import gluon
@@ -103,7 +103,7 @@ class Probabilities:
 
 @gluon.jit
 def _no_gradients(buffers, KEYS: gl.constexpr):
-    """Returns `Gradients` of zeros for each column block."""
+    """Returns a tuple of `Gradients` that are 0, one for each column block."""
     gradients = ()
     for i in gl.static_range(len(buffers.k)):
         gradients += (_zero_gradients(KEYS, buffers.k[i].shape[2]),)
@@ -177,9 +177,9 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits until all matmuls are complete. Returns the results in `gradients` and `others`.
+    """Waits until all matmuls are complete, and returns (gradients, others) with the results.
 
-    `others` is a tuple of accumulators.
+    `others` is a tuple of the accumulators of all matmuls except those for dK and dV.
     """
     deps = others
     for i in gl.static_range(len(gradients)):
@@ -217,7 +217,7 @@ def _write_ds(p, dp, delta, ds, stage, HALF: gl.constexpr, CONFIG: gl.constexpr)
 def _step(gradients, step, keys, work, HALF: gl.constexpr, CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
     """Processes one step.
 
-    Returns the gradients, the next step's place in the ring of Q and dO, and the phase of its mbarriers.
+    Returns (gradients, next_stage, next_phase). The stage and the phase of Q and dO are explained in `Step`.
     The matmul dP starts when P has replaced S in the registers, because the registers cannot hold both S and dP.
     """
     buffers, barriers = work.buffers, work.barriers
@@ -261,8 +261,8 @@ def _step_ahead(
 ):  # fmt: skip
     """Processes one step whose S is complete, and computes S of the next step at the same time.
 
-    Returns S of the next step, the gradients, the next step's place in the ring of Q and dO, and the phase of its
-    mbarriers. In the last step of an item, the returned S is computed from arbitrary data, and the caller does not use
+    Returns (next_scores, gradients, next_stage, next_phase). The stage and the phase of Q and dO are explained in
+    `Step`. In the last step of an item, the returned S is computed from arbitrary data, and the caller does not use
     this S.
     """
     buffers, barriers = work.buffers, work.barriers
@@ -282,7 +282,7 @@ def _step_ahead(
     next_stage, next_phase = _next_place(step, following, buffers.lse.shape[0])
     q_next = buffers.q[0].index(next_stage)
     mbarrier.wait(barriers.q_full.index(next_stage), next_phase, pred=following < stop)
-    if CONFIG.after_dp:  # ptxas interleaves the next step's matmul S with this step's dS: no wait is between them
+    if CONFIG.after_dp:  # ptxas interleaves the matmul S of the next step with dS, because no wait separates them
         gradients = _begin_dv(gradients, p.low, do)
         work.ds.wait_empty(step.ds_stage, step.ds_phase)
         dp = warpgroup_mma_wait(N_COLUMNS, deps=[dp])
@@ -362,10 +362,10 @@ def _consume_item(
         scores = begin_scores_at(keys.k, buffers.q[0].index(stage), buffers.q, stage, no_scores)
         scores = warpgroup_mma_wait(0, deps=[scores])
     if ITEMS > 1:
-        if item_index > 0:  # frees the previous item's K and V buffers when TMA has read dK and dV from these buffers
+        if item_index > 0:  # frees the previous item's buffers of K and V, after TMA has read dK and dV from them
             tma.store_wait(0)
             hand_back(barriers.kv_empty.index((item_index - 1) % ITEMS))
-    meet()  # without this barrier, Triton would insert one in every step, because of the waits above
+    meet()  # without this call, the waits above would make Triton insert a barrier in every step
     for number in range(done, stop):
         if not COUNTED:
             stage, phase = place_of(number, STAGES)

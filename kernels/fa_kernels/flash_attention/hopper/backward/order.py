@@ -3,17 +3,18 @@
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
 one tile of keys. The program adds the tile's part to dQ of a block, waits until the sum is in memory, and then writes
 the number of the tile to the block's semaphore. Tile t adds to dQ only after the semaphore is at least t - 1.
-The queries that see a key form a range, and neither end of this range decreases from one key to the next. The tiles
-that add to one block therefore have consecutive numbers. Tile t waits only if tile t - 1 adds to the same block.
+Each key is seen by one range of queries. The start and the end of the range never decrease from one key to the next,
+so the tiles that add to dQ of one block have consecutive numbers. Tile t waits only if tile t - 1 adds to the same
+block.
 
 The kernel cannot deadlock, because a tile waits only for the tile before it, and semaphores never decrease. Each
-program has one tile, and programs start in ascending order. The first unfinished tile is therefore running, and waits
-for nothing.
+program has one tile, and programs start in ascending order. The unfinished tile with the lowest number never waits,
+because the tile before it is finished.
 
 A program visits blocks of queries from the last to the first. For each block, the program visits all query heads of the
 KV head. With descending blocks, the tiles of a document run shortly after one another, and the data that these tiles
-share stays in L2. With ascending blocks, a tile could begin with the block that the previous tile visits last. If
-documents were short, the tiles of the whole batch would then run almost one after another.
+share stays in L2. With ascending blocks, a tile could begin with the block that the previous tile visits last. In a
+batch of short documents, this order would make the tiles run almost one after another.
 
 Two extra warps handle the semaphores. `wait_for_order` waits for semaphores, and `raise_semaphores` sets semaphores.
 Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
@@ -32,15 +33,15 @@ from fa_kernels.flash_attention.hopper.primitives.ring import new_barriers, plac
 from fa_kernels.flash_attention.structure import structure
 
 NO_TILE = gl.constexpr(-1)  # the value of a semaphore when a launch starts
-_PLACES = gl.constexpr(2)  # at most this many `added` signals wait for `raise_semaphores`
+_PLACES = gl.constexpr(2)  # the maximum number of `added` signals that `raise_semaphores` has not yet seen
 
 
 @structure
 class OrderBarriers:
     """The mbarriers by which warps of a program keep the dQ order."""
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES]: completes when the step of a dS buffer may add its dQ to the sum
-    added: gl.shared_memory_descriptor  # [_PLACES]: the sum in memory includes the step's dQ; place = step % _PLACES
+    due: gl.shared_memory_descriptor  # [DS_STAGES] (one per place in the ring of dS): the step may add to dQ in memory
+    added: gl.shared_memory_descriptor  # [_PLACES]: dQ in memory includes the step's part (place = step % _PLACES)
     noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
 
 
@@ -66,10 +67,10 @@ def wait_for_order(
     """Runs the warp that signals `due` once per step. The signal allows the program to add the step's part to dQ.
 
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
-    also adds to dQ of the step's queries, the warp then waits until the previous tile's part is in memory.
+    also adds to dQ of the step's queries, the warp also waits until the previous tile's part is in memory.
 
-    A place of the ring becomes empty only after `due` was signalled for the previous step in this place. The phases of
-    `due` and of the ring of dS therefore never differ by two.
+    The dQ warpgroup empties a place of the ring only after `due` was signalled for the step in the place. The phases of
+    `due` and of the ring of dS therefore differ by at most one.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
@@ -92,8 +93,8 @@ def wait_for_order(
 def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
-    First waits until TMA has added dQ of `step` to memory. Does not wait for the last `PENDING` TMA operations, which
-    belong to later steps. If `step` is -1, the function gives no signal.
+    First waits until TMA has added dQ of `step` to memory. The last `PENDING` TMA operations belong to later steps, and
+    may still be running when the function returns. If `step` is -1, the function gives no signal.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
@@ -125,7 +126,7 @@ def raise_semaphores(
 def _wait_for(semaphore, number):
     """Waits until a semaphore is at least `number`.
 
-    After the wait, dQ of the semaphore's block, as stored in memory, includes the parts of all tiles up to `number`.
+    When the function returns, dQ of the semaphore's block includes the parts of all tiles up to `number`.
 
     One warp calls this function.
     """
@@ -138,9 +139,9 @@ def _wait_for(semaphore, number):
 
 @gluon.jit
 def _raise(semaphore, number):
-    """Raises a semaphore to `number`. Programs that wait for `number` also see all writes that this warp has observed.
+    """Raises a semaphore to `number`. One warp calls this function.
 
-    One warp calls this function.
+    A program that waits until the semaphore is at least `number` then sees all writes that this warp saw earlier.
     """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0; }"

@@ -1,9 +1,9 @@
 """A queue of work items for persistent programs.
 
 Program i processes item i first, and then draws tickets from a counter in global memory. With n programs, ticket t
-belongs to item n + t. A program stops when its ticket belongs to no item. The first item of a program needs no ticket,
-and the last ticket of a program has no item. A launch therefore draws as many tickets as it has items. The warp that
-draws the last ticket resets the counter to 0 for the next launch.
+belongs to item n + t. A program stops when its ticket belongs to no item. A program draws no ticket for its first item,
+but draws one ticket that belongs to no item. In a launch, the number of tickets is therefore equal to the number of
+items. The warp that draws the last ticket resets the counter to 0 for the next launch.
 
 One warp of a program draws tickets, and posts each item in one of two slots in shared memory. A slot holds up to 32
 integers. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
@@ -23,8 +23,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# The backward kernels draw a ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. With earlier draws, other
-# programs could get no item. With later draws, the loads of the next item would be delayed.
+# The backward kernels draw a ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. Earlier draws would
+# balance the load of the programs less well. Later draws would delay the loads of the next item.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -32,9 +32,9 @@ _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 def counter(device: torch.device) -> Tensor:
     """Returns the counter for the next launch on the current stream: (1,) int32, 0 before and after each launch.
 
-    Each stream has its own counter, because launches on two streams may run at the same time. A CUDA graph may be
-    replayed on any stream. During the capture of a graph, each launch therefore gets a new counter, which the graph
-    sets to 0. A call of `counter` never waits for the GPU.
+    Each stream has its own counter, because launches on two streams may run at the same time. During the capture of a
+    CUDA graph, each launch gets a new counter, because the graph may be replayed on any stream. The graph sets the new
+    counter to 0. A call of `counter` never waits for the GPU.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
@@ -86,7 +86,10 @@ def new_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def take(counter_ptr):
-    """Starts to draw a ticket for the calling warp. Only lane 0 gets the ticket. `item_of` waits for the ticket."""
+    """Starts to draw a ticket for the calling warp.
+
+    Only lane 0 gets the ticket. Pass the result to `item_of`, which waits for the ticket.
+    """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0; "
         "@p atom.global.add.u32 $0, [$1], 1; }"

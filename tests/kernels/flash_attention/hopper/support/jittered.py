@@ -3,8 +3,8 @@
     python -m tests.kernels.flash_attention.hopper.support.jittered FILE    # writes FILE.
 
 Run the module in a new process, because a process reuses kernels that it has already compiled without the sleeps. At
-each synchronisation, one warp in 8 sleeps for up to 4 us. The sleeps can change the order of two events if no
-synchronisation fixes their order.
+each synchronisation, one warp in 8 sleeps for up to 4 us. If a kernel lacks a synchronisation, the sleeps can change
+the order of its reads and writes, and with it the results.
 """
 
 import sys
@@ -162,10 +162,10 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Makes `RUNS` calls. For each call, yields hashes of the repeatable outputs, and the first head of dq if dq is not
-    repeatable.
+    """Makes `RUNS` calls, and yields (hashes, first head of dq) for each call.
 
-    A repeatable output has the same bits in every run. The second value is None if all outputs are repeatable.
+    The hashes are those of the outputs that have the same bits in every run. The first head of dq is replaced by None
+    if the call returns no dq, or if dq has the same bits in every run.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))

@@ -1,6 +1,6 @@
 """Runs attention in one of several processes that share a GPU in time slices.
 
-    python -m tests.kernels.flash_attention.hopper.support.time_sliced HEAD_DIM DTYPE SOFTCAP    # one of the processes.
+    python -m tests.kernels.flash_attention.hopper.support.time_sliced HEAD_DIM DTYPE SOFTCAP    # starts one process
 
 The process prints "ready" when its kernels are compiled, waits for a line on stdin, and then runs both passes for
 `SECONDS` seconds. At the end, the process prints JSON: the number of right results and of wrong results for each pass.
@@ -38,7 +38,7 @@ def main(head_dim, dtype, softcap):
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
     q, k, v = tensors[2:5]
-    schedule = schedule._replace(crosses_documents=False)  # otherwise, a repair of NaN could hide errors
+    schedule = schedule._replace(crosses_documents=False)  # so that no repair of NaN can hide errors
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)
