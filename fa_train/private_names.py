@@ -12,7 +12,7 @@ TESTED: dict[Package, str] = {
 
 
 def require_names(package: Package, owner: object, *names: str) -> None:
-    """Checks that an object from `package` has the attributes `names`. Raises: ImportError if one is missing."""
+    """Checks that an object from `package` has the attributes `names`. Raises: ImportError if a name is missing."""
     for name in names:
         if not hasattr(owner, name):
             what = getattr(owner, "__name__", type(owner).__name__)

@@ -64,7 +64,7 @@ def row_of(config: DictConfig, job_return: JobReturn) -> Row:
     metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     outcome = "oom" if "oom" in metrics else "ok"
     if job_return.status == JobStatus.FAILED:
-        error = job_return._return_value  # the property return_value would raise the error
+        error = job_return._return_value  # job_return.return_value would raise the job's error
         outcome = f"{type(error).__name__}: {error}"
     return {"job": config.hydra.job.num, **overrides, "outcome": outcome, **metrics}
 

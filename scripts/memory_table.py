@@ -128,7 +128,7 @@ def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
 
 
 def refused_rows(cfg: DictConfig) -> str | None:
-    """Returns why batch_size is not possible with the number of devices, or None if it is possible."""
+    """Returns the reason why batch_size does not fit the number of devices, or None if it fits."""
     context = cfg.strategy.get("context", 1)
     try:
         micro_batches(cfg.batch_size, cfg.data.micro_batch_size, _devices(cfg) * cfg.trainer.num_nodes, context)
@@ -159,8 +159,8 @@ def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: 
 
     auto: if true, the search for the longest seq_len tries all memory levers. If false, the search keeps the plan's
     levers.
-    searched: the plan before `as_run` changes it. The searches for the longest seq_len and for the next lever start
-    from `searched`.
+    searched: the plan from which the searches for the longest seq_len and for the next lever start. `plan` is the
+    result of `as_run` for `searched`.
     reach: the longest seq_len that the model supports, or None if there is no limit.
     """
     prediction, run = predict(plan), plan.run

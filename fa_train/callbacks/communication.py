@@ -24,9 +24,9 @@ class CommunicationTimer:
 
     With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
     of a function in `FSDP_STEPS` is a span. If strategy.context is greater than 1, each wait for keys, for values or
-    for gradients of keys and values is a span. Waits while activations are recomputed are spans as well. A span
-    includes the time until the other ranks are ready. Communication that overlaps with computation does not count. The
-    host never waits for a GPU.
+    for gradients of keys and values is a span. A wait during the recomputation of activations is also a span. A
+    span includes the time until the other ranks are ready. Communication that overlaps with computation does not count.
+    The host never waits for a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class RankComparison:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def gather(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Returns the result of `compare` for all ranks. All ranks must call `gather` with the same names."""
+        """Gathers `own` from all ranks, and returns the result of `compare`. All ranks must give the same names."""
         mine = torch.tensor(list(own.values()), dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine, self._group)

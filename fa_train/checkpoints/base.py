@@ -42,8 +42,8 @@ def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> N
 def restore_base(model: GPT, checkpoint: dict[str, Any]) -> None:
     """Adds the model's frozen weights to LitGPT's checkpoint if the checkpoint holds only a reference to them.
 
-    Raises: CheckpointError if the names or shapes of the weights differ from those of the model's weights, or the
-    adapter was trained on another base model.
+    Raises: CheckpointError if the checkpoint's weights and the model's weights differ in their names or shapes, or if
+    the checkpoint's adapter was trained on another base model.
     """
     weights = checkpoint.get("state_dict")
     if weights is None:  # FullyShardedStrategy has already loaded and checked the weights

@@ -59,7 +59,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
-    random_base_hash: str | None = None  # set by LoRA: the hash of the frozen weights if they are random
+    random_base_hash: str | None = None  # LoRA stores here the hash of frozen weights that are random
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any
@@ -72,8 +72,8 @@ class GPT(nn.Module):
         self.is_flash = function_of(attention) is flash_attention
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # A checkpointed or offloaded block saves its input as one tensor. The previous block must therefore compute all
-        # its own residual additions.
+        # A checkpointed or offloaded block saves its input as one tensor, so the block before it must not leave out a
+        # residual addition.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -128,7 +128,7 @@ class GPT(nn.Module):
                 module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
 
     def add_source(self, source: "Callable[[GPT], None]") -> None:
-        """Registers a function that sets parameters, and calls it.
+        """Registers the function `source`, which sets parameters, and calls `source`.
 
         If the model is on the meta device, `materialise` calls `source` later.
         """
@@ -150,10 +150,11 @@ class GPT(nn.Module):
     def _distributions(self) -> Iterator[tuple[str, Distribution]]:
         """Yields the distribution of each parameter except those of adapters.
 
-        init="gpt2": normal with standard deviation 0.02, and 0.01 for positions (github.com/openai/gpt-2,
-        src/model.py). The weights of attention.out and ffn.down are divided by sqrt(2 * n_layers) (the GPT-2 paper,
-        section 2.3).
-        init="llama": normal with standard deviation 0.02, which is initializer_range in Meta's config.json of Llama.
+        init="gpt2": a normal distribution with standard deviation 0.02, or 0.01 for the position embedding
+        (github.com/openai/gpt-2, src/model.py). The weights of attention.out and ffn.down are divided by
+        sqrt(2 * n_layers) (the GPT-2 paper, section 2.3).
+        init="llama": a normal distribution with standard deviation 0.02, the value of initializer_range in Meta's
+        config.json of Llama.
         """
         deviations = {}
         if self.config.init == "gpt2":
@@ -193,8 +194,8 @@ class GPT(nn.Module):
         last_positions: the last position in each token's document; by default it is found in position_ids. Ranks of a
         context group do not hold whole documents, so last_positions must be given with `traffic`.
         Raises: ValueError if shapes do not match, traffic is given without last_positions, or a single document has
-        more tokens than the model has learned positions. The lengths of several documents are not checked, because
-        cu_seqlens is on the GPU. Call `require_seq_len` before training.
+        more tokens than the model has learned positions. If cu_seqlens is given, the lengths of the documents are not
+        checked, because cu_seqlens is on the GPU. Call `require_seq_len` before training.
         """
         require_stream(tokens, cu_seqlens, position_ids=position_ids, labels=labels, last_positions=last_positions)
         if traffic is not None and last_positions is None:
@@ -253,7 +254,7 @@ class GPT(nn.Module):
             block.ffn = ffn.train(block.ffn.training)
 
     def context_shard(self, rank: int, ranks: int) -> ContextShard:
-        """Returns a function that selects the part of one rank from a batch. `ranks` ranks share the batch."""
+        """Returns a function that selects the part of rank `rank` from a batch that `ranks` ranks share."""
         return ContextShard(rank, ranks, _distinct(self.windows), may_split=self.is_flash)
 
     def share_context(self, group: str, head_groups: int = 1) -> None:
@@ -353,8 +354,8 @@ class Head(nn.Linear):
 class SelfAttention(nn.Module):
     """Self-attention: the projection to queries, keys and values, an attention function, and the output projection.
 
-    One matrix computes queries, keys and values. Under autocast, the backward pass therefore needs only one rounded
-    copy of x instead of three. Queries, keys and values have the same dtype.
+    One matmul computes queries, keys and values. Under autocast, the backward pass then needs one copy of x in 16 bits,
+    and not three. Queries, keys and values have the same dtype.
     rotates: whether the layer has RoPE. checkpointed: whether activation checkpointing recomputes the block.
     """
 
@@ -404,8 +405,8 @@ def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# With compiled activation checkpointing, torch 2.11 would save the q, k and v of `_rotated`, because an
-# autograd.Function returns them.
+# Compiled checkpointing uses `_rotated_first`. With `_rotated`, torch 2.11 would save q, k and v, because they are the
+# outputs of an autograd.Function.
 _rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
 
 

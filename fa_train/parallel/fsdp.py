@@ -4,8 +4,8 @@ Each rank keeps a shard of every parameter: some of the parameter's rows. Weight
 a group, and so are the embeddings and the head. Each group is gathered before its forward pass. A block is freed after
 its forward pass and gathered again before its backward pass, unless reshard_after_forward is false. As soon as the
 backward pass of a group has computed the group's gradients, they are averaged and sharded. An untied head stays
-gathered between the two passes, because the backward pass begins with the head. The last norm, and the token embedding
-if it is tied to the head, stay gathered for the whole micro-batch.
+gathered from its forward pass to its backward pass, because the model's backward pass begins with the head. The last
+norm, and the token embedding if it is tied to the head, stay gathered for the whole micro-batch.
 
 With replicas > 1 (HSDP), the ranks are divided into replicas of equal size. Each replica holds the whole model, sharded
 over the ranks of the replica. Gradients are also averaged between replicas, once per step.
@@ -116,8 +116,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Postpones the averaging of gradients until the last micro-batch of a step.
 
-        Without reduce_once, postpones only the averaging between replicas. Lightning enters this context manager for
-        the backward pass of every micro-batch except the last.
+        If reduce_once is false, only the averaging between replicas is postponed. Lightning enters this context manager
+        for the backward pass of every micro-batch except the last.
         """
         model = cast(FSDPModule, self._gpt)
         # set_requires_all_reduce has no effect without replicas, because only replicas need an all-reduce
@@ -244,8 +244,8 @@ def shard(
     """Shards the model's parameters over the ranks. No device ever holds the whole model.
 
     mesh: a device mesh of shape (ranks,), or with HSDP (replicas, ranks per replica).
-    precision: trainer.precision. With bf16-mixed, the weights of blocks and of an untied head are gathered in bf16, the
-    dtype that autocast computes in. Shards stay in fp32, and other weights are gathered in fp32.
+    precision: trainer.precision. With bf16-mixed, all shards are in fp32. The weights of blocks and of an untied head
+    are gathered in bf16, the dtype that autocast computes in. All other weights are gathered in fp32.
     """
     # inputs are not cast to bf16, because autocast keeps the hidden states between blocks in fp32
     policy = partial(MixedPrecisionPolicy, reduce_dtype=reduce_dtype, cast_forward_inputs=False)

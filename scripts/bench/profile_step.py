@@ -13,7 +13,8 @@ The script writes four files to the run's folder. `profile.md` and `profile.csv`
 Exclusive means that each moment of the step counts for at most one part. The exclusive times and the idle time add up
 to the step's time. In the exclusive times, copies and communication count only while no kernel computes. The column
 `kernels ms` shows the full time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev.
-`memory.png` shows the allocated memory of each component over host time, because the host allocates and frees memory.
+`memory.png` shows the allocated memory of each component over time. The time is that of the host, because the host
+allocates and frees memory.
 
 If attention, the loss or the optimizer launched a kernel, the kernel belongs to that part of the step. The part of
 every other kernel depends on the kernel's name. Copies and communication always belong to the parts `copies` and
@@ -164,7 +165,8 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
         for value in state.values()
         if isinstance(value, Tensor) and value.device == module.device
     ]
-    # On a CPU, gradients are left out: when memory from before the profile is freed, the allocator does not report it.
+    # On a CPU, gradients are left out, because the allocator does not report when it frees memory that was allocated
+    # before the profile.
     known = module.device.type == "cuda"
     gradients = [p.grad for p in parameters if p.grad is not None and known]
     return {
@@ -180,8 +182,10 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def table(step: Step) -> list[tuple[str, float, float, float, int]]:
-    """Returns a line for each part: exclusive milliseconds, share of the step, milliseconds of its kernels, and number
-    of its kernels.
+    """Returns a line for each part of the step.
+
+    A line consists of the part's name, its exclusive time in ms, its share of the step's time, the time of its kernels
+    in ms, and the number of its kernels.
     """
     parts, whole = exclusive(step), step.end - step.start
     kernels, numbers = Counter[str](), Counter[str]()

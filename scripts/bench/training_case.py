@@ -36,8 +36,8 @@ class StepTimes:
     steps: number of timed steps. warmup: number of untimed steps before the timed steps.
     slow_step: if the second step takes more seconds than `slow_step`, the second step is timed too, and at most
     `FEWEST_STEPS` steps are timed.
-    limit: seconds from the end of the first step. A step does not start if it would probably end after the limit. At
-    least one step is timed.
+    limit: a time limit in seconds, counted from the end of the first step. A step does not start if it would probably
+    end after the limit. At least one step is timed.
     """
 
     def __init__(self, steps: int, slow_step: float = math.inf, limit: float = math.inf, warmup: int = WARMUP) -> None:

@@ -12,15 +12,15 @@ candidate must fit in shared memory (tiles.shared_bytes), and its fp32 tiles mus
 --near, the script tries only the table's entry and the candidates that differ from this entry by one step in one value.
 With --tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates.
 After compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads *
-head_dim = 2048 or slightly less. TFLOP/s count 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for dv and 3 for dq.
-Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and dv to the
-table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three
-TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as for fp32 inputs when
-torch.backends.cuda.matmul allows TF32. A candidate counts only if its results are correct (`check`). Writes OUT.md: its
-header, a table for each head_dim and pass, and the entries for tiles.py. The fastest tiles are added to OUT.json,
-except with --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it. With
---install, the script also adds the fastest tiles to a file in the user's cache folder (tuned_tiles.installed_file).
-fa_kernels loads the file in the cache folder if FLASH_ATTENTION_TILES is not set.
+head_dim = 2048 or slightly less. The TFLOP/s are computed from 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for
+dv and 3 for dq. Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries
+dk and dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
+product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as in runs that allow TF32 in
+torch.backends.cuda.matmul. A candidate counts only if its results are correct (`check`). Writes OUT.md: its header, a
+table for each head_dim and pass, and the entries for tiles.py. The fastest tiles are added to OUT.json, except with
+--dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it. With --install, the
+script also adds the fastest tiles to a file in the user's cache folder (tuned_tiles.installed_file). fa_kernels loads
+the file in the cache folder if FLASH_ATTENTION_TILES is not set.
 """
 
 import argparse
@@ -121,10 +121,10 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 
 
 def has_scores_for_threads(tiles: TileConfig) -> bool:
-    """Returns whether a tile has at least one score for each thread. For fp32, this check replaces has_rows_for_warps.
+    """Returns whether a tile has at least one score for each thread.
 
-    In fp32, 16 rows per warp often do not fit. With mma.sync, warps can split the columns of a tile instead of its
-    rows.
+    For fp32, `candidates` calls has_scores_for_threads instead of has_rows_for_warps. In fp32, 16 rows
+    per warp often do not fit. With mma.sync, warps can split the columns of a tile instead of its rows.
     """
     return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
 
@@ -185,7 +185,7 @@ def inputs(candidate: Candidate, seqlen: int, n_heads: int, device: str = "cuda"
 def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Callable[[], Sequence[Tensor]]:
     """Returns a function that launches only the candidate's kernel.
 
-    Only the outputs of the candidate's kernel hold valid values.
+    In a backward pass, the function returns dq, dk and dv, but only the outputs of the candidate's kernel are valid.
     """
     (seqlen, _, head_dim), direction = q.shape, candidate.direction
     features = Features(head_dim**-0.5, softcap=0.0, sinks=None, alibi=[])
@@ -205,7 +205,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # `half` has no tiles for the kernel of the other pass, so attention_backward does not launch that kernel
+    # `half` has only tiles of queries or only tiles of keys, so attention_backward launches only the candidate's kernel
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -223,7 +223,8 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
     """Computes the outputs of a pass in `dtype` with torch.
 
-    Returns {index: output}, where `index` is the output's place in the result of the function that `launcher` returns.
+    Returns {index: output}. The function that `launcher` returns gives a sequence of outputs, and `index` is an index
+    into this sequence.
 
     tensors: q, k, v and do, as `inputs` returns them.
     """
@@ -251,8 +252,8 @@ def check(candidate: Candidate, device: str = "cuda") -> str:
     An error is the difference of an output element from its value in fp64. The candidate's errors are compared with the
     errors of torch in the same dtype. The root mean square of the candidate's errors may be twice that of torch, plus
     rounding. The candidate's largest error may be four times the largest error of torch, plus rounding, because the
-    largest error depends on chance. In a correct dq in fp32 on an AMD CPU, the largest error was up to 2.9 times that
-    of torch, but the root mean square was only 1.4 times that of torch.
+    largest error depends on chance. For example, in a correct dq in fp32 on an AMD CPU, the largest error was up to 2.9
+    times torch's largest error. The root mean square was only 1.4 times torch's root mean square.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()
@@ -328,7 +329,7 @@ def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tu
     return {
         (head_dim, direction, itemsize): astuple(result.candidate.tiles)
         for (head_dim, direction), result in best(results).items()
-        if result.candidate.products != "tf32"  # tiles for one TF32 product do not belong in the table
+        if result.candidate.products != "tf32"  # the table has no tiles for --dtype tf32
         and head_dim in HEAD_DIMS
         and is_listed(arch, head_dim, direction, itemsize := ITEMSIZE[result.candidate.products])
     }

@@ -15,7 +15,7 @@ ROWS = 130  # with this number of rows, every operation needs several programs
 
 
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
-    """Checks RMSNorm of a sum in two cases.
+    """Checks the RMSNorm of the sum of two tensors, for a residual stream in fp32 and for one in `dtype`.
 
     If the residual stream is fp32, the forward pass stores the sum. If the residual stream has the dtype `dtype`, the
     backward pass recomputes the sum.

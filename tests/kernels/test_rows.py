@@ -7,8 +7,8 @@ from fa_kernels import rows as module
 from fa_kernels.rows import add_rows, copy_rows
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-# In the first case, each tensor fits in one tile. In the second case, tiles have unused columns. In the third case, a
-# row is wider than a tile.
+# In the first case, each tensor fits in one tile. In the second case, a row has fewer columns than a tile. In the third
+# case, a row has more columns than a tile.
 HEADS = pytest.mark.parametrize("heads", [[(2, 8)], [(3, 24), (1, 24)], [(9, 128), (2, 128)]], ids=str)
 ROWS = 37
 
@@ -17,7 +17,8 @@ ROWS = 37
 def implementation(request, device, monkeypatch):
     """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
 
-    On the CPU, the functions use torch's implementation, and the second run replaces it by the kernels.
+    On the CPU, copy_rows and add_rows use torch's implementation. For a run with the kernels, the fixture replaces
+    torch's implementation by the kernels.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_copy_plainly", module._copy_in_kernel)

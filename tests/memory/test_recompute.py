@@ -12,7 +12,7 @@ from fa_train.memory.recompute import recomputed
 
 
 class SavesEmptyTensor(torch.autograd.Function):
-    """Saves an empty tensor of the default dtype, as torch 2.11 does for a checkpoint inside another."""
+    """Saves an empty tensor of the default dtype, as torch 2.11 does for nested checkpoints."""
 
     @staticmethod
     def forward(ctx, x):
@@ -25,7 +25,7 @@ class SavesEmptyTensor(torch.autograd.Function):
 
 
 def gradient(run, passes=1):
-    """Returns the gradient of a run whose forward pass has the default dtype that Lightning sets for bf16-true."""
+    """Returns the gradient of `run`. In the forward pass, Lightning sets the default dtype to bf16 (bf16-true)."""
     x = torch.full((2,), 3.0, requires_grad=True)
     with HalfPrecision("bf16-true").forward_context():
         y = run(SavesEmptyTensor.apply, x).sum()
@@ -36,7 +36,7 @@ def gradient(run, passes=1):
 
 
 def test_torchs_checkpoint_finds_another_dtype():
-    """If torch no longer raises a CheckpointError in this test, `recomputed` is not needed."""
+    """`recomputed` is needed only because torch's own checkpoint raises a CheckpointError in this test."""
     with pytest.raises(CheckpointError, match="different metadata"):
         gradient(partial(checkpoint, use_reentrant=False))
 

@@ -63,7 +63,7 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
     """Gradients of biases are not compared, because they are summed in another order.
 
-    On a GPU, SwiGLU has a tolerance, because its sigmoid differs in the last bits.
+    On a GPU, SwiGLU has a tolerance, because the kernel's sigmoid differs from torch's sigmoid in the last bits.
     """
     arguments, dy = draw(activation, bias, device)
     ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, TOTAL), run(at_once, arguments, dy)

@@ -181,8 +181,9 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """In the third call of `largest`, rank 1 passes 143, the exit code after SIGTERM. Both ranks get 143 from the
-    fourth call on, and never earlier, even if one rank is faster.
+    """In the third call of `largest`, rank 1 passes 143, the exit code after SIGTERM.
+
+    In calls 1 to 3, both ranks get 0. In calls 4 and 5, both ranks get 143, even if one rank is faster.
     """
     agreement = Agreement()
     answers = []
@@ -372,8 +373,9 @@ def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
 
 
 def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
-    """A run that was stopped twice has the same losses as a run that never stopped. After the second stop, one process
-    runs the rest.
+    """A run that was stopped twice has the same losses as a run that never stopped.
+
+    After the second stop, one process runs the remaining steps.
     """
     again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
     [newest] = (again / "checkpoints").iterdir()

@@ -122,7 +122,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # the second case should run now; the third may already run
-        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # a terminal signals every process of the group
+        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the whole group
         sweep_of_long_cases.join(30)
     finally:
         sweep_of_long_cases.kill()
@@ -156,7 +156,7 @@ def test_chromium_shows_the_page_and_no_request_leaves_it(parts, tmp_path):
     assert requests == []
     asking = tmp_path / "asking.html"
     asking.write_text('<img src="http://127.0.0.1:9/a.png">')
-    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # shows that requests are recorded
+    assert opened(asking, tmp_path)[1] == ["http://127.0.0.1:9/a.png"]  # `opened` records requests
 
 
 def opened(html, folder):
@@ -231,7 +231,7 @@ def test_expected_seconds_never_shrink_with_length():
     assert expected_seconds([], 64) == 0
     assert expected_seconds([(32, 1.0)], 64) == 2
     assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # equal times for both lengths give a linear prediction
-    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # growth beyond quadratic gives a quadratic prediction
+    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # predictions are at most quadratic
 
 
 @pytest.mark.parametrize("attention", ["naive", "chunked"])
@@ -338,8 +338,9 @@ def allocated(run):
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The formula gives a minimum, and the measured peak is not below it.
 
-    The peak is at most 3% above the sum of the formula's minimum and a second mask of N^2 bytes. The formula leaves out
-    terms linear in N. Some CPUs copy the operands of fp16 matmuls, so the upper bound is tested in fp32 only.
+    In fp32, the peak must be at most 3% above the minimum plus N^2 bytes, the size of a second attention mask. The
+    formula leaves out terms linear in N. In fp16, the peak has no upper bound, because torch copies the operands of
+    fp16 matmuls on some CPUs.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

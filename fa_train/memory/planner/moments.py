@@ -74,7 +74,8 @@ class _Step:
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        self.lagging = self.underway if levers.offloads_all else 0  # what remains of `underway` after the last block
+        # the part of `underway` that is still on the GPU after the forward of the last block
+        self.lagging = self.underway if levers.offloads_all else 0
 
     def around_the_loss(self) -> list[Moment]:
         """Returns the Moments of the last block's forward, of the loss, and of the last norm's backward.
@@ -85,7 +86,8 @@ class _Step:
         rounded = block.rounded_weights()
         # with checkpointing, autocast's copies of weights are freed, because Lightning turns off autocast's cache
         rounded_in_forward = 0 if self.recomputes else n_layers * rounded
-        last_norm = block.x + block.statistics + 2 * block.x  # the norm's input, its output and a gradient
+        # the input, statistics and output of the last norm, and one gradient
+        last_norm = block.x + block.statistics + 2 * block.x
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
             Moment(
@@ -187,7 +189,8 @@ class _Step:
                 weights=sharded.weights_after_the_head(),
                 gradients=self.before + sharded.averaged_head(),
                 activations=self._activations(n_layers),
-                outside=self.data + block.x + block.statistics + block.x,  # the norm's input and its output's gradient
+                # the input and statistics of the last norm, and the gradient of its output
+                outside=self.data + block.x + block.statistics + block.x,
                 loss=self.of_head,
                 working=self.lagging,
             ),
@@ -214,11 +217,10 @@ class _Step:
         )
 
     def _some_blocks(self) -> list[tuple[str, int]]:
-        """Returns (name, left) for each block that can have the highest peak.
+        """Returns (name, left) for the first two and the last two blocks. No other block can have the highest peak.
 
-        left: how many blocks, including the named block, have not finished their backward. Blocks between the second
-        and the second to last are left out, because the peak changes linearly from the second block to the second to
-        last.
+        left: how many blocks, including the named block, have not finished their backward. The peak changes linearly
+        from the second block to the second to last block, so no block between these two blocks has the highest peak.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
@@ -265,7 +267,7 @@ def loss_bytes(plan: Plan) -> int:
         of_weight = product = result = 0
     if run.compute_bytes != 4:  # accumulated without a temporary
         product = 0
-    if weight_bytes == 4:  # the gradient is the fp32 sum itself
+    if weight_bytes == 4:  # the fp32 sum becomes the gradient without a copy
         result = 0
     in_loop = rounded_hidden + logits + max(hidden, product)
     return of_weight + rounded_weight + max(in_loop, result) + run.tokens * 4

@@ -30,7 +30,8 @@ class Prediction:
     moment: the name of the moment at which memory use peaks.
     weights: includes the weights that FSDP2 has gathered. gradients: includes the buffers of DDP and FSDP2.
     rounded_weights: autocast's copies of weights. activations: tensors that blocks save for the backward pass.
-    outside: the data, and the tensors of the last norm. loss: logits and gradients of the head.
+    outside: the batch, the ranges of attention, the rotary table, and the tensors of the last norm.
+    loss: logits and gradients of the head.
     working: temporary tensors at the moment of the peak.
     libraries: cuBLAS's workspaces.
     overhead: the CUDA context, the code of kernels, and memory that the caching allocator cannot use.

@@ -67,6 +67,6 @@ def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
             value = build()
         if len(_KEPT) >= MAX_SCHEDULES:
             oldest, *_ = _KEPT
-            _KEPT.pop(oldest, None)  # None avoids a KeyError if another thread has removed the key
+            _KEPT.pop(oldest, None)  # no KeyError if another thread has removed the key
         _KEPT[key] = value
     return value

@@ -1,10 +1,10 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
 torch would need more than thirty operators to compute a schedule. The launches of thirty operators would take more host
-time than attention over short documents takes on the GPU. Some programs of the kernel compute the ranges of tokens. The
-other programs compute the positions of tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in
-cu_seqlens finds the document of a token. To find the position of a tile without sorting, a program counts the tiles
-that come before this tile. Each program finds the documents of all tiles itself, so programs do not communicate.
+time than attention over short documents takes on the GPU. Each program of the kernel computes either the ranges of some
+tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
+finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
+before this tile. Each program finds the documents of all tiles itself, so programs do not communicate.
 
 The numbers of documents and tokens are not compile-time constants, so one compiled kernel serves all batches.
 """
@@ -35,26 +35,26 @@ ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer b
 class _Side:
     """The inputs from which a kernel computes the ranges of queries, or the ranges of keys.
 
-    The own side has the tokens whose ranges are computed. The ranges contain tokens of the other side.
+    The range of a query contains keys, and the range of a key contains queries.
     """
 
-    own_ptr: tl.tensor  # cu_seqlens of the own side
-    other_ptr: tl.tensor  # cu_seqlens of the other side
+    own_ptr: tl.tensor  # cu_seqlens of the tokens whose ranges are computed, for example of the queries
+    other_ptr: tl.tensor  # cu_seqlens of the tokens that the ranges contain, for example of the keys
     n_edges: tl.tensor  # the number of elements of cu_seqlens
     stride: tl.tensor  # the largest power of two that is at most n_edges
-    total_own: tl.tensor  # the number of tokens
-    total_other: tl.tensor
+    total_own: tl.tensor  # the number of tokens whose ranges are computed
+    total_other: tl.tensor  # the number of tokens that the ranges contain
     before: tl.tensor  # how many tokens a range has before the aligned token; -1 means all
     after: tl.tensor
 
 
 @structure
 class _Ranges:
-    """For each token, the range of tokens that it sees, and the length of its document on the other side."""
+    """For each query, the range of keys that it sees, or for each key, the range of queries that see it."""
 
     start: tl.tensor
     end: tl.tensor
-    length: tl.tensor
+    length: tl.tensor  # the number of keys in a query's document, or of queries in a key's document
 
 
 @triton.jit
@@ -76,14 +76,14 @@ def _document_of(tokens, cu_ptr, n_edges, stride):
 
 @triton.jit
 def _edge(index, cu_ptr, n_edges, total):
-    """Returns element `index` of cu_seqlens. Clamps `index` and the element, in case cu_seqlens is wrong."""
+    """Returns element `index` of cu_seqlens. A wrong cu_seqlens cannot give a result below 0 or above `total`."""
     edge = tl.load(cu_ptr + tl.minimum(tl.maximum(index, 0), n_edges - 1))
     return tl.minimum(tl.maximum(edge, 0), total)
 
 
 @triton.jit
 def _ranges_of(tokens, side):
-    """Returns the `_Ranges` of tokens that are on the own side."""
+    """Returns the `_Ranges` of `tokens`, which are queries or keys."""
     n_edges = side.n_edges
     document = _document_of(tokens, side.own_ptr, n_edges, side.stride)
     start = _edge(document - 1, side.other_ptr, n_edges, side.total_other)
@@ -165,8 +165,8 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # The programs of one result have consecutive ids. For example, after_wide is the first id after the programs that
-    # compute wide_query_tiles.
+    # Programs that compute the same tensors have consecutive ids. For example, after_wide is the first id after the
+    # programs that compute wide_query_tiles.
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)

@@ -15,7 +15,7 @@ def lengths_of(document_len, sigma, held_out=False):
 
 
 def test_documents_of_equal_length_keep_their_tokens(monkeypatch):
-    """The expected checksum is of tokens that were drawn before data.length_sigma existed."""
+    """The expected checksum was computed before the setting data.length_sigma existed."""
     monkeypatch.setattr(synthetic, "N_TOKENS", 2**14)
     documents = SyntheticSource(50257, 1000, 0).documents(held_out=True)
     assert documents.lengths.tolist() == [1000] * 17 and documents.lengths.dtype == np.int64

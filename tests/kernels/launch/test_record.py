@@ -78,9 +78,9 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """The recorder fails once for each of two keys. All six calls with each key still return results.
+    """The recorder fails once for each of the two keys, and does not try a key again.
 
-    One line is logged.
+    All six calls with each key still return results. One line is logged.
     """
     failed = []
 

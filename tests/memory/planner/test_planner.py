@@ -3,11 +3,12 @@
 In most tests, the real model runs on fake tensors or on the CPU. Some tests use peaks that were measured on GPUs.
 
 By default, the tests leave out some cases. In most tests, the cases that run by default cover all pairs of values for
-any two settings. Some tests leave out cases of offload or compiled blocks. With PLANNER_CASES=all, all cases run.
+any two settings. Some tests leave out cases with offload or with compiled blocks. With PLANNER_CASES=all, all cases
+run.
 
-In the files of measured peaks, `run` is the command that measured a peak. `first` marks a first step, in which the
-optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. `keys` is given only if it is
-below the upper bound that the planner uses.
+In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
+the first step, in which the optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys.
+`keys` is given only if it is below the upper bound that the planner uses.
 """
 
 import json
@@ -50,7 +51,7 @@ RECORDED = {
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, plan: Plan, keys: int) -> None:
-    """Makes the planner predict the peak of a rank whose buffers hold `keys` keys and as many values."""
+    """Makes the planner predict the peak of a rank whose buffers hold `keys` keys and `keys` values."""
     nbytes = 2 * keys * plan.model.kv_dim * plan.run.compute_bytes // plan.run.head_groups
     monkeypatch.setattr(Block, "_gathered", lambda block: nbytes)
 
@@ -72,8 +73,8 @@ def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     """By default, the planner predicts the peak of the rank that gathers all keys.
 
     In the recorded runs, one document fills each row. One rank gathers all keys. All other ranks gather fewer keys, so
-    their peaks are lower. This test gives the planner the number of keys of each rank. From these numbers, the planner
-    must predict how much lower each peak is.
+    their peaks are lower. This test gives the planner the number of keys of each rank. The planner must predict the
+    difference between the highest peak and each rank's peak.
 
     `ranks_gib` lists the peaks of all ranks, and `ranks_keys` lists how many keys the buffers of each rank hold.
     """
@@ -225,8 +226,8 @@ CASES: dict[str, dict[str, Any]] = {
     "whole-vocabulary": {"vocab_size": 128256, "seq_len": 8192},
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
-    # Fewer tokens or a larger vocabulary would move the peak to where autograd adds the two gradients of the tied
-    # embedding. Autograd adds these two gradients in place, except on fake tensors.
+    # With fewer tokens or a larger vocabulary, the peak would be where autograd adds the two gradients of the tied
+    # embedding. The simulation is wrong there, because autograd does not add fake tensors in place.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
@@ -388,7 +389,7 @@ def test_components_add_up():
 @pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_host_memory_of_offload_all_is_what_a_forward_takes(qk_norm, mlp_chunk):
-    """Compares the predicted bytes with those that a forward pass takes from the pool of host memory."""
+    """Compares the predicted host memory with the bytes that a forward pass takes from the pool of host memory."""
     plan = changed(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []
@@ -406,7 +407,7 @@ def test_the_host_memory_counts_offload_and_optimizer():
     assert predict(LLAMA_1B).host == 0
     host = predict(changed(LLAMA_1B, optimizer="adamw_offload")).host
     parameters = sum(parameter_sizes(LLAMA_1B.model))
-    # two moments, and pinned buffers for weights and gradients; the size of each buffer is a power of two
+    # the host holds two moments, and pinned copies of weights and gradients, with sizes rounded up to powers of two
     assert 16 * parameters * 0.99 < host < 24 * parameters
 
 

@@ -79,8 +79,8 @@ def simulated_peak(plan: Plan) -> int:
     """Returns the peak bytes of a micro-batch that has one document. Gathered weights are counted.
 
     The rank's shards of the weights are not counted, and the simulation has no optimizer states. The function runs two
-    micro-batches and measures the second one, because FSDP2 allocates other memory in the first micro-batch. If the
-    plan accumulates, the two micro-batches form one step.
+    micro-batches and measures only the second one, because FSDP2's allocations in the first micro-batch differ from
+    those in later micro-batches. If plan.run.accumulates is true, the two micro-batches belong to one step.
     """
     run = plan.run
     autocast = autocast_of_lightning(run.precision)
@@ -132,8 +132,8 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# A case has the moment of the expected peak, and the changed fields of the plan. No case has a tied embedding, few
-# tokens and a large vocabulary, because on fake tensors, autograd does not add the embedding's gradients in place.
+# A case has the moment of the expected peak, and the changed fields of the plan. A tied embedding with few tokens and a
+# large vocabulary is not tested, because autograd does not add the gradients of the embedding in place on fake tensors.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),

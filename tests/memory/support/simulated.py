@@ -229,8 +229,8 @@ def simulate(
     """Runs a micro-batch of one document, and returns the memory that the micro-batch needs.
 
     tokens: the length of the document.
-    accumulates: whether the step has other micro-batches before and after this micro-batch. If True, gradients of
-    earlier micro-batches exist, and DDP does not communicate yet.
+    accumulates: whether the step has other micro-batches before and after this micro-batch. If `accumulates` is true,
+    gradients of earlier micro-batches exist, and DDP does not communicate in this micro-batch.
     buckets: as in RunSize.
     """
     autocast = autocast_of_lightning(precision)

@@ -196,7 +196,7 @@ def finetune(folder: Path) -> None:
 
 
 def difference(case: Case, rank: int, *callbacks: L.Callback) -> str:
-    """Trains, and compares the weights of ranks after each step. Returns the error message, or "" without an error."""
+    """Trains, and compares the ranks' weights after each step. Returns "", or an error message if they differ."""
     try:
         train(case, rank, *callbacks, EqualWeights(every_n_steps=1))
     except DivergedError as error:
@@ -215,7 +215,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     flipped = difference(copies, rank, FlipBit())
     Path(folder, f"flipped.{len(environments)}.{rank}.txt").write_text(flipped)
     if copies.strategy == "hsdp":
-        # gives the two replicas different gradient norms, as if they had added in different orders
+        # makes the gradient norms of the two replicas differ, as different orders of additions would
         with patch("fa_train.lit_gpt.whole", lambda norm: whole(norm) * (1.001 if rank < 2 else 1)):
             Path(folder, f"norms.{rank}.txt").write_text(difference(copies, rank))
     if len(environments) == 2:

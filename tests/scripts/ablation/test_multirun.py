@@ -76,7 +76,7 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
 def job(tmp_path, monkeypatch):
     """Returns a function that runs a job with an invented outcome.
 
-    The function returns the job's metrics, and how often the job ran.
+    The function returns the job's metrics, and how many times the job ran (0 if it was skipped).
     """
 
     def run(number, attention, seq_len, outcome, *overrides):

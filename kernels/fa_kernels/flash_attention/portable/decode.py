@@ -53,13 +53,14 @@ def _decode_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M rows of one sequence and one KV head for one of n_splits parts of the keys.
+    """One program computes the attention of BLOCK_M rows of one sequence over one part of the keys of one KV head.
 
-    A row is a query of one head: row r is token `r // GROUP` and head `r % GROUP` of the group. o (n_splits, batch,
-    seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q) are contiguous. With one split, o and lse are
-    the final result. Heads of k have D columns, padded with zeros to BLOCK_D, a power of two. Heads of v have DV
-    columns, padded to BLOCK_DV. This kernel cannot use two column blocks per head. With two blocks, ptxas 12.8
-    generates wrong matrix descriptors if K or V reaches shared memory through registers.
+    The keys are split into n_splits parts. A row is a query of one head: row r is token `r // GROUP` and head
+    `r % GROUP` of the group. o (n_splits, batch, seqlen_q, n_heads, DV) and lse (n_splits, batch, n_heads, seqlen_q)
+    are contiguous. With one split, o and lse are the final result. Heads of k have D columns, padded with zeros to
+    BLOCK_D, a power of two. Heads of v have DV columns, padded to BLOCK_DV. This kernel cannot use two column blocks
+    per head. With two column blocks, ptxas 12.8 generates wrong matrix descriptors if K or V is copied to shared memory
+    through registers.
     """
     item = locate_item(n_tiles, n_splits, n_kv_heads)
     keys = keys_of_sequence(item.sequence, seqlens_ptr, leftpad_ptr, seqlen_new, capacity)

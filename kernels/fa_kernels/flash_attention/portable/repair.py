@@ -1,6 +1,7 @@
 """Recomputes tiles whose results contain NaN, because the NaN may have come from another document.
 
-The kernels that first computed the tiles have marked the tiles with NaN.
+The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if one of its marks
+is set.
 """
 
 import torch
@@ -30,7 +31,7 @@ def _repair_fwd_kernel(
 ):  # fmt: skip
     """Computes o and lse again for marked tiles of BLOCK_M queries.
 
-    A program checks the marks of `LOOK` tiles at a time.
+    A program reads the NaN marks of `LOOK` tiles at a time.
     """
     n_tiles = tl.cdiv(total_q, BLOCK_M)
     n_items, step = n_tiles * n_heads, tl.num_programs(0)

@@ -29,8 +29,8 @@ NONE = [pytest.param([], id="none")]
 def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    If `request.param` is true, the last row of the first document contains NaN. The row with NaN and the first rows of
-    the third document have the same NaN mark, because each mark belongs to 64 rows.
+    If `request.param` is true, the last row of the first document contains NaN. Each NaN mark belongs to
+    64 rows, so the row with NaN shares a mark with the first rows of the third document.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -48,9 +48,9 @@ def problem(device, request):
 
 
 def marks(heads, units, device):
-    """Returns marks in which the given pairs (head, unit of 64 rows) are set.
+    """Returns NaN marks that are set only for `units`, which are pairs (head, index of a unit of 64 rows).
 
-    Pairs whose head does not exist are ignored.
+    Pairs whose head is not below `heads` are ignored.
     """
     marked = new_marks(heads, TOTAL, device).zero_()
     assert marked.shape == (heads, UNITS)

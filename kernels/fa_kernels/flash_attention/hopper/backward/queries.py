@@ -48,8 +48,8 @@ from fa_kernels.launch.descriptors import rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
-# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to
-# `REGISTERS`. The first consumer gets all other registers, which are also 240 per thread.
+# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer then changes to 240 registers per
+# thread, and the producer to 24 (`REGISTERS`). The first consumer gets all other registers: 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 

@@ -55,7 +55,7 @@ def begin_values(operands, v_buffers, stage, o):
 
 @gluon.jit
 def wait_for(tokens):
-    """Waits until all matmuls are complete. Returns a tuple with the accumulator of each matmul in `tokens`."""
+    """Waits for all matmuls, and returns a tuple of their results. `tokens` holds the pending result of each matmul."""
     values = warpgroup_mma_wait(0, deps=tokens)
     if len(tokens) == 1:
         values = (values,)

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
 @gluon.jit
 def columns_of(first, rest):
-    """Returns (first,), or (first, rest) if `rest` is not None."""
+    """Returns the tuple (first, rest), or the tuple (first,) if `rest` is None."""
     columns = (first,)
     if rest is not None:
         columns += (rest,)
@@ -48,7 +48,7 @@ def new_buffers(descs, PLACES: gl.constexpr):
 
 @gluon.jit
 def at(buffers, place):
-    """Returns the tile at index `place` of each buffer."""
+    """Returns a tuple with tile number `place` of each buffer."""
     tiles = ()
     for i in gl.static_range(len(buffers)):
         tiles += (buffers[i].index(place),)
@@ -109,9 +109,10 @@ def begin_scores(a, b, zeros):
 
 @gluon.jit
 def begin_scores_at(a, first, buffers, place, zeros):
-    """Starts the matmul a b^T like `begin_scores`. b is at index `place` of the buffers, and `first` is b's first tile.
+    """Starts the same matmuls as `begin_scores`. b consists of tile number `place` of each buffer.
 
-    The addresses of b's other tiles are computed between the matmuls, and the compiler keeps this order.
+    `first` is the first tile of b. The addresses of the other tiles of b are computed between the matmuls, and the
+    compiler keeps this order.
     """
     scores = warpgroup_mma(a[0], first.permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):

@@ -63,11 +63,11 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
-    """Deterministic and non-deterministic gradients differ only by fp32 rounding, because their partial sums are added
-    in different orders.
+    """Deterministic and non-deterministic gradients differ only by fp32 rounding.
 
-    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. The
-    tolerance allows an error of one eps of the largest sum for each addition of 16 products.
+    The partial sums of the two kinds of gradients are added in different orders. Tensor cores add 16 products at a time
+    to an fp32 sum, and truncate the result. For each such addition, the tolerance allows an error of the fp32 eps times
+    the largest gradient.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (
