@@ -76,7 +76,7 @@ class Case:
     attention: str
     compiled: bool
     steps: int  # number of timed steps
-    slow_step: float  # seconds; if the second step takes longer, at most `FEWEST_STEPS` steps are timed
+    slow_step: float  # if the second step takes more seconds than this, at most `FEWEST_STEPS` steps are timed
     overrides: tuple[str, ...] = ()
     trace: str = ""  # if set: run two more steps with the profiler, and write the trace of the second to this file
 

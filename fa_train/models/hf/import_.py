@@ -205,9 +205,8 @@ def _with_rope(
     asked = own if scaling is None else _asked_scaling(scaling, own, original, reach, max_seq_len)
     parsed = parse_rope_scaling(asked, original)
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
-    is_dynamic = isinstance(
-        parsed, DynamicNTKScaling
-    )  # dynamic scaling applies beyond max_position_embeddings tokens, so max_position_embeddings must not change
+    # dynamic scaling applies beyond max_position_embeddings tokens, so max_position_embeddings must not change
+    is_dynamic = isinstance(parsed, DynamicNTKScaling)
     if asked is not own:
         reach = fields.get("original_max_position_embeddings", original)
         reach = reach if parsed is None or is_dynamic else round(reach * fields["factor"])

@@ -136,7 +136,7 @@ def attention_forward(
     return run_forward(q, k, v, schedule, features, out_dtype, config)
 
 
-def _uses_sections(schedule: Schedule) -> bool:
+def uses_sections(schedule: Schedule) -> bool:
     """Returns whether the heads are divided into sections whose K and V fit in L2 (tile_order.py).
 
     Short documents run one after another, with all heads at the same time. K and V of one document then fit in L2.
@@ -160,7 +160,7 @@ def run_forward(
     tiles: Tensor = getattr(schedule, config.order)
     assert config.consumers * ROWS == (WIDE_TILE if config.order == "wide_query_tiles" else WORK_TILE), config
     n_tiles = tiles.numel()
-    section = heads_per_section(k, v, n_heads) if _uses_sections(schedule) else n_heads
+    section = heads_per_section(k, v, n_heads) if uses_sections(schedule) else n_heads
     n_items = n_tiles * n_heads
     programs, counter = programs_of(n_items, q.device, config.dynamic)
     marks = new_marks(n_heads, total_q, q.device) if schedule.crosses_documents else None
