@@ -262,6 +262,8 @@ def _require_offered(dropout_p: float, out_dtype: torch.dtype | None) -> None:
 
 def _require_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> None:
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu_seqlens, Tensor):
+            raise ValueError(f"{name} must be a tensor, (n_docs + 1,) int32; got a {type(cu_seqlens).__name__}")
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype != torch.int32:
             raise ValueError(
                 f"{name} must be (n_docs + 1,) int32; got {tuple(cu_seqlens.shape)} {name_of(cu_seqlens.dtype)}"

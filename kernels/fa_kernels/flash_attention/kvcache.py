@@ -249,6 +249,10 @@ def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | Non
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.stride(-1) != 1:
             raise ValueError(f"{name} must have a dense last dimension; got strides {x.stride()}")
+        if new and 0 in (stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+            raise ValueError(
+                f"{name} must not be expanded, because new rows would overwrite each other; got strides {x.stride()}"
+            )
     n_heads, n_kv_heads = q.shape[2], k_cache.shape[2]
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(

@@ -64,7 +64,7 @@ def read_tiles(path: str, gpu: str) -> dict[Key, Sizes]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{VARIABLE} must name a file of tiles; got {path} ({error.strerror})") from None
+        raise ValueError(f"a file of tiles must be readable; got {path} ({error.strerror})") from None
     except ValueError as error:
         raise ValueError(f"a file of tiles must be JSON; got {path} ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("tiles"), list):

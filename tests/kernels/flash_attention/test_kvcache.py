@@ -296,6 +296,9 @@ ONE = {"cache_seqlens": 3, "k": NEW, "v": NEW}
         pytest.param({"q": Q.half()}, "same dtype.*q of float16 and k_cache of float32", id="dtype"),
         pytest.param({"v_cache": CACHE[:, :8]}, "same sequences, tokens and heads", id="caches"),
         pytest.param({"k_cache": CACHE.mT.contiguous().mT}, "k_cache must have a dense last dimension", id="strides"),
+        pytest.param(
+            ONE | {"v_cache": CACHE[:1].expand_as(CACHE)}, "v_cache must not be expanded", id="expanded"
+        ),
         pytest.param({"k_cache": CACHE[:1], "v_cache": CACHE[:1]}, "at least 2 sequences; got 1", id="rows"),
         pytest.param({"k": NEW}, "given together; got only k", id="k-alone"),
         pytest.param({"k": NEW, "v": NEW}, "cache_seqlens must say where", id="k-without-length"),

@@ -130,5 +130,5 @@ def test_a_wrong_file_is_one_error(content, said, gpu, tile_file):
 
 def test_a_missing_file_is_named(gpu, monkeypatch):
     monkeypatch.setenv(tuned_tiles.VARIABLE, "/nowhere/tiles.json")
-    with pytest.raises(ValueError, match="FLASH_ATTENTION_TILES must name a file of tiles; got /nowhere"):
+    with pytest.raises(ValueError, match="a file of tiles must be readable; got /nowhere"):
         launch_tiles(gpu((8, 6), 99 * 1024), 64, 64, "fwd", 2)

@@ -393,6 +393,7 @@ DECREASING = torch.tensor([0, 8, 3], dtype=torch.int32, device=DEVICE)
         pytest.param((Q.double(), KV.double(), KV.double(), CU, CU), "the same dtype.*got float64", id="fp64"),
         pytest.param((Q, KV, KV, CU.long(), CU), "cu_seqlens_q must be .* int32; got .* int64", id="cu-dtype"),
         pytest.param((Q, KV, KV, CU, CU[:1]), "same number of documents; got 1 and 0", id="cu-count"),
+        pytest.param((Q, KV, KV, [0, 5], CU), "cu_seqlens_q must be a tensor, .*; got a list", id="cu-list"),
         pytest.param((Q, KV, KV, CU + 1, CU), "cu_seqlens_q must start at 0.*got .1, 9.", id="cu-start"),
         pytest.param((Q, KV, KV, CU, 2 * CU), "cu_seqlens_k must .* end at 8 or before; got .0, 16.", id="cu-beyond"),
         pytest.param((Q, KV, KV, DECREASING, DECREASING), "cu_seqlens_q must .* not decrease", id="cu-decreasing"),
