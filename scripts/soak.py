@@ -45,7 +45,7 @@ LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest all
 class Change:
     """The value of a quantity in the second third of a run (`before`), and its value in the last third (`after`).
 
-    The value of host memory in a third is the lowest sample. The value of any other quantity is the median.
+    The value of host memory is the lowest sample of a third. The value of any other quantity is the median of a third.
     """
 
     name: str

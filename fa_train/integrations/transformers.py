@@ -11,8 +11,8 @@ position_ids or cu_seqlens, and generation with a dynamic or static cache.
 
 Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only where `key_mask` and
 `packed_rows` copy values from the GPU to the host. In a forward pass, one copy serves all layers with the same window.
-Under torch.inference_mode, each layer makes its own copy, which torch.no_grad avoids. Code that torch.compile has
-compiled copies no values from the GPU to the host.
+Under torch.inference_mode, each layer copies these values again. torch.no_grad avoids the repeated copies. Code that
+torch.compile has compiled copies no values from the GPU to the host.
 """
 
 import os

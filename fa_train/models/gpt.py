@@ -108,7 +108,7 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def materialise(self, device: torch.device) -> None:
-        """Allocates the parameters of a model on the meta device and gives them their initial values.
+        """Allocates the parameters of a model that was built on the meta device, and sets their initial values.
 
         If the model is sharded, each rank allocates only its rows, and holds at most one whole parameter at a time.
         """

@@ -24,8 +24,8 @@ class Agreement:
     def largest(self, answer: int) -> int:
         """Returns the result of the last all-reduce, or 0 in the first call.
 
-        If the returned value is 0, the call starts an all-reduce of `answer`. Any other value is final, and all later
-        calls return the same value.
+        While the result is 0, each call starts an all-reduce of `answer`. Any other result is final, and all later
+        calls return the same result.
         """
         if self._asked is not None:
             self._asked.wait()

@@ -126,7 +126,7 @@ class Case:
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
-        mean = round(sum(length**2 for length in lengths) / tokens)  # mean length, weighted by length, as in training
+        mean = round(sum(length**2 for length in lengths) / tokens)  # in tokens: the document length of a mean token
         self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")

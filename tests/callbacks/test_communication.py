@@ -122,7 +122,7 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
     monkeypatch.setattr(communication, "Timestamp", lambda device: now[0])
     boundaries = np.array([0, 5, 8])
     plan = traffic(deal(boundaries, 8, 1), boundaries, 0, None, may_split=attention is flash_attention)
-    # as if another rank needed keys of other ranks
+    # The only rank needs no keys of other ranks, so without this line nothing would be exchanged.
     plan = plan._replace(counts=[*Counts(*plan.counts)._replace(exchanges=1)])
     schedule = shared_schedule(plan, "short")
     q, k, v = (torch.randn(8, heads, 16, requires_grad=True) for heads in (4, 2, 2))

@@ -113,7 +113,7 @@ def test_master_weights_are_those_of_adamw_in_fp32():
 
 
 def test_small_updates_change_the_weights_on_average():
-    """Each step moves the master weights by a tenth of the distance between neighbouring bf16 weights."""
+    """Each step moves the master weights by a tenth of the distance between two adjacent bf16 numbers."""
     weight = nn.Parameter(
         torch.empty(100_000).uniform_(0.5, 0.99, generator=torch.Generator().manual_seed(0)).bfloat16()
     )

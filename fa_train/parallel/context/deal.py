@@ -178,8 +178,8 @@ class Swaps(NamedTuple):
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
     """Returns swaps that each move some work from rank `most` to rank `least`, but at most `limit`.
 
-    Each swap exchanges two runs of equal length. For each length in `RUN_LENGTHS`, the result has at most `TRIED`
-    swaps: those that move the most work. The swaps of one length all use different runs of rank `most`.
+    Each swap exchanges two runs of equal length. For each run length in `RUN_LENGTHS`, the result contains the swaps
+    that move the most work, but at most `TRIED` swaps. Swaps of the same run length use different runs of rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []

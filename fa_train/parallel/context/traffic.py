@@ -41,8 +41,8 @@ class Traffic(NamedTuple):
     compiled model is therefore not compiled again for other document lengths.
     """
 
-    key_start: Tensor  # (local,) int32, the buffer row of the first key that each crossing query sees
-    key_end: Tensor  # (local,) int32, 1 + the buffer row of the last key that each crossing query sees
+    key_start: Tensor  # (local,) int32, for each crossing query, the buffer row of its first key
+    key_end: Tensor  # (local,) int32, for each crossing query, 1 + the buffer row of its last key
     own_start: Tensor  # (local,) int32, the index of each query's first own key
     own_end: Tensor  # (local,) int32, 1 + the index of each query's last own key; own_start for crossing queries
     crossing: Tensor  # (local,) int32, the indices of own tokens whose queries read the buffer, ascending
@@ -93,7 +93,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     crossing = np.flatnonzero(crosses[mine]) if splits else np.arange(n_own)
     own_start, own_end = own_ranges(mine, start, end, crosses[mine])
     needed = keys_needed(mine[crossing], start, end, deal.total)
-    buffered = np.flatnonzero(needed)  # the stream position of each buffer row
+    buffered = np.flatnonzero(needed)  # for each row of the buffer, the stream position of its key
     owner = deal.owner_of(buffered)
     arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
     arriving = arriving[owner[arriving] != rank]

@@ -17,10 +17,11 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# Bounds between length classes, in keys that a query may see. docs/hopper.md says which kernels each class uses.
+# Bounds between length classes. A length is the largest number of keys that a query may see.
+# docs/hopper.md says which kernels each class uses.
 SHORT_DOCUMENT = 2**9  # for shorter documents, key_tiles is ascending, so that neighbouring tiles share queries in L2
-LONG_DOCUMENT = 2**12
-VERY_LONG_DOCUMENT = 2**16  # at this bound or above, Hopper's forward kernel processes only a few heads at a time
+LONG_DOCUMENT = 2**12  # at this bound or above, Hopper's forward kernel processes only a few heads at a time
+VERY_LONG_DOCUMENT = 2**16
 
 LengthClass = Literal["short", "medium", "long", "very_long"]
 

@@ -38,7 +38,7 @@ def group():
 
 
 def planned(exchanges=True):
-    """Returns the schedule of the only rank. exchanges: as if another rank had crossing queries."""
+    """Returns the schedule of the only rank. exchanges: whether to exchange rows, although no query needs the rows."""
     plan = traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None)
     counts = Counts(*plan.counts)
     assert not counts.exchanges
