@@ -40,10 +40,8 @@ KERNELS = {
     "repair_fwd": _repair_fwd_kernel,
     "repair_bwd": _repair_bwd_kernel,
 }
-PASS_OF_REPAIR = {
-    "repair_fwd": "fwd",
-    "repair_bwd": "dkdv",
-}  # a repair kernel uses as many warps as the kernel of this pass
+# a repair kernel uses as many warps as the kernel of this pass
+PASS_OF_REPAIR = {"repair_fwd": "fwd", "repair_bwd": "dkdv"}
 INDEX_POINTERS = {
     *("key_start_ptr", "key_end_ptr", "query_start_ptr", "query_end_ptr", "tiles_ptr"),
     *("marks_ptr", "marks_q_ptr", "marks_k_ptr"),
