@@ -7,9 +7,9 @@ remaining rows of the buffer are 0. All other queries see only the rank's own ke
 copying them to the buffer.
 
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run then
-takes less time than two. If attention runs once, all queries read their keys from the buffer. If no rank has crossing
-queries, attention runs once and reads the rank's own keys, and nothing is sent. All ranks make the same choice. If
-ranks made different choices, a rank that needs keys before it computes could wait for a rank that computes first.
+takes less time than two. All queries then read their keys from the buffer. If no rank has crossing queries, attention
+also runs once, but reads only the rank's own keys, and nothing is sent. All ranks make the same choice. If ranks made
+different choices, a rank that needs keys before it computes could wait for a rank that computes first.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -61,10 +61,10 @@ class Counts(NamedTuple):
     """How many entries of the padded tensors of Traffic are used.
 
     rows: rows of the buffer. keys: keys in the buffer; the other rows are 0. shared: tokens in `shared`. kept: tokens
-    in `kept`. crossing: crossing queries, which read the buffer. queries: `crossing` rounded up. splits: 1 if attention
-    runs twice, and 0 if it runs once. If attention runs once, all queries read the buffer.
-    exchanges: 0 if flash attention needs no buffer, because no query of any rank sees keys of other ranks. Flash
-    attention then runs once and reads the rank's own keys. Otherwise 1.
+    in `kept`. crossing: queries that read the buffer. queries: `crossing` rounded up. splits: 1 if only the crossing
+    queries read the buffer, and 0 if all queries do.
+    exchanges: 0 if no query of any rank sees keys of other ranks. Flash attention then runs once, over the rank's own
+    keys, and nothing is sent. If both splits and exchanges are 1, attention runs twice.
     """
 
     rows: int
@@ -89,7 +89,8 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     crosses = crossing_queries(deal, start, end)
     n_crossing = np.bincount(deal.owner_of(np.flatnonzero(crosses)), minlength=deal.ranks)
     enough_work = int((end - start).sum()) >= MIN_PAIRS * deal.ranks
-    splits = may_split and enough_work and int(n_crossing.max()) <= MAX_CROSSING * n_own
+    exchanges = not may_split or bool(crosses.any())
+    splits = may_split and (not exchanges or (enough_work and int(n_crossing.max()) <= MAX_CROSSING * n_own))
     crossing = np.flatnonzero(crosses[mine]) if splits else np.arange(n_own)
     own_start, own_end = own_ranges(mine, start, end, crosses[mine])
     needed = keys_needed(mine[crossing], start, end, deal.total)
@@ -100,7 +101,6 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     before = np.append(0, needed.cumsum())  # the number of needed keys before each position
     kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
-    exchanges = not may_split or crosses.any()
     shared, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
     received = np.bincount(owner[owner != rank], minlength=deal.ranks)
     n_keys, capacity = len(buffered), buffer_rows(deal.total, deal.total)

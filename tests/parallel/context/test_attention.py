@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fa_kernels.flash_attention import backend
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context import attention_operators, operators
-from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.attention_operators import context_forward
 from fa_train.parallel.context.deal import deal
@@ -22,11 +21,6 @@ from fa_train.parallel.context.operators import register_group, start_gathering
 from fa_train.parallel.context.traffic import Counts, traffic
 
 TOTAL, BOUNDARIES = 40, np.array([0, 13, 40])
-
-
-@pytest.fixture(autouse=True)
-def _attention_runs_twice(monkeypatch):
-    monkeypatch.setattr(traffic_module, "MIN_PAIRS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +31,21 @@ def group():
     dist.destroy_process_group()
 
 
-def planned(exchanges=True):
+def planned(exchanges=True, may_split=True):
     """Returns the schedule of the only rank. exchanges: whether to exchange rows, although no query needs the rows."""
-    plan = traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None)
+    plan = traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None, may_split=may_split)
     counts = Counts(*plan.counts)
-    assert not counts.exchanges
+    assert counts.exchanges == (not may_split)
     return shared_schedule(plan._replace(counts=[*counts._replace(exchanges=int(exchanges))]), "short")
 
 
-def saved_rows(attention, group):
+def saved_rows(attention, group, may_split=True):
     """Returns a list with one entry for each tensor that is kept for the backward pass. The entry of a 3-D fp32 tensor
     is its number of rows. The entry of any other tensor is 0.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
-    schedule = planned()
+    schedule = planned(may_split=may_split)
     rows = []
 
     def keep(x):
@@ -135,9 +129,8 @@ def test_one_group_of_heads_is_gathered_at_a_time(group, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("min_pairs", [0, 2**26], ids=["two runs", "one run"])
-def test_sent_and_received_rows_are_freed_before_attention_over_gathered_keys(min_pairs, group, monkeypatch):
-    monkeypatch.setattr(traffic_module, "MIN_PAIRS", min_pairs)
+@pytest.mark.parametrize("may_split", [True, False], ids=["two runs", "one run"])
+def test_sent_and_received_rows_are_freed_before_attention_over_gathered_keys(may_split, group, monkeypatch):
     exchanged, alive = [], []
 
     def recorded(xs, moves, name):
@@ -156,11 +149,11 @@ def test_sent_and_received_rows_are_freed_before_attention_over_gathered_keys(mi
         monkeypatch.setattr(module, "start_gathering", recorded)
     for name in ("forward", "backward"):
         monkeypatch.setattr(backend, name, counting(getattr(backend, name)))
-    saved_rows(flash_attention, group)
-    if min_pairs:
-        assert alive == [0, 0], "forward and backward"
-    else:
+    saved_rows(flash_attention, group, may_split)
+    if may_split:
         assert alive == [2, 0, 2, 0], "in each pass, one run during the exchange and one after it"
+    else:
+        assert alive == [0, 0], "forward and backward"
 
 
 @pytest.mark.parametrize(
