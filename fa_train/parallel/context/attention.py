@@ -19,8 +19,8 @@ class SharedSchedule(NamedTuple):
 
     crossing: the schedule of the queries that read the buffer. The entries that follow in `crossing` are padding and
     see no key.
-    own: the schedule of the first run, if attention runs twice. `own` contains all queries of this rank, and the keys
-    of this rank. Crossing queries see no key in `own`, because the second run processes them with `crossing`.
+    own: the schedule of the first of two runs, or of the only run if nothing is exchanged. `own` contains all queries
+    and keys of this rank. Crossing queries see no key in `own`, because the second run processes them with `crossing`.
     """
 
     crossing: Schedule
@@ -82,9 +82,8 @@ class ContextAttention:
         computes only its part of the gradient of sinks, so the caller must sum this gradient over the group. Only flash
         attention supports sinks, alibi_slopes and head_groups > 1.
         Raises: ValueError if an argument is not supported, alibi_slopes has a wrong shape, dtype or device, or
-        head_groups does not divide the KV heads. Also raises ValueError if `schedule` needs two runs of attention, but
-        `inner` is not flash attention. fa_train.parallel.context.traffic.traffic plans two runs only with
-        may_split=True.
+        head_groups does not divide the KV heads. Also raises ValueError if `inner` is not flash attention, but only the
+        crossing queries read the buffer. fa_train.parallel.context.traffic.traffic plans this only with may_split=True.
         """
         crossing, own, moves = schedule
         if function_of(self.inner) is flash_attention:

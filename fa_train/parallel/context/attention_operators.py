@@ -1,9 +1,10 @@
 """Operators for flash attention over a stream that several ranks share.
 
-A crossing query sees keys of other ranks. Attention runs twice if each rank has few crossing queries, and the stream
-has enough attention work per rank (fa_train.parallel.context.traffic). The first run processes all other
-queries, while keys of other ranks are received. The second run processes the crossing queries. If attention runs once,
-the run processes all queries after the keys are received. If no rank has crossing queries, nothing is exchanged.
+A crossing query sees keys of other ranks. If no rank has crossing queries, nothing is exchanged, and attention runs
+once over the rank's own keys. If each rank has few crossing queries, and the stream has enough attention work per rank
+(fa_train.parallel.context.traffic), attention runs twice. The first run processes all other queries, while keys of
+other ranks are received. The second run processes the crossing queries. Otherwise, attention runs once, and processes
+all queries after the keys are received.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -163,14 +164,14 @@ def _attention_forward(
     moves, (group, *_, head_groups) = context.moves, context.options
     counts = Counts(*moves.counts.tolist())
     runs = _runs(context, sinks, counts)
-    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
-    if len(groups) == 1 or not counts.exchanges:
+    if head_groups == 1:
         return _forward(q, k, v, *runs, moves, counts, group)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor]:
         crossing, own = (run.of_heads(queries) for run in runs)
         return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moves, counts, group)
 
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for queries, kv in groups:
         o[:, queries], lse[queries] = of_group(queries, kv)
@@ -187,7 +188,7 @@ def _forward(
     counts: Counts,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns o and lse of one head group, or of all heads if nothing is exchanged."""
+    """Returns o and lse of one head group."""
     if not counts.exchanges:
         return own.forward(q, k, v)
     if not counts.splits:
@@ -253,8 +254,7 @@ def _attention_backward(
     moves, (group, *_, head_groups) = context.moves, context.options
     counts = Counts(*moves.counts.tolist())
     runs = _runs(context, sinks, counts)
-    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
-    if len(groups) == 1 or not counts.exchanges:
+    if head_groups == 1:
         return _backward(do, q, k, v, o, lse, *runs, moves, counts, group, deterministic)
 
     def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -264,6 +264,7 @@ def _attention_backward(
             crossing, own, moves, counts, group, deterministic,
         )  # fmt: skip
 
+    groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = []
     for queries, kv in groups:
@@ -286,7 +287,7 @@ def _backward(
     group: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv and dsinks of one head group, or of all heads if nothing is exchanged."""
+    """Returns dq, dk, dv and dsinks of one head group."""
     if not counts.exchanges:
         return own.backward(do, q, k, v, o, lse, deterministic)
     if not counts.splits:

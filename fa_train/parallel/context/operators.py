@@ -80,8 +80,8 @@ def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
 
     The buffer holds rows of x from all ranks, in stream order, followed by zeros.
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
-    Raises: ValueError if attention must run twice (Counts.splits), because the buffer would lack keys that some queries
-    see.
+    Raises: ValueError if only the crossing queries read the buffer (Counts.splits), because the buffer would lack keys
+    that other queries see.
     """
     moved = Moves(*moves)
     if Counts(*moved.counts.tolist()).splits:

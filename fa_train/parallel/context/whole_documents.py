@@ -13,7 +13,7 @@ import numpy as np
 
 MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
 MAX_LENGTHS = 256  # swaps of at most this number of different document lengths per rank are compared
-MAX_SWAPS = 32  # for each weight of excess tokens
+MAX_SWAPS = 32  # for each weight of excess tokens; runs with many ranks may make twice as many swaps as there are ranks
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
 TOLERANCE = 0.01  # if swaps end earlier, the busiest rank may have at most `1 + TOLERANCE` times the mean work
 # The busiest rank may also have this many pairs of a query and a visible key more than the mean. Attention for these
@@ -47,24 +47,30 @@ class Share(NamedTuple):
 def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndarray | None:
     """Returns the rank of each document, or None if no assignment of whole documents was found.
 
-    Each rank gets at most `tokens` tokens, and no rank gets much more work than the mean. The result is the same on
-    every rank.
+    Each rank gets at most `tokens` tokens, and no rank gets much more work than the mean. Empty documents belong to
+    rank 0. The result is the same on every rank.
     Shapes: lengths (n_docs,) int64, in tokens -> (n_docs,) int64.
     """
+    owner = np.zeros(len(lengths), np.int64)
+    used = lengths > 0  # a batch's cu_seqlens ends with many empty documents
+    lengths = lengths[used]
     work = work_of_documents(lengths)
     share = Share(tokens, work.sum() / ranks)
     max_work = share.mean_work + max(TOLERANCE * share.mean_work, SMALL_WORK)
     if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
         return None
-    owner = _greedy_owners(lengths, work, ranks, share)
+    of_used = _greedy_owners(lengths, work, ranks, share)
     # With the first weight, swaps balance the work, and may leave some excess tokens. With the second weight, an excess
     # token is worse than unbalanced work.
     for weight in (1 / tokens, 1.0):
-        for _ in range(MAX_SWAPS):
-            if not _swap(owner, lengths, _loads(owner, lengths, ranks), share, weight):
+        for _ in range(max(MAX_SWAPS, 2 * ranks)):
+            if not _swap(of_used, lengths, _loads(of_used, lengths, ranks), share, weight):
                 break
-    loads = _loads(owner, lengths, ranks)
-    return owner if loads.tokens.max() <= tokens and loads.work.max() <= max_work else None
+    loads = _loads(of_used, lengths, ranks)
+    if loads.tokens.max() > tokens or loads.work.max() > max_work:
+        return None
+    owner[used] = of_used
+    return owner
 
 
 def work_of_documents(lengths: np.ndarray) -> np.ndarray:
@@ -99,6 +105,8 @@ def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, we
     The rank with the largest excess swaps a document with another rank, or gives or takes a document.
     """
     excess = share.excess(loads, weight)
+    if not excess.any():
+        return False
     most = int(excess.argmax())
     given, given_lengths = _one_of_each_length(owner == most, lengths)
     best, best_reduction = None, 1e-12  # smaller reductions are rounding errors

@@ -20,7 +20,7 @@ WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward ker
 # Bounds between length classes. A length is the largest number of keys that a query may see.
 # docs/hopper.md says which kernels each class uses.
 SHORT_DOCUMENT = 2**9  # for shorter documents, key_tiles is ascending, so that neighbouring tiles share queries in L2
-LONG_DOCUMENT = 2**12  # at this bound or above, Hopper's forward kernel processes only a few heads at a time
+LONG_DOCUMENT = 2**12  # for packed documents of this length, Hopper's forward processes only a few heads at a time
 VERY_LONG_DOCUMENT = 2**16
 
 LengthClass = Literal["short", "medium", "long", "very_long"]

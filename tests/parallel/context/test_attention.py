@@ -192,14 +192,22 @@ def test_nothing_is_exchanged_if_no_rank_needs_keys(head_groups, group, monkeypa
     torch.manual_seed(0)
     inputs = [torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2)]
     sinks = torch.linspace(-1, 1, 4).requires_grad_()
-    results = []
+    results, heads = [], []
+    backward = backend.backward
+
+    def recorded(do, dlse, q, *arguments):
+        heads.append(q.shape[1])
+        return backward(do, dlse, q, *arguments)
+
     for exchanges in (True, False):
         if not exchanges:
             monkeypatch.setattr(dist, "all_to_all_single", None)
+            monkeypatch.setattr(backend, "backward", recorded)
         attention = ContextAttention(flash_attention, group, head_groups)
         o = attention(*inputs, planned(exchanges), sinks=sinks, alibi_slopes=torch.linspace(0.1, 0.5, 4))
         results.append([o, *torch.autograd.grad(o.square().sum(), [*inputs, sinks])])
     torch.testing.assert_close(*results)
+    assert heads == [4 // head_groups] * head_groups, "one group at a time, as the memory plan assumes"
 
 
 def test_a_watched_call_runs_operators_and_an_eager_call_runs_none(group):

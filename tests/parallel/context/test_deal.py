@@ -154,12 +154,36 @@ def test_no_document_is_cut(lengths, ranks, tail, small_work):
         pytest.param([700, 100, 224], 2, "the first document is longer than a share", id="long"),
         pytest.param([300, 300, 300], 2, "two of the three documents do not fit", id="fit"),
         pytest.param([500, *[100] * 5], 2, "the first document has most of the work", id="work"),
+        pytest.param([400] * 3 + [100] * 12, 2, "one rank gets two of the three long documents", id="imbalance"),
     ],
 )
 def test_documents_are_cut_if_necessary(lengths, ranks, why, monkeypatch):
     monkeypatch.setattr(whole_module, "SMALL_WORK", 0)
     boundaries = boundaries_of(lengths)
     assert whole_documents(boundaries, -(-sum(lengths) // ranks) * ranks, ranks) is None, why
+
+
+def test_many_different_lengths():
+    """A rank has more different lengths than a swap compares."""
+    lengths = np.random.default_rng(0).integers(64, 2049, 2**14)
+    ends = lengths.cumsum()
+    boundaries = np.append(0, np.append(ends[ends < 2**20], 2**20))
+    assert received(deal(boundaries, 2**20, 2), boundaries) == 0
+
+
+def test_swaps_balance_work_and_then_tokens():
+    """With only one of the two weights of excess tokens, no swap leads to a division of these documents."""
+    lengths = np.random.default_rng(0).lognormal(7, 0.8, 2000).astype(int) + 1
+    ends = lengths.cumsum()
+    boundaries = np.append(0, np.append(ends[ends < 131_072], 131_072))
+    assert whole_documents(boundaries, 131_072, 4) is not None
+
+
+def test_empty_documents_change_nothing():
+    lengths = np.random.default_rng(0).integers(64, 513, 455).tolist()
+    total = -(-sum(lengths) // 8) * 8
+    deals = [whole_documents(boundaries_of(lengths + [0] * n), total, 8) for n in (0, 20_000)]
+    assert np.array_equal(deals[0].owner, deals[1].owner)
 
 
 def test_padding_fills_shares():

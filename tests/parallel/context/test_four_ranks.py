@@ -28,7 +28,7 @@ from fa_train.parallel.context.attention import ContextAttention, shared_schedul
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group
 from fa_train.parallel.context.shard import ContextShard
-from fa_train.parallel.context.traffic import traffic
+from fa_train.parallel.context.traffic import Counts, traffic
 from scripts import trained_model
 from tests.parallel.support.runs import train_in
 from tests.support.interpreter import patched_once_a_launch
@@ -308,6 +308,14 @@ def test_sinks_and_alibi_are_those_of_the_definition(case, four_ranks):
     errors = torch.load(four_ranks / "results.pt")[case]
     assert len(errors) == 4 + ("sinks" in ATTENTIONS[case][0])
     assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_documents_can_be_dealt_whole(ranks):
+    """So the cases with `whole` in their name exchange nothing."""
+    boundaries = np.array(BOUNDARIES)
+    plans = [traffic(deal(boundaries, TOTAL, ranks), boundaries, rank, None) for rank in range(ranks)]
+    assert not any(Counts(*plan.counts).exchanges for plan in plans)
 
 
 def test_a_document_does_not_change_another(four_ranks):
