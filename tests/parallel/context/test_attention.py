@@ -38,7 +38,10 @@ def group():
 
 
 def planned(exchanges=True):
-    """Returns the schedule of the only rank. exchanges: as if another rank had crossing queries."""
+    """Returns the schedule of the only rank.
+
+    exchanges: whether to pretend that the queries of some other rank see keys that it must receive.
+    """
     plan = traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None)
     counts = Counts(*plan.counts)
     assert not counts.exchanges
@@ -46,8 +49,9 @@ def planned(exchanges=True):
 
 
 def saved_rows(attention, group):
-    """Returns a list with one entry for each tensor that is kept for the backward pass. The entry of a 3-D fp32 tensor
-    is its number of rows. The entry of any other tensor is 0.
+    """Returns a list with one number for each tensor that is kept for the backward pass.
+
+    If the tensor is 3-D and fp32, the number is its number of rows, and otherwise 0.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
