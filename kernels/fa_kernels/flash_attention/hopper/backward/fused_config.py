@@ -1,6 +1,6 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200. docs/hopper.md lists the changes to the kernel that were tried. If
+The values were chosen by measurements on an H200. docs/hopper.md lists the changes to the kernels that were tried. If
 the accumulators in flight do not fit in the registers, ptxas serialises all matmuls.
 """
 
