@@ -38,12 +38,12 @@ def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -
     The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S. T is total_tokens. S is sum_sq_doc_len, the sum of
     squared document lengths. N counts the weights of all matrices, including the head. Embeddings, norms and biases are
     not in N.
-    The first term is for the weights: the forward needs 2 FLOPs per weight and token. The second term is for attention.
-    For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head. Causal
-    attention has about `S / 2` pairs of a query and a visible key. For both terms, the backward needs twice as many
-    FLOPs as the forward. The formula overestimates the MFU of LoRA: it counts frozen weights like trained weights,
-    although LoRA computes no gradients of frozen weights. If sum_sq_doc_len is a tensor, the result is a tensor, and
-    the host does not wait for the GPU.
+    The term with T is for the weights: the forward needs 2 FLOPs per weight and token. The term with S is for
+    attention. For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head.
+    Causal attention has about `S / 2` pairs of a query and a visible key. For both terms, the backward needs twice
+    as many FLOPs as the forward. The formula overestimates the MFU of LoRA: it counts frozen weights like trained
+    weights, although LoRA computes no gradients of frozen weights. If sum_sq_doc_len is a tensor, the result is a
+    tensor, and the host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
     attention = 6 * model.n_layers * model.query_dim

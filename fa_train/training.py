@@ -77,7 +77,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     if cfg.get("epochs") is not None:
         fill_in_steps(cfg, trainer, data)
     sharded, device = isinstance(trainer.strategy, FullyShardedStrategy), trainer.strategy.root_device
-    with torch.device("meta") if sharded else device:  # LitGPT allocates a sharded model later
+    with torch.device("meta") if sharded else device:  # LitGPT.configure_model allocates a sharded model
         model = build_model(cfg, vocab_size)
     if cfg.choices.adapter != "none" and cfg.model.get("pretrained") is None:
         trainer.print(
@@ -115,8 +115,8 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     """Checks that the run fits in memory, and chooses what the config leaves to the memory planner.
 
     With memory=auto, writes the chosen memory levers to `cfg`. Memory levers are settings that reduce GPU memory
-    (fa_train.memory.memory.Levers). With strategy.reshard_after_forward=auto, writes the choice to `cfg` and to the
-    trainer's strategy.
+    (fa_train.memory.memory.Levers). With strategy.reshard_after_forward=auto, writes true or false as the value of
+    reshard_after_forward to `cfg` and to the trainer's strategy.
 
     Raises: ValueError if the run does not fit in memory, or its sequences are too long for the model.
     """
@@ -167,7 +167,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 def without_validation(done: int, max_steps: int, val_check_interval: int) -> str | None:
     """Returns a message if a run has no validation, and None if it has one.
 
-    done: the number of optimizer steps before the run starts.
+    done: the number of optimizer steps in the checkpoint that the run resumes, or 0 for a new run.
     """
     if done // val_check_interval < max_steps // val_check_interval:
         return None

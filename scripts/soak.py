@@ -5,7 +5,8 @@
 
 Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
 is warm-up and is not compared. The script compares the second third of the run with the last third. The median step
-time may differ by 3%, and the lowest host memory by 2%. On a GPU, the reserved memory must not differ.
+time may differ by 3%, and the lowest host memory by 2%. On a GPU, the median of the memory that torch reserves must be
+equal in the second and the last third of the run.
 Host memory is compared by its lowest values, because checkpoints raise it for a short time. The script writes OUT.md.
 The script ends with status 1 if a difference is larger than allowed.
 
@@ -45,7 +46,7 @@ LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest all
 class Change:
     """The value of a quantity in the second third of a run (`before`), and its value in the last third (`after`).
 
-    The value of host memory is the lowest sample of a third. The value of any other quantity is the median of a third.
+    For host memory, `before` and `after` are the lowest samples. For all other quantities, they are medians.
     """
 
     name: str

@@ -48,14 +48,16 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
     losses = [
         list(column(run(tmp_path, f"data.micro_batch_size={size}")[1], "train/loss").values()) for size in (1, 2, 4)
     ]
-    # rows have different numbers of labels, so a mean of means would be wrong in the first step
+    # rows have different numbers of labels, so the mean of the micro-batches' mean losses would be wrong
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=0)
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=0)
 
 
 @pytest.mark.slow
 def test_validation_does_not_depend_on_micro_batches(tmp_path):
-    """Three rows are validated in micro-batches of 1, 2 and 8. Rows that only fill up a micro-batch do not count."""
+    """Three rows are validated in micro-batches of 1, 2 and 8 rows. If a micro-batch is filled up with rows without
+    labels, these rows do not change val/loss.
+    """
     settings = ["max_steps=2", "batch_size=8", "data.val_rows=3", "trainer.val_check_interval=1"]
     one, *others = (
         column(run(tmp_path, *settings, f"data.micro_batch_size={size}")[1], "val/loss") for size in (1, 2, 8)
@@ -219,7 +221,7 @@ def test_the_number_of_processes_may_change(tmp_path):
         assert sorted(seen) == list(range(first, 10))
         assert recorded_rows(part) == {step: rows[step] for step in range(first - 1, 9)}
         assert column(part, "val/loss") == pytest.approx({6: validated[6], 9: validated[9]}, rel=1e-5)
-        # losses and gradients are fp32 sums, and their order differs
+        # two processes add the fp32 values of losses and gradients in another order than one process
         assert list(seen.values()) == pytest.approx([losses[step] for step in seen], rel=1e-5)
 
 

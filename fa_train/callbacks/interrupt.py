@@ -40,7 +40,7 @@ class GracefulInterrupt(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for signum in (signal.SIGINT, signal.SIGUSR1):  # Lightning's handler of SIGUSR1 would requeue the job
-            signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier handlers
+            signal.signal(signum, self._on_signal)  # after fit, Lightning restores the handlers from before fit
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -10,8 +10,8 @@ def own_pages(nbytes: int) -> Tensor:
     """Returns zeros in host memory, (nbytes,) uint8, on pages that no other tensor uses. nbytes must be at least 1.
 
     CUDA pins whole pages. If two tensors shared a page, unpinning one of them could unpin a part of the other. Forked
-    processes, such as data workers, do not inherit the pages, because Linux would copy all pinned pages during the
-    fork.
+    processes, such as data workers, do not inherit the memory of the returned tensor, because Linux would copy all
+    pinned pages during the fork.
     """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)

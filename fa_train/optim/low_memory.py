@@ -143,7 +143,8 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
     def __init__(self, groups: Groups, **arguments: Any) -> None:
         self._groups = [{**arguments, **group, "params": list(group["params"])} for group in groups]
-        self.state: dict[Tensor, Any] = {}  # stays empty, because Lightning moves all tensors in `state` to the GPU
+        # this dict stays empty, because Lightning moves all tensors in `state` to the GPU
+        self.state: dict[Tensor, Any] = {}
         self.defaults = dict(arguments)
         super().__init__([dict(group) for group in groups], torch.optim.AdamW, fused=True, **arguments)
         require_names("torchao", self, "param_d2h_map", "optim_dict", "d_opt", "queue", "stream")

@@ -1,8 +1,8 @@
 """AdamW for bf16 weights, with fp32 master weights that need only 16 more bits per weight.
 
 The bits of an fp32 master weight, read as int32, equal 2**16 * high + low. `high` is the bits of the bf16 weight, read
-as int16. `low` is a signed 16-bit number, which is called the low bits. Source: the split weights of arXiv:2005.04680.
-The bf16 weight is the master weight rounded to nearest, and ties are rounded away from zero.
+as int16. `low`, called the low bits of the master weight, is a signed 16-bit number. Source: the split weights of
+arXiv:2005.04680. The bf16 weight is the master weight rounded to nearest, and ties are rounded away from zero.
 
 Before the first step, the low bits are pseudo-random. If all low bits started at 0, many bf16 weights would stay
 unchanged for several steps, and then all change in the same step.
@@ -35,7 +35,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def join(high: Tensor, low: Tensor) -> Tensor:
     """Reverses `split`. A NaN stays NaN, but its bits may change.
 
-    If the bf16 weight is 0, negative low bits are ignored, because with them the result would be NaN.
+    If the bf16 weight is 0 and the low bits are negative, the low bits count as 0. Otherwise, the result would be NaN.
     """
     is_zero = (high & 0x7FFF) == 0
     bits = (high.to(torch.int32) << 16) + torch.where(is_zero, low.clamp(min=0), low).to(torch.int32)
@@ -89,10 +89,12 @@ _compiled_update = torch.compile(_update, fullgraph=True)
 def _flat(x: Tensor) -> Tensor:
     """Reshapes x to a matrix of `COLUMNS` columns, or to a vector if that is not possible.
 
-    Because of the reshaping, one compiled update serves parameters of many shapes. The result shares the memory of x.
+    Parameters of many shapes become matrices of the same width, so one compiled update serves all of them. The result
+    shares the memory of x.
     """
     flat = x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
-    return flat.data  # without `data`, torch.compile would compile again for views of x with other dimensions
+    # .data separates the view from its base x: torch.compile would compile again for a base with other dimensions
+    return flat.data
 
 
 class MasterWeightsAdamW(CompiledStep, Optimizer):
@@ -102,7 +104,10 @@ class MasterWeightsAdamW(CompiledStep, Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the states in their own dtypes. torch's method would round the states to the dtype of the weights."""
+        """Loads the states in their own dtypes.
+
+        Optimizer.load_state_dict of torch would round the states to the dtype of the weights.
+        """
         super().load_state_dict(state_dict | {"state": {}})
         for parameter, saved in zip(
             _parameters(self.param_groups), _parameters(state_dict["param_groups"]), strict=True

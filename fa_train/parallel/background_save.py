@@ -21,7 +21,7 @@ from torch import Tensor
 from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, rename_into_place
 from fa_train.memory.host_pages import own_pages
 
-PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part
+PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part of a checkpoint
 PINNED_FROM = 2**20  # bytes; smaller tensors are copied fast enough without pinning
 Key = tuple[Any, ...]
 
@@ -34,8 +34,8 @@ class BackgroundSave:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # gloo does not wait for the GPU. The thread and the training loop have separate groups, because both
-        # communicate at the same time.
+        # Collectives of gloo do not wait for the GPU. The writing thread and the training loop use separate process
+        # groups, because both communicate at the same time.
         self.writers, self._askers = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
         self._copies = HostCopies(device)
         self._thread: threading.Thread | None = None
@@ -57,9 +57,9 @@ class BackgroundSave:
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns True if every rank had finished its save before the rank's previous call of this method.
+        """Returns whether all ranks had finished the save when they made their previous call of this method.
 
-        During a save, the first call of this method returns False. All ranks must call this method the same number of
+        The first call after the start of a save returns False. All ranks must call this method the same number of
         times.
         """
         if self._asked is not None:

@@ -44,7 +44,7 @@ class ProcessError(RuntimeError):
 def start_server() -> None:
     """Starts the server process that forks the processes of the cases.
 
-    The server finds modules through PYTHONPATH, not through the sys.path of this process.
+    The server process finds modules through PYTHONPATH. It does not get the sys.path of the process that starts it.
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     # PYTORCH_NVML_BASED_CUDA_CHECK makes torch check for a GPU through NVML, without initialising CUDA. After a process
@@ -86,7 +86,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], log: str) -> None:
-    """Calls the function in the new process.
+    """Calls function(*arguments) in the new process that call_apart has started.
 
     Sends the value that the function returned, or the type and the first line of its error.
     """
@@ -156,7 +156,7 @@ def sweep(
 ) -> list[tuple[Case, Result]]:
     """Returns all cases with their results, in the given order.
 
-    A case is not run again if the file `path` has its result, and the outcome is ok or oom.
+    If the file `path` has a result of a case with the outcome ok or oom, the case is not run again.
 
     A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would
     probably take longer than max_step_seconds, or if the sweep has taken `budget` seconds. `report` is called for every

@@ -1,6 +1,6 @@
 """Weights that must be equal on several ranks are compared by a hash of their bits.
 
-tests/parallel/test_sharding.py runs several ranks, and changes one bit.
+tests/parallel/test_sharding.py tests the callback on several ranks, and changes one bit of a weight on the last rank.
 """
 
 from types import SimpleNamespace

@@ -45,11 +45,11 @@ def all_cases(device: torch.device) -> list[Case]:
 
 
 def portable_cases(device: torch.device) -> Iterator[Case]:
-    """Yields a case for each tile size of each pass, dtype and width.
+    """Yields cases that use each tile size of each pass, for each dtype and width.
 
-    The tile sizes that `device` uses run once with one document, once with several documents, and once with unaligned
-    rows, which need different load instructions. Tile sizes of other GPUs run only once, alternately with one
-    document and with several documents.
+    The tile sizes that `device` uses run once with one document and once with several documents. Except in fp8, they
+    also run once with unaligned rows, which need different load instructions. Tile sizes of other GPUs run only once,
+    with either one document or several documents.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
@@ -103,8 +103,8 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)
         others = other_decode_tiles(width, dtype.itemsize, paged, device)
-        # The tile sizes that `device` uses run with two sets of features, one of them with left padding. All other tile
-        # sizes run with one set of features.
+        # If `device` uses a tile size, two sets of features are checked with the tile size, and one of these sets has
+        # left padding. Tile sizes that `device` does not use are checked with one set of features.
         for rows, tiles in [case for case in own for _ in range(2)] + others:
             page_size, option = next(page_sizes) if paged else None, next(options)
             sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"

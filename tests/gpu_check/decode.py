@@ -1,4 +1,4 @@
-"""Checks one case of flash_attn_with_kvcache on a GPU. The case determines the tile sizes of the kernel."""
+"""Checks one case of flash_attn_with_kvcache on a GPU. The caller gives the tile sizes of the kernel."""
 
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +11,7 @@ from tests.gpu_check.variants import Width
 from tests.kernels.support.attention_check import DEVICE
 from tests.kernels.support.cached_attention import check
 
-CAPACITY = 768  # tokens per sequence: a multiple of the block size in every tile size
+CAPACITY = 768  # tokens per sequence in the cache: a multiple of block_n, the keys per tile, for every tile size
 
 
 def check_decode(

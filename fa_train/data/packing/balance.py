@@ -13,9 +13,10 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
     Rows are assigned by descending cost. Each row goes to the micro-batch that has the lowest cost so far and is not
     full. Ranks with sharded parameters wait for each other in every micro-batch. Micro-batches of similar cost
     therefore run at the same time on different ranks. The rank with the lowest cost so far gets the most expensive of
-    the micro-batches that run at the same time. Ties are resolved by index, so the result is deterministic.
-    Source: longest processing time first, Graham 1969, doi:10.1137/0117039. In the paper, a machine can take any number
-    of jobs. In `deal`, a micro-batch takes exactly `size` rows.
+    the micro-batches that run at the same time. If costs are equal, the lowest index comes first, so the result is
+    deterministic.
+    Source: longest processing time first, Graham 1969, doi:10.1137/0117039. The paper assigns jobs to machines, and a
+    machine can take any number of jobs. In `deal`, a micro-batch takes exactly `size` rows.
     """
     n_micro_batches = len(costs) // size
     assert len(costs) == n_micro_batches * size and n_micro_batches % world_size == 0

@@ -22,7 +22,7 @@ FORMS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 # {column of the answer: optional columns that follow the instruction} in the formats of Alpaca and Dolly
 INPUTS = {"output": ("input",), "response": ("context", "input")}
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # other roles keep their names
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
 Message = dict[str, Any]
 

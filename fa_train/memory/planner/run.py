@@ -110,8 +110,8 @@ def plan_memory(
 
     processes: the number of processes that share this machine's memory.
     auto: whether to choose the fastest memory levers (settings that reduce memory) that fit, as memory=auto does.
-    auto_reshard: whether blocks stay gathered if memory allows it (strategy.reshard_after_forward=auto). On the CPU,
-    blocks never stay gathered.
+    auto_reshard: whether the gathered weights of blocks are kept after the forward pass if they fit in memory
+    (strategy.reshard_after_forward=auto). On the CPU, gathered weights are never kept.
     attention: the name of the chosen option of conf/attention.
     reach: the longest seq_len that the model supports, or None if there is no limit.
     say: a function that prints the chosen settings and, on a GPU, a summary of the prediction.
@@ -122,7 +122,9 @@ def plan_memory(
         chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
         plan = with_levers(plan, Levers(**chosen))
         say(f"memory=auto: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
-    searched = plan  # with auto_reshard, the search for the longest seq_len does not keep blocks gathered
+    # With auto_reshard, the search for the longest seq_len assumes that gathered weights are freed after the forward
+    # pass.
+    searched = plan
     if auto_reshard and device.type == "cuda":
         resharded = decided_by_rank_zero(
             "reshard_after_forward",
@@ -215,10 +217,10 @@ def summary(
 ) -> str:
     """Returns the lines of text that a run on a GPU prints before it starts.
 
-    There are three lines. A run with float8 gets a fourth line, because the prediction does not include the effects of
-    float8. The prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
+    The text has three lines. For a run with float8, a fourth line says that the prediction assumes bf16 matmuls. The
+    prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
     auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
-    searched: the plan for which the search finds the longest seq_len, or None for the prediction's plan.
+    searched: the plan whose settings the search for the longest seq_len uses. None means the plan of `prediction`.
     reach: as in plan_memory.
     """
     searched = searched or prediction.plan

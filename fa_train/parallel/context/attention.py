@@ -15,12 +15,12 @@ from fa_train.parallel.context.traffic import Counts, Traffic
 
 
 class SharedSchedule(NamedTuple):
-    """Which keys the queries of a rank see, and the moves that fill the buffer of keys.
+    """The two attention schedules of a rank's queries, and the moves that fill the rank's buffer of keys (traffic.py).
 
-    crossing: the schedule of the queries that read the buffer. The entries that follow in `crossing` are padding and
+    crossing: the schedule of the queries whose keys are in the buffer. The last entries of `crossing` are padding, and
     see no key.
-    own: the schedule of the first of two runs, or of the only run if nothing is exchanged. `own` contains all queries
-    and keys of this rank. Crossing queries see no key in `own`, because the second run processes them with `crossing`.
+    own: the schedule of all queries of the rank over the rank's own keys. If attention runs twice, the first run uses
+    `own` and the second run uses `crossing`. In `own`, the queries of the second run see no key.
     """
 
     crossing: Schedule
@@ -29,10 +29,10 @@ class SharedSchedule(NamedTuple):
 
 
 def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedule:
-    """Builds the schedules of a rank's queries, on the device of traffic's tensors."""
+    """Builds both schedules of a rank from the rank's traffic, on the device of the tensors in `traffic`."""
     t = traffic
     crossing = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
-    n_crossing = Counts(*t.counts).crossing  # the entries after the crossing queries are padding
+    n_crossing = Counts(*t.counts).crossing  # the number of queries that read the buffer; later entries are padding
     crossing = crossing._replace(
         query_start=crossing.query_start.clamp(max=n_crossing), query_end=crossing.query_end.clamp(max=n_crossing)
     )
@@ -51,9 +51,8 @@ def unshared(attention: Any) -> Attention:
 class ContextAttention:
     """An attention function that also sees the keys and values of other ranks.
 
-    If `inner` is flash attention, the call runs shared_attention, whose backward pass gathers keys and values again
-    instead of keeping them in memory. If `inner` is another attention function, the call gathers keys and values, and
-    then calls `inner`.
+    If `inner` is flash attention, the backward pass gathers keys and values again instead of keeping them in memory
+    (shared_attention). Any other `inner` is called with keys and values that gather_keys has gathered.
 
     inner: an attention function of fa_train.models.attention. group: the name of the process group
     (operators.register_group). head_groups: the number of head groups. Flash attention gathers the keys and values of
@@ -100,7 +99,7 @@ class ContextAttention:
 
 
 def _alibi(slopes: Tensor, q: Tensor, schedule: Schedule) -> list[Tensor]:
-    """Returns the tensors that Features.alibi needs. A query and its last visible key have the same token."""
+    """Returns the tensors that Features.alibi needs. The last key that a query sees is the key of the query's token."""
     if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.device != q.device:
         raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32 on {q.device}; got {described(slopes)}")
     return [slopes[None].contiguous(), schedule.key_end - 1, torch.zeros_like(schedule.key_end)]

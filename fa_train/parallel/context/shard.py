@@ -28,7 +28,7 @@ class ContextShard:
     may_split: bool = True
 
     def __call__(self, batch: Batch) -> Batch:
-        """Returns the rank's part of a batch, and adds the traffic of each window.
+        """Returns the batch with only this rank's tokens, and with this rank's traffic for each window.
 
         last_positions says at which position each token's document ends. cu_seqlens still describes the whole stream.
         If needed, the stream is padded at its end, so that all ranks hold the same number of tokens. Padding has no

@@ -2,8 +2,8 @@
 
     python -m tests.kernels.aot.entries    # compiles the missing and stale cases, and writes recorded/entries_*.json.
 
-Compiling all cases takes half an hour on two cores. For each report, the record holds a hash of the kernel's source, so
-that a test can find stale reports without compiling.
+Compiling all cases takes half an hour on two cores. Each report in the record file includes a hash of the source of the
+compiled kernel, so that a test can find stale reports without compiling.
 """
 
 import json
@@ -23,7 +23,8 @@ BATCH = 8 * (os.cpu_count() or 1)  # number of cases that are compiled between t
 def all_cases() -> list[str]:
     """Returns the cases of every entry of the tile table.
 
-    Each entry has a case for one document. Entries for 2-byte dtypes also have a case for several documents.
+    Each entry has a case that compiles the kernel for one document. For 2-byte dtypes, each entry has a second case,
+    which compiles the kernel for several documents.
     """
     cases = []
     for gpu in GPUS:
@@ -36,7 +37,7 @@ def all_cases() -> list[str]:
 
 
 def sources() -> dict[str, str]:
-    """Returns the hash of the present source of every case."""
+    """Returns {case: hash of the kernel's source code as it is now} for all cases."""
     return hashes_of({"portable": all_cases()})["portable"]
 
 
@@ -57,7 +58,7 @@ def write(file: Path, reports: Reports) -> None:
 
 
 def compile_entries(cases: list[str], hashes: dict[str, str]) -> Reports:
-    """Compiles cases and returns those parts of their reports that are recorded."""
+    """Compiles cases and returns their reports, with only the values that the record file holds."""
     kept = ("registers", "spill_bytes", "warnings", "tensor_core", "tensor_memory", "shared")
     return {
         case: {"source": hashes[case]} | {name: report[name] for name in kept}

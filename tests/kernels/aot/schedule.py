@@ -20,9 +20,10 @@ CONSTANTS = dict(
 
 
 def case_source(arch):
-    """Returns the source, the compute capability and the compile options for the argument types of a real launch.
+    """Returns the source of the schedule kernel, the compute capability and the compile options.
 
-    cu_seqlens can have any alignment, but the address of the output is a multiple of 16 bytes.
+    The argument types are those of a launch in an attention call. cu_seqlens can have any alignment, but the address of
+    the output is a multiple of 16 bytes.
     """
     names = _schedule_kernel.arg_names
     signature = {

@@ -1,6 +1,7 @@
 """For sm80, sm89, sm100 and sm120, every tile table entry has a recorded report that is fresh and within limits.
 
-`make aot-reports` compiles entries whose report is missing or stale. The tests compile only `COMPILED_AGAIN`.
+`make aot-reports` compiles entries whose report is missing or stale. The tests compile only the cases in
+`COMPILED_AGAIN`.
 """
 
 import subprocess
@@ -16,8 +17,8 @@ from tests.kernels.aot.reports import RECORDED, ROOT, environment
 from tests.kernels.aot.support.limits import OF_4_BYTES, PORTABLE, SURPLUS, TENSOR_MEMORY
 
 RECORDS = sorted(RECORDED.glob("entries_*.json"))
-# Allowed bytes of spill stores above the limits in `PORTABLE`, which are for one document. Kernels for several
-# documents need more registers. The kernels of sm120 are compiled by another version of ptxas.
+# {GPU: bytes of spill stores that are allowed in addition to a limit in `PORTABLE`}. Kernels for several documents need
+# more registers than the kernels in `PORTABLE`. The kernels of sm120 are compiled by another version of ptxas.
 MORE_SPILLS = {"sm80": 0, "sm89": 48, "sm100": 0, "sm120": 288}
 UNUSED = {("sm100", 256, "dkdv"): (255, 48, "HMMA")}  # attention uses separate kernels for dk and dv
 COMPILED_AGAIN = ("sm80-64-64-dq-2", "sm89-64-64-fwd-2", "sm100-64-64-fwd-2", "sm120-64-64-dq-2")

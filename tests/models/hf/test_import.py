@@ -155,8 +155,9 @@ def test_a_llama_config_before_transformers_5_is_read(checkpoint):
 
 
 def test_a_gemma_3_config_before_transformers_5_is_read(checkpoint):
-    """Before transformers 5, a Gemma 3 config had two thetas and an interval of global layers. Later configs have RoPE
-    parameters for each layer type, and a list of layer types.
+    """Before transformers 5, a Gemma 3 config had two RoPE thetas and `sliding_window_pattern`.
+
+    Since transformers 5, a Gemma 3 config has RoPE parameters for each layer type, and a list of layer types.
     """
     folder = checkpoint("gemma3-scaled")
     expected = load_pretrained(folder, attention="naive")(tokens())

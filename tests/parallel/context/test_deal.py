@@ -27,7 +27,7 @@ from tests.parallel.context.support.documents import DOCUMENTS, WINDOWS, boundar
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """Deals chunks, even if whole documents are possible."""
+    """Makes `deal` give chunks to the ranks, even if it could give them whole documents."""
     monkeypatch.setattr(whole_module, "MAX_DOCUMENTS", 0)
 
 
@@ -45,7 +45,7 @@ def balance(dealt, boundaries):
 
 
 def received(dealt, boundaries, window=None):
-    """Returns how many keys the ranks receive, as a fraction. The fraction is 1 if each rank gathers all keys."""
+    """Returns which fraction of the keys of other ranks a rank receives on average: 1 if each rank gathers all keys."""
     sizes = [sum(traffic(dealt, boundaries, rank, window).sizes[1]) for rank in range(dealt.ranks)]
     return sum(sizes) / (dealt.total * (dealt.ranks - 1))
 
@@ -187,7 +187,7 @@ def test_empty_documents_change_nothing():
 
 
 def test_padding_fills_shares():
-    """Three documents of 300 tokens fit on three ranks, whose shares have 400 tokens."""
+    """Each of three ranks holds 400 tokens: one document of 300 tokens, and 100 tokens of padding."""
     dealt = whole_documents(np.array([0, 300, 600, 900]), 1200, 3)
     assert np.array_equal(np.sort(dealt.owner[:900:300]), [0, 1, 2])
     assert np.array_equal(np.bincount(dealt.owner[900:]), [100, 100, 100])

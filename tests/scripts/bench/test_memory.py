@@ -59,7 +59,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch, updates):
     found, text = run_main(
         monkeypatch, tmp_path, "--seq-lens", "64", "--combinations", *names, "--rounds", "2", "--profile"
     )
-    # the second round runs in reverse order
+    # the second round measures the combinations in reverse order
     assert [row["combination"] for row in found["rows"]] == names + names[::-1]
     # each measurement has two warm-up steps and two timed steps; each profile has five steps
     assert len(updates) == 4 * 4 + 2 * 5
@@ -95,7 +95,7 @@ def test_going_on_after_a_budget(tmp_path, monkeypatch):
     assert len(found["rows"]) == 1 and "Not measured" not in text
     found, text = run_main(monkeypatch, tmp_path, *common_arguments, "--resume")
     assert [row["combination"] for row in found["rows"]] == ["none", "full"]
-    assert calls == ["none", "full", "none", "full"]  # "none" has a result and is not measured again
+    assert calls == ["none", "full", "none", "full"]  # with --resume, "none" is not measured again
 
 
 def test_results_of_something_else_are_not_gone_on_with(tmp_path):
@@ -204,7 +204,7 @@ def test_slowdowns():
     assert slowdown(ROWS[4], "offload", ROWS) == pytest.approx(0.02)
     assert slowdown(ROWS[0], "checkpointing", ROWS) == pytest.approx(0.25)
     assert slowdown(ROWS[3], "checkpointing", ROWS) is None  # the combination "none" ran out of memory
-    assert slowdown(ROWS[0], "offload", ROWS) is None  # the combination of this row has no offload
+    assert slowdown(ROWS[0], "offload", ROWS) is None  # ROWS[0] was measured without offload
 
 
 def test_rounds_are_pooled():
@@ -245,7 +245,7 @@ def test_overlap():
         to_device=[(4200, 4400), (6500, 7500)],
     )
     # Between 4 and 5 ms, a copy to the host runs for 0.5 ms, and a copy to the device runs at the same time. The copy
-    # that starts at 9.5 ms ends after the step.
+    # to the host that starts at 9.5 ms ends 0.5 ms after the end of the step.
     assert asdict(found) == pytest.approx(
         {"step": 10.0, "to_host": 2.5, "to_device": 1.2, "hidden": 1.5 + 1.0, "idle": 3.0, "waiting": 1.0}
     )

@@ -110,7 +110,8 @@ def test_near_are_the_entry_and_candidates_one_step_from_it(head_dim, direction)
     if direction in APART and head_dim < WIDE:
         assert not found
         return
-    # For the passes "dk" and "dv" with head_dim 192, the table has no entries. `near` starts from the entries for 256.
+    # The tile table has no entries for the passes "dk" and "dv" at head_dim 192. For these passes, `near` starts from
+    # the entry for head_dim 256.
     entry = tile_config("sm90", 256 if direction in APART else head_dim, direction, 2)
     assert found[0] == entry and 2 <= len(found) <= 9 and len(set(found)) == len(found)
     every = list(candidates("sm90", head_dim, direction, limit))
@@ -195,7 +196,7 @@ def test_new_tiles_replace_those_of_the_same_entry_in_a_file(tmp_path):
 
 def test_tiles_of_one_tf32_product_are_not_loaded():
     """By default, fp32 uses three TF32 products. Tile sizes that were measured with one TF32 product can be unsuitable
-    for three.
+    for three TF32 products.
     """
     tf32 = Result(Candidate(64, "fwd", TileConfig(64, 32, 4, 2), "tf32"), 1.0, 100.0)
     assert tiles_to_load([tf32], "sm90") == {}

@@ -5,12 +5,12 @@ and dV, and adds dQ to an fp32 sum in global memory. In deterministic calls, the
 (order.py). In calls that are not deterministic, the order of the additions to dQ varies from run to run.
 
 At head_dim 256, and at head_dim 128 in fp16 with a soft cap, the fused kernel would need too many registers. Calls that
-cannot use the fused kernel use two kernels, with seven matmuls in total. The first kernel computes dK and dV (keys.py
-or wide.py). The second kernel computes dQ (queries.py). The two kernels are always deterministic, because exactly one
-program computes each output.
+cannot use the fused kernel use two kernels, with seven matmuls in total. The kernel in keys.py or wide.py computes
+dK and dV. The kernel in queries.py computes dQ. The two kernels are always deterministic, because exactly one program
+computes each output.
 
 NaN isolation: if a call may have several documents, the kernels mark the output rows that contain NaN (nan_marks.py).
-The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).
+After the backward, portable kernels recompute the tiles whose rows are marked because of NaN (portable/repair.py).
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200. docs/hopper.md says what was tried. If the accumulators in flight
-do not fit in the registers, ptxas serialises all matmuls.
+The values were chosen by measurements on an H200. docs/hopper.md lists the changes to the kernels that were tried. If
+the accumulators in flight do not fit in the registers, ptxas serialises all matmuls.
 """
 
 from functools import cache
@@ -39,8 +39,8 @@ CONFIGS = {
     (128, torch.bfloat16): _HALVES_128._replace(delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# Configurations for calls with a soft cap. The slope of the soft cap needs registers, so fp16 does not fit at head_dim
-# 128, and `ahead` does not fit at head_dim 96.
+# Configurations for calls with a soft cap, whose slope needs registers. For lack of registers, fp16 at head_dim 128 has
+# no configuration, and the configurations at head_dim 96 do not use `ahead`.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
@@ -71,7 +71,7 @@ def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
     With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each program
-    has only one work item. With a queue, an ordered call could deadlock, because a running program could wait for a
-    program that has not started.
+    has only one work item. If programs of an ordered call took work items from a queue, a running program could wait
+    forever for a program that has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

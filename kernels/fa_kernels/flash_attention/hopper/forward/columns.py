@@ -89,7 +89,7 @@ def store(o, row_sum, sees, first, head, total_q, out, consumer):
         width += o[i].shape[1]
     if out.marks is not None:
         mark_rows(done, first, head, total_q, out.marks, consumer)
-    tma.store_wait(0)  # waits until TMA has read o of the previous item from the buffers
+    tma.store_wait(0)  # waits until TMA has read the o of the previous work item from the buffers
     for i in gl.static_range(len(o)):
         out.buffers[i].index(consumer).store(done[i].to(out.descs[i].dtype))
     fence_async_shared()
