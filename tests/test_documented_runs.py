@@ -33,9 +33,9 @@ SMALL_MODEL = {
 
 
 def documented() -> list[str]:
-    """Returns the shell commands of the documented runs on one device that these tests can run, without `python`.
+    """Returns the commands of the documented runs on one device, without a leading `python`.
 
-    A sweep is replaced by its first run.
+    Runs that these tests cannot run are left out. A sweep is replaced by its first run.
     """
     found: dict[str, None] = {}
     for words in (words for page in GUIDES for words in commands(page) if words[:2] == ["python", "train.py"]):

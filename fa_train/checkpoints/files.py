@@ -209,7 +209,8 @@ def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
     """Checks that a checkpoint's weights have the same names and shapes as the model's weights.
 
     checkpoint: the checkpoint's name, for the error message.
-    Raises: CheckpointError if a name or a shape differs. The message names the first difference.
+    Raises: CheckpointError if a name or a shape differs. The message names the first weight, in
+    alphabetical order, that differs between the checkpoint and the model.
     """
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:

@@ -1,5 +1,6 @@
-"""Tests tests.support.interpreter, which speeds up Triton's interpreter: it changes no result and leaves nothing
-behind.
+"""Tests tests.support.interpreter, which speeds up Triton's interpreter.
+
+Results do not change, and Triton's language is restored after each launch.
 """
 
 import pytest

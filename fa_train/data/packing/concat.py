@@ -24,8 +24,8 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     lengths = lengths[lengths > 0]  # empty documents do not appear in rows
     if not (lengths % seq_len).any():
         return 1  # each row holds tokens of only one document
-    # A row of the shortest documents has the most whole documents. The row can also hold a part of one document at its
-    # start, a part of another document at its end, and padding, which counts as one document.
+    # A row of the shortest documents holds the largest number of whole documents. The row can also hold a part of one
+    # document at its start, a part of another document at its end, and padding, which counts as one document.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -77,8 +77,8 @@ def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.nd
 def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
     """Returns the starts of the documents in a row, followed by seq_len.
 
-    cuts: the starts of all documents except the first, and the start of the padding. Starts at or after
-    seq_len are ignored.
+    cuts: the starts of all documents except the first, and the start of the padding. Values in `cuts` that are
+    at least seq_len are ignored.
     """
     return np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
 

@@ -111,7 +111,7 @@ class StdlibCorpus:
         skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         paths: list[Path] = []
         for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters only the remaining folders
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk does not enter skipped folders
             paths += (Path(folder, name) for name in files if name.endswith(".py"))
         self.paths = sorted(paths)
 
@@ -198,7 +198,7 @@ class HFCorpus:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        # the `datasets` library computes this hash from the dataset's revision or files, and from all transforms
+        # `_fingerprint` is a hash of the dataset's revision or files, and of all transforms of the dataset
         return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 

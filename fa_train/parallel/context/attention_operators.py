@@ -1,9 +1,11 @@
 """Operators for flash attention over a stream that several ranks share.
 
-A crossing query sees keys of other ranks. Attention runs twice if each rank has few crossing queries, and the stream
-has enough attention work per rank (fa_train.parallel.context.traffic). The first run processes all other
-queries, while keys of other ranks are received. The second run processes the crossing queries. If attention runs once,
-the run processes all queries after the keys are received. If no rank has crossing queries, nothing is exchanged.
+A crossing query is a query that sees keys of other ranks. Each rank runs flash attention once or twice. Two runs are
+used if each rank has few crossing queries, and if there is enough attention work per rank
+(fa_train.parallel.context.traffic). In the first of two runs, a rank processes the queries that see no keys of other
+ranks, and meanwhile receives keys. In the second of two runs, a rank processes the queries that see keys of other
+ranks. If a rank runs flash attention only once, it processes all queries after it has received the keys of other ranks.
+If no query sees keys of other ranks, the ranks exchange nothing.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -83,8 +85,8 @@ class Context(NamedTuple):
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
-    Torch's dispatcher and registered autograd take host time. shared_attention therefore skips the dispatcher and
-    registered autograd, unless a call is observed (see fa_kernels.flash_attention.ops).
+    Torch's dispatcher and registered autograd take host time. shared_attention skips the dispatcher and registered
+    autograd if no compiler, profiler or other code watches the call (see `observed` in fa_kernels.flash_attention.ops).
     """
     if observed(q, k, v, sinks) or may_have_tangents():
         schedules, alibi, moves, options = context
@@ -98,12 +100,12 @@ def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cont
 
 
 class _SharedAttention(torch.autograd.Function):
-    """Attention as an autograd Function, for calls that are not observed."""
+    """Attention as an autograd Function, for calls that skip torch's dispatcher (see `shared_attention`)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
         o, lse = _attention_forward(q, k, v, sinks, context)
-        # The schedules and moves are not saved with save_for_backward, because all layers share them.
+        # The tensors in `context` are not saved with save_for_backward, because all layers share these tensors.
         ctx.save_for_backward(q, k, v, o, lse, sinks)
         ctx.context, ctx.deterministic = context, torch.are_deterministic_algorithms_enabled()
         return o
@@ -126,7 +128,7 @@ class _SharedAttention(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else dsinks, None
 
 
-_apply_without_functorch = apply_without_transforms(_SharedAttention)  # for calls that are not observed
+_apply_without_functorch = apply_without_transforms(_SharedAttention)  # for calls that skip torch's dispatcher
 
 
 @torch.library.custom_op("fa_train::context_forward", mutates_args=())
@@ -296,8 +298,8 @@ def _backward(
         dk, dv = summed_gradients([dk, dv], moves, group)
         return dq, dk, dv, dsinks
     exchange = start_gathering([k, v], moves, group)
-    # own.backward runs during the exchange. In `own`, crossing queries see no key, so they add nothing to dk and dv.
-    # But dsinks depends only on do, o and lse, so dsinks is already complete.
+    # own.backward runs during the exchange. In own.backward, queries that see keys of other ranks add nothing
+    # to dk and dv. But dsinks is already complete, because dsinks depends only on do, o and lse.
     dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     del exchange
@@ -369,7 +371,7 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
 
 
 def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, Run]:
-    """Returns the runs for SharedSchedule.crossing and SharedSchedule.own."""
+    """Returns one Run with the schedule SharedSchedule.crossing, and one Run with SharedSchedule.own."""
     schedules, alibi, _, (_, softmax_scale, softcap, length_class, _) = context
     features = Features(softmax_scale, softcap, sinks, alibi)
 
@@ -397,8 +399,8 @@ def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[T
 def used_part(schedule: Sequence[Tensor], n_queries: int, n_keys: int) -> list[Tensor]:
     """Returns the tensors of a schedule, shortened to the first n_queries queries and the first n_keys keys.
 
-    A tile may be left out only if none of its queries sees a key, or if no query sees any of its keys. Tiles that may
-    be left out come last in the schedule.
+    A tile may be left out only if none of its queries sees a key, or if no query sees any of its keys. A schedule lists
+    tiles with work first, and then the tiles without work.
     """
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     return [

@@ -5,10 +5,10 @@ computes delta from o and do, lays out lse and delta for TMA, and sets the sum o
 that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
 
 The sum of dQ consists of blocks of 64 queries and 64 columns of a head. The number of queries is padded to a multiple
-of 64. The sum of dQ is stored as a tensor of shape (number of elements / 32, 1, 32). At head_dim 96, the second block
-of a head has only 32 columns. The blocks are sorted by queries, then by heads, then by columns. A block is contiguous
-(16 KiB, or 8 KiB with 32 columns), so one TMA operation can add to the whole block. Inside a block, elements are in the
-order in which threads hold them (registers.py).
+of 64. The sum of dQ is stored as a tensor of shape (number of elements / 32, 1, 32). At head_dim 96, the columns of a
+head form one block of 64 columns and one block of 32 columns. The blocks are sorted by queries, then by heads, then by
+columns. A block is contiguous (16 KiB, or 8 KiB with 32 columns), so one TMA operation can add to the whole block.
+Inside a block, elements are in the order in which threads hold them (registers.py).
 """
 
 from functools import partial
@@ -38,9 +38,9 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program writes lse and delta of `BLOCK` queries of one head to rows_ptr.
 
-    dq_ptr, semaphore_ptr and delta_ptr are also outputs, and each of them may be None. The sum of dQ (dq_ptr) is set to
-    0, `WORDS` elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to `NO_TILE`.
-    delta_ptr receives delta as (n_heads, total).
+    Three more outputs are optional, and None if not used: dq_ptr, semaphore_ptr and delta_ptr. The sum of dQ (dq_ptr)
+    is set to 0, `WORDS` elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to
+    `NO_TILE`. delta_ptr receives delta as (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)

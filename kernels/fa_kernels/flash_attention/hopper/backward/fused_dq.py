@@ -38,7 +38,7 @@ SUMS = gl.constexpr(2)  # how many tiles of dQ may be in flight to global memory
 class Sum:
     """The sum of dQ for one column block of each head."""
 
-    desc: gl.tensor  # descriptor of the sum in global memory
+    desc: gl.tensor  # TMA descriptor of the sum of dQ in global memory
     buffers: gl.shared_memory_descriptor  # tiles of dQ on the way to global memory: [places, rows, 32] or [rows, 32]
 
 
@@ -107,7 +107,7 @@ def _add_columns(
     COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ
     ACROSS: gl.constexpr = k.shape[1] // COLUMNS
     PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
-    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum per `ROWS` queries of a head; a row has 32 elements
+    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # the dQ of `ROWS` queries of a head takes this many rows of 32 elements
     no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
     for piece in gl.static_range(PIECES):
         ds_rows = ds_tile.slice(piece // ACROSS * ROWS, ROWS, dim=1).permute((1, 0))
