@@ -37,8 +37,8 @@ class LitGPT(L.LightningModule):
     `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping.
     `step_squared_lengths` is the sum of squared document lengths.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
-    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. Also raises the errors
-    of use_float8.
+    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. `use_float8` can
+    raise further errors.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def check(cfg: DictConfig) -> None:
         )
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # Hydra has merged several options of the group
+        if group in cfg and group not in chosen:  # the user has chosen several options, and Hydra has merged them
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
     for group, option in cfg.choices.items():
         if option != chosen.get(group):

@@ -56,7 +56,7 @@ def documented_on_several_devices() -> list[str]:
 def shrunk(overrides: list[str]) -> list[str]:
     """Returns the overrides with short rows and one step. Without a checkpoint, the model is tiny.
 
-    A run with `epochs` keeps its number of steps. A run on several devices gets two devices.
+    A run with `epochs` trains for all its epochs, and not for one step. A run on several devices gets two devices.
     """
     given = dict(override.split("=", 1) for override in overrides)
     given |= {name: "2" for name in ("trainer.devices", "strategy.context") if name in given}

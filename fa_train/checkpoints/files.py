@@ -83,8 +83,8 @@ def flush_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or folder if it exists.
 
-    A folder first gets the suffix `.partial`. If the removal is interrupted, the remaining files therefore count as an
-    unfinished checkpoint.
+    A folder is renamed to end in `.partial` before its files are removed. If the removal is interrupted, the remaining
+    files therefore count as an unfinished checkpoint.
     """
     if path.is_dir():
         if not path.name.endswith(PARTIAL):

@@ -15,7 +15,7 @@ class Overlap:
     step: float
     to_host: float
     to_device: float
-    hidden: float  # time of copies in either direction while the compute stream runs a kernel
+    hidden: float  # time of copies to the host or the device while the compute stream runs a kernel
     idle: float  # time in which the compute stream runs no kernel
     waiting: float  # idle time of the compute stream during a copy, possibly caused by offload
 

@@ -65,7 +65,7 @@ class WithValidation(Generic[Document]):
     def read(cls, read: Callable[[str], Corpus[Document]], path: str, val_path: str | None) -> Corpus[Document]:
         """Reads the corpora at `path` and `val_path`. If val_path is None, returns read(path).
 
-        Raises: ValueError if `read` raises one. If the error concerns val_path, the message says so.
+        Raises: the ValueError of `read`. If the error concerns val_path, the message says so.
         """
         training = read(path)
         if val_path is None:

@@ -189,7 +189,7 @@ def _forward(
     counts: Counts,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns o and lse of one head group, or of all heads if nothing is exchanged."""
+    """Returns o and lse of one head group, or of all heads if ranks exchange no keys."""
     if not counts.exchanges:
         return own.forward(q, k, v)
     if not counts.splits:
@@ -288,7 +288,7 @@ def _backward(
     group: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk, dv and dsinks of one head group, or of all heads if nothing is exchanged."""
+    """Returns dq, dk, dv and dsinks of one head group, or of all heads if ranks exchange no keys."""
     if not counts.exchanges:
         return own.backward(do, q, k, v, o, lse, deterministic)
     if not counts.splits:
@@ -298,8 +298,8 @@ def _backward(
         dk, dv = summed_gradients([dk, dv], moves, group)
         return dq, dk, dv, dsinks
     exchange = start_gathering([k, v], moves, group)
-    # own.backward runs during the exchange. In own.backward, queries that see keys of other ranks add nothing
-    # to dk and dv. But dsinks is already complete, because dsinks depends only on do, o and lse.
+    # own.backward runs while keys are exchanged. In own.backward, queries that see keys of other ranks add nothing to
+    # dk and dv. But dsinks is already complete, because dsinks depends only on do, o and lse.
     dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     del exchange
@@ -399,8 +399,8 @@ def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[T
 def used_part(schedule: Sequence[Tensor], n_queries: int, n_keys: int) -> list[Tensor]:
     """Returns the tensors of a schedule, shortened to the first n_queries queries and the first n_keys keys.
 
-    A tile may be left out only if none of its queries sees a key, or if no query sees any of its keys. A schedule lists
-    tiles with work first, and then the tiles without work.
+    A tile of queries may be left out only if none of its queries sees a key. A tile of keys may be left out only if no
+    query sees its keys. A schedule lists the tiles without work after all other tiles.
     """
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     return [

@@ -66,7 +66,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
             mbarrier.wait(dq_order.due.index(stage), phase)
         ds.wait_full(stage, phase)
         _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads)
-        if dq_order is not None:  # waits until TMA has added dQ of the previous step; dQ of this step stays in flight
+        if dq_order is not None:  # waits until TMA has added dQ of the previous step, but not for dQ of this step
             note_added(dq_order, step - 1, _pieces_of(sums, BLOCK_M, k))
         m, head = next_step(m, head, item, GROUP, BLOCK_M, dq_order is not None)
     if dq_order is not None:

@@ -107,8 +107,8 @@ def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
 
 @gluon.constexpr_function
 def _asm(n, otherwise):
-    # A thread's n elements are two of row i, two of row i + 8, two of row i, and so on. Bit 2 * g + e of a row's mask
-    # belongs to column 8 * g + 2 * (lane % 4) + e, where e is 0 or 1.
+    # A thread's n elements are two elements of row i, two of row i + 8, two of row i, and so on. Bit 2 * g + e of a
+    # row's mask belongs to column 8 * g + 2 * (lane % 4) + e, where e is 0 or 1.
     lines = ["{", ".reg .b32 lane, a, b, c, m0, m1;", ".reg .pred p;"]
     lines += ["mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", "shl.b32 lane, lane, 1;"]
     for row in (0, 1):

@@ -29,7 +29,7 @@ class Ring:
     def wait_empty(self, place, phase):
         """Waits until a place can be filled. The first fill of a place does not wait.
 
-        phase: the same value as in the call of `wait_full` for this fill of the place.
+        phase: the phase of the next fill of the place, as `place_of` returns it.
         """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 
