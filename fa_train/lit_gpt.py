@@ -37,8 +37,8 @@ class LitGPT(L.LightningModule):
     `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping.
     `step_squared_lengths` is the sum of squared document lengths.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
-    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. Also raises the errors
-    of use_float8.
+    Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. `use_float8` can
+    raise further errors.
     """
 
     def __init__(
@@ -97,7 +97,8 @@ class LitGPT(L.LightningModule):
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
         lengths = batch["cu_seqlens"].diff().double()
-        # with context parallelism, several ranks count the same documents, so each rank adds only a fraction of the sum
+        # with context parallelism, all ranks of a context group count the same documents, so each rank adds only its
+        # fraction of the squared lengths
         squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
@@ -116,7 +117,7 @@ class LitGPT(L.LightningModule):
         """
         loss, labels, self.step_squared_lengths = self._of_all_ranks(self._sums)
         self._sums.zero_()
-        self.step_loss = loss / labels  # NaN in a step without labels
+        self.step_loss = loss / labels  # the loss is NaN in a step without labels
         labels = labels.clamp(min=1)
         # Lightning has divided gradients by the number of micro-batches, and DDP or FSDP by the number of ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -127,8 +128,8 @@ class LitGPT(L.LightningModule):
         norm = whole(torch.linalg.vector_norm(torch.stack(norms)))
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and strategy.replicas > 1:
-            # Replicas may sum in different orders and get slightly different norms. The broadcast keeps the weights of
-            # all replicas equal.
+            # Replicas may add the terms of the norm in different orders, so their norms may differ slightly. The
+            # broadcast keeps the weights of all replicas equal.
             dist.broadcast(norm, src=0)
         self.step_grad_norm = norm * scale
         if gradient_clip_val:

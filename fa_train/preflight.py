@@ -23,7 +23,7 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
 
 
 def require_tokenizer(model: GPT, source: str, data: Mapping[str, Any]) -> None:
-    """Refuses bytes as tokens if a pretrained model's vocabulary does not have the byte tokenizer's size.
+    """Checks the size of a pretrained model's vocabulary if a run uses bytes as tokens.
 
     source: the name of the chosen option of conf/data. data: the node `data` of the config.
     Raises: ValueError if the tokens are bytes, and the vocabulary of the checkpoint differs in size from that of the

@@ -31,8 +31,8 @@ class OneFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **others: Any) -> None:
         HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
-        # Ignore a ValueError here, because Hydra would turn the error of a callback into a warning. Hydra resolves the
-        # value again later, and then raises the error.
+        # Hydra would turn an error in a callback into a warning, so this callback ignores a ValueError. Later, Hydra
+        # itself resolves hydra.run.dir and raises the ValueError.
         with suppress(ValueError), read_write(config.hydra.run):
             config.hydra.run.dir = told().get("folder") or decided_by_rank_zero(
                 "hydra.run.dir", lambda: str(config.hydra.run.dir)
@@ -60,8 +60,8 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
 
     The result is empty if the run had nothing to do.
-    Raises: fa_train.errors.RankFailedError if a rank fails. If memory runs out in a multirun, the function returns
-    oom=1.0 instead.
+    Raises: fa_train.errors.RankFailedError if a rank fails. If a job of a multirun runs out of memory, the function
+    returns {"oom": 1.0} and raises no error.
     """
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 
@@ -105,7 +105,7 @@ def check(cfg: DictConfig) -> None:
         )
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # Hydra has merged several options of the group
+        if group in cfg and group not in chosen:  # the user has chosen several options, and Hydra has merged them
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
     for group, option in cfg.choices.items():
         if option != chosen.get(group):
@@ -117,7 +117,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def require_start(cfg: DictConfig, n_ranks: int) -> None:
-    """Checks before ranks start whether the run can start. Does nothing in a rank that train.py has started.
+    """Checks whether the run can start, before ranks are started. Does nothing in a rank that train.py has started.
 
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.

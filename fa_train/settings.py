@@ -1,8 +1,8 @@
 """The schema of the config: the known keys, and the values that each key accepts.
 
 `Root` lists the keys at the root. A node is a mapping whose `_target_` names a function or class. The keys of a node
-are the parameters of its target. The type hints of the parameters determine the accepted values. `BOUNDS` has narrower
-type hints for targets from other packages.
+are the parameters of its target. The type hints of the parameters determine the accepted values. For functions and
+classes of other packages, `BOUNDS` replaces some type hints by narrower ones.
 """
 
 import difflib
@@ -86,7 +86,8 @@ class Root(TypedDict):
     lit_gpt: Node
 
 
-# The config groups that must have exactly one option. If a user chose two, Hydra would merge them into one node.
+# The config groups that must have exactly one option. If a user chose two options of one group,
+# Hydra would merge the two options into one node.
 ONE_OPTION = (
     "attention", "memory", "adapter", "optimizer", "scheduler", "strategy", "logger", "data", "model", "trainer",
 )  # fmt: skip
@@ -110,7 +111,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
     "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},
 }
-# {class: the function or class to which it passes its **kwargs}
+# {class: the function or class that receives the **kwargs of the class's constructor}
 PASSED_ON = {
     "fa_train.models.gpt.GPT": "fa_train.models.config.ModelConfig",
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
@@ -192,9 +193,9 @@ def run_folder(run_name: object) -> str:
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown key.
 
-    If options of the key's config group have the key, the message names these options. If no option has the key, the
-    message suggests another key. The suggestion comes from OTHER_NAMES, or is the most similar key in `known`. If there
-    is no similar key, the message lists the keys of the node.
+    If some options of the key's config group have the key, the message names these options. If no option has the key,
+    the message suggests another key. The suggestion comes from OTHER_NAMES, or is the most similar key in `known`. If
+    there is no similar key, the message lists the keys of the node.
     """
     if found := options_with(key):
         return f"unknown key {key}; it is a key of {', '.join(found)}"
@@ -278,7 +279,7 @@ def _hidden_error(target: Any) -> ImportError | None:
     """Returns the ImportError of an import inside the target's module, or None if there is no such error.
 
     For example, the target's module may import a package that is not installed. If the target's module is inside a
-    package, pkgutil.resolve_name hides the ImportError.
+    package, pkgutil.resolve_name raises an AttributeError instead of the ImportError.
     """
     try:
         importlib.import_module(str(target).rpartition(".")[0])
@@ -314,7 +315,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # A config may omit the positional parameters of `other`, because the class itself sets these parameters.
+        # `function` itself sets the positional parameters of `other`, so a config may omit these parameters.
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}

@@ -157,10 +157,10 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan, reach: int | None = None) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: if true, the search for the longest seq_len tries all memory levers. If false, the search keeps the plan's
-    levers.
-    searched: the plan from which the searches for the longest seq_len and for the next lever start. `plan` is the
-    result of `as_run` for `searched`.
+    auto: if true, the search for the longest seq_len tries all memory levers. If `auto` is false, the search keeps the
+    plan's levers.
+    searched: the plan from which the searches for the longest seq_len and for the next lever start. The argument `plan`
+    is the result of calling `as_run` with `searched`.
     reach: the longest seq_len that the model supports, or None if there is no limit.
     """
     prediction, run = predict(plan), plan.run

@@ -33,9 +33,9 @@ SMALL_MODEL = {
 
 
 def documented() -> list[str]:
-    """Returns the shell commands of the documented runs on one device that these tests can run, without `python`.
+    """Returns the commands of the documented runs on one device, without a leading `python`.
 
-    A sweep is replaced by its first run.
+    Runs that these tests cannot run are left out. A sweep is replaced by its first run.
     """
     found: dict[str, None] = {}
     for words in (words for page in GUIDES for words in commands(page) if words[:2] == ["python", "train.py"]):
@@ -56,7 +56,7 @@ def documented_on_several_devices() -> list[str]:
 def shrunk(overrides: list[str]) -> list[str]:
     """Returns the overrides with short rows and one step. Without a checkpoint, the model is tiny.
 
-    A run with `epochs` keeps its number of steps. A run on several devices gets two devices.
+    A run with `epochs` trains for all its epochs, and not for one step. A run on several devices gets two devices.
     """
     given = dict(override.split("=", 1) for override in overrides)
     given |= {name: "2" for name in ("trainer.devices", "strategy.context") if name in given}

@@ -83,8 +83,8 @@ def flush_folder(folder: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file or folder if it exists.
 
-    A folder first gets the suffix `.partial`. If the removal is interrupted, the remaining files therefore count as an
-    unfinished checkpoint.
+    A folder is renamed to end in `.partial` before its files are removed. If the removal is interrupted, the remaining
+    files therefore count as an unfinished checkpoint.
     """
     if path.is_dir():
         if not path.name.endswith(PARTIAL):
@@ -209,7 +209,8 @@ def require_same_shapes(ours: Shapes, theirs: Shapes, checkpoint: str) -> None:
     """Checks that a checkpoint's weights have the same names and shapes as the model's weights.
 
     checkpoint: the checkpoint's name, for the error message.
-    Raises: CheckpointError if a name or a shape differs. The message names the first difference.
+    Raises: CheckpointError if a name or a shape differs. The message names the first weight, in
+    alphabetical order, that differs between the checkpoint and the model.
     """
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:

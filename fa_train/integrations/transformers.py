@@ -10,9 +10,9 @@ Falcon, do not use fa_train. fa_train supports GQA, sliding windows, soft caps, 
 position_ids or cu_seqlens, and generation with a dynamic or static cache.
 
 Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only where `key_mask` and
-`packed_rows` copy values from the GPU to the host. In a forward pass, one copy serves all layers with the same window.
-Under torch.inference_mode, each layer copies these values again. torch.no_grad avoids the repeated copies. Code that
-torch.compile has compiled copies no values from the GPU to the host.
+`packed_rows` copy values from the GPU to the host. In a forward pass, the two functions copy values once for all layers
+with the same window. Under torch.inference_mode, but not under torch.no_grad, the two functions copy values again for
+each layer. Code that torch.compile has compiled copies no values from the GPU to the host.
 """
 
 import os
@@ -143,8 +143,8 @@ def attention(
         belong to padding have no meaning.
 
     Raises:
-        ValueError: if flash attention or this function does not support an argument. The error occurs before any kernel
-        runs.
+        ValueError: if flash attention or this function does not support an argument. The ValueError is raised before
+        any kernel of flash attention runs.
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))

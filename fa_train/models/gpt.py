@@ -108,7 +108,7 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def materialise(self, device: torch.device) -> None:
-        """Allocates the parameters of a model that was built on the meta device, and sets their initial values.
+        """Allocates parameters on `device` for a model that was built on the meta device, and initialises them.
 
         If the model is sharded, each rank allocates only its rows, and holds at most one whole parameter at a time.
         """
@@ -128,9 +128,9 @@ class GPT(nn.Module):
                 module.register_parameter(name, nn.Parameter(empty, parameter.requires_grad))
 
     def add_source(self, source: "Callable[[GPT], None]") -> None:
-        """Registers the function `source`, which sets parameters, and calls `source`.
+        """Registers `source`, a function that sets parameters of the model.
 
-        If the model is on the meta device, `materialise` calls `source` later.
+        `source` is called immediately, unless the model is on the meta device. `materialise` also calls `source`.
         """
         self.sources.append(source)
         if not self.token_embedding.weight.is_meta:
@@ -225,7 +225,7 @@ class GPT(nn.Module):
                 x, added = block(x, schedules[window], tables[rope], added)
         if added is not None:
             x = x + added
-            del added  # frees memory for the loss
+            del added  # frees the memory of `added` before the loss is computed
         if offload is not None:
             offload.end(x)
         x = self.norm(x)
@@ -272,8 +272,8 @@ class GPT(nn.Module):
         """Compiles each block with torch.compile(**options).
 
         Blocks share one graph, because their code and shapes are equal. A compiled block leaves out its last residual
-        addition, unless blocks are checkpointed or offload their inputs. The next block computes the missing addition
-        together with its first norm.
+        addition, unless blocks are checkpointed or offload their inputs. If a block leaves out its last residual
+        addition, the next block computes this addition together with its first norm.
         """
         self.adds_later = self.may_add_later
         for block in self.blocks:
@@ -332,7 +332,7 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """The last linear layer and the loss.
 
-    FSDP gathers the weight only during this module's forward, so the loss is computed here.
+    FSDP gathers the weight of this layer only during the layer's forward, so `forward` also computes the loss.
 
     softcap: the soft cap on the logits, or 0.
     """
@@ -354,8 +354,8 @@ class Head(nn.Linear):
 class SelfAttention(nn.Module):
     """Self-attention: the projection to queries, keys and values, an attention function, and the output projection.
 
-    One matmul computes queries, keys and values. Under autocast, the backward pass then needs one copy of x in 16 bits,
-    and not three. Queries, keys and values have the same dtype.
+    One matmul computes queries, keys and values. With three matmuls, autocast would keep three copies of x
+    in 16 bits for the backward pass, instead of one. Queries, keys and values have the same dtype.
     rotates: whether the layer has RoPE. checkpointed: whether activation checkpointing recomputes the block.
     """
 
@@ -374,7 +374,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""
-        # the result of self.qkv is not kept in a local variable, which would keep it in memory while attention runs
+        # the result of self.qkv has no variable, because a variable would keep it in memory while attention runs
         q, k, v = self.split_heads(self, self.qkv(x).unflatten(-1, (sum(self.heads), -1)), rotary)
         return self.out(self.attention(q, k, v, schedule, **self.scores).flatten(1))
 

@@ -15,7 +15,7 @@ class Overlap:
     step: float
     to_host: float
     to_device: float
-    hidden: float  # time of copies in either direction while the compute stream runs a kernel
+    hidden: float  # time of copies to the host or the device while the compute stream runs a kernel
     idle: float  # time in which the compute stream runs no kernel
     waiting: float  # idle time of the compute stream during a copy, possibly caused by offload
 
@@ -53,8 +53,8 @@ def length(spans: Iterable[Span]) -> float:
 def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
     """Computes the times of one step from the spans of the step, its kernels and its copies.
 
-    Spans are in microseconds. Copies to the host and copies to the device can run at the same time. If copies in both
-    directions overlap, each copy counts in full.
+    Spans are in microseconds. Copies to the host and copies to the device can run at the same time. If kernels hide
+    copies in both directions at the same time, `hidden` counts this time twice.
     """
     computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
     edges = [step[0], *(moment for span in computing for moment in span), step[1]]

@@ -63,7 +63,7 @@ CASES = (
     "llama_8b:8192:fsdp,trainer.precision=bf16-true,optimizer=adamw_bf16,memory=selective",
 )
 STRATEGIES = "ddp", "fsdp"
-CONTEXT = "strategy.context"  # sets the number of GPUs that share their rows
+CONTEXT = "strategy.context"  # the key that sets how many GPUs share their rows
 ONE = ("auto",)  # the strategy of runs on one GPU
 LOGS = 12  # number of log entries in a run, if the run has enough steps
 FAILED_LINES = 15  # how many lines are printed from the end of a failed run's log
@@ -185,7 +185,7 @@ def key_of(override: str) -> str:
 def runs_of(cases: Sequence[Case], args: argparse.Namespace, gpus: int) -> list[Run]:
     """Returns the runs that the cases need, in random order.
 
-    The runs on one GPU follow one another, so that --parallel can run several of them at the same time.
+    The runs on one GPU are adjacent in the list, so that --parallel can start several of them at the same time.
     """
     sizes = args.rows, args.steps, tuple(args.overrides), args.cpu_ranks is not None
     own: list[int | None] = [*range(gpus)] if args.every_gpu else [None]
@@ -414,7 +414,7 @@ def main() -> None:
     for row in results(runs, predictions, args):
         rows.append(row)
         print(" | ".join(cells(row, rows)), flush=True)
-        write(rows, head, args.out)  # written after each run, so that an interrupted script keeps its results
+        write(rows, head, args.out)  # results are written after each run, so that an interrupted script keeps them
     print(f"\n{page(rows, head)}\nresults: {args.out}.*")
 
 

@@ -192,7 +192,7 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. The last item is the MiB of memory that the worker copies in a garbage collection."""
+    """A dataset of four items. The last item is how many MiB a garbage collection in the worker process copies."""
 
     def __getitem__(self, index):
         return copied_by_a_collection() if index == 3 else None
@@ -203,7 +203,7 @@ def test_a_garbage_collection_copies_no_memory_that_workers_share():
     data = make(num_workers=1)
     data.trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")))
     heap = [[number] for number in range(400_000)]  # about 35 MiB
-    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # forks the worker, which loads the last item later
+    worker = iter(data._loader(CollectsAtTheEnd(), range(4)))  # starts the worker process with a fork
     try:
         assert copied_by_a_collection() < 5
         assert [*worker][3] < 5

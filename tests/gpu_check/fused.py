@@ -17,8 +17,8 @@ ROWS = 130  # with this number of rows, every operation needs several programs
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
     """Checks the RMSNorm of the sum of two tensors, for a residual stream in fp32 and for one in `dtype`.
 
-    If the residual stream is fp32, the forward pass stores the sum. If the residual stream has the dtype `dtype`, the
-    backward pass recomputes the sum.
+    If the residual stream is fp32, the forward pass stores the sum of the two tensors. If the residual stream has the
+    dtype `dtype`, the backward pass computes the sum of the two tensors again.
     """
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)
@@ -27,7 +27,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
         def exact(x: Tensor, added: Tensor, weight: Tensor, stream: torch.dtype = stream) -> tuple[Tensor, Tensor]:
             total = x + added
-            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # in the dtype of the residual stream
+            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # rounded to the residual stream's dtype
             return rounded, F.rms_norm(rounded, weight.shape, weight, 1e-5)
 
         ours = add_rms_norm(x, added, weight, 1e-5, dtype, keep_sum=keep_sum)

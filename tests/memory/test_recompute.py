@@ -36,7 +36,7 @@ def gradient(run, passes=1):
 
 
 def test_torchs_checkpoint_finds_another_dtype():
-    """`recomputed` is needed only because torch's own checkpoint raises a CheckpointError in this test."""
+    """torch's own checkpoint raises a CheckpointError here. If it did not, `recomputed` would not be needed."""
     with pytest.raises(CheckpointError, match="different metadata"):
         gradient(partial(checkpoint, use_reentrant=False))
 

@@ -149,7 +149,7 @@ def test_gradients_are_reduced_in_the_chosen_dtype(results):
     ("ranks", "last", "reference"), [pytest.param(2, 1, 0, id="ddp"), pytest.param(4, 3, 1, id="hsdp")]
 )
 def test_all_ranks_end_after_one_bit_of_the_last_rank_has_changed(ranks, last, reference, results):
-    """FlipBit changes one bit in step 2. The checks before and after step 1 find equal weights."""
+    """FlipBit changes one bit in step 2. Before and after step 1, all copies of the model have equal weights."""
     for rank in range(ranks):
         assert (
             (results / f"flipped.{ranks}.{rank}.txt")

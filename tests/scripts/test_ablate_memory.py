@@ -70,7 +70,7 @@ def parts():
 
 @pytest.mark.slow
 def test_a_sweep_reports_cases_that_run_out_of_memory(tmp_path):
-    """Cases whose scores need 274 GB fail, and longer cases are skipped. Checks the files and the offline W&B runs."""
+    """Cases whose scores need 274 GB fail, and longer cases are skipped. Checks the sweep's files and W&B runs."""
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
     arguments += ["--attention-seq-lens", "64", "131072", "262144", "--n-heads", "4", "--head-dims", "16"]
     arguments += ["--max-step-seconds", "1e9"]
@@ -122,7 +122,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_continues(tmp_path):
         while not path.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # the second case should run now; the third may already run
-        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the whole group
+        os.killpg(sweep_of_long_cases.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the whole process group
         sweep_of_long_cases.join(30)
     finally:
         sweep_of_long_cases.kill()
@@ -230,8 +230,8 @@ def test_a_sweep_whose_seconds_are_over_still_reports(tmp_path):
 def test_expected_seconds_never_shrink_with_length():
     assert expected_seconds([], 64) == 0
     assert expected_seconds([(32, 1.0)], 64) == 2
-    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # equal times for both lengths give a linear prediction
-    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # predictions are at most quadratic
+    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # for equal times, the prediction is linear in seq_len
+    assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # the prediction is at most quadratic in seq_len
 
 
 @pytest.mark.parametrize("attention", ["naive", "chunked"])
@@ -336,11 +336,11 @@ def allocated(run):
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "n_heads"), [("fp32", 4), ("fp16", 4), ("fp16", 8)])
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
-    """The formula gives a minimum, and the measured peak is not below it.
+    """The measured peak is at least the peak of `attention_formula`, which leaves out terms linear in N.
 
-    In fp32, the peak must be at most 1.03 * minimum + N^2 bytes. A second attention mask needs N^2 bytes. The formula
-    leaves out terms linear in N. In fp16, the peak has no upper bound, because torch copies the operands of
-    fp16 matmuls on some CPUs.
+    In fp32, the measured peak may be at most 1.03 * (peak of the formula + N^2 bytes). A second attention mask has N^2
+    bytes. In fp16, the measured peak has no upper bound, because torch copies the operands of fp16 matmuls on some
+    CPUs.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

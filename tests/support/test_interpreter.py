@@ -1,5 +1,6 @@
-"""Tests tests.support.interpreter, which speeds up Triton's interpreter: it changes no result and leaves nothing
-behind.
+"""Tests tests.support.interpreter, which speeds up Triton's interpreter.
+
+Results do not change, and Triton's language is restored after each launch.
 """
 
 import pytest
@@ -62,7 +63,7 @@ def test_a_launch_that_fails_puts_it_back_too():
 def test_an_overflow_of_integers_is_found(sign):
     row = torch.zeros(1, 8, dtype=torch.int32)
     row[0, 3] = sign * 46340  # the largest integer whose square is less than 2^31
-    assert square_sums(row).tolist() == pytest.approx([46340**2])  # the kernel's tl.maximum rounds to fp32
+    assert square_sums(row).tolist() == pytest.approx([46340**2])  # tl.maximum in the kernel rounds the result to fp32
     row[0, 3] += sign
     with pytest.raises(interpreter.InterpreterError, match="int32 overflow detected for operation mul"):
         square_sums(row)

@@ -1,9 +1,9 @@
 """Concatenates shuffled documents and cuts them into rows of equal length. No token is lost.
 
 Row r consists of seq_len + 1 tokens of the stream, starting with token r * seq_len. The first seq_len tokens are the
-row's inputs. The last seq_len tokens are the row's labels. Consecutive rows therefore share one token. A document's
-last token has no label, because the next token belongs to another document. If a row end cuts a document, the rest of
-the document becomes a separate document in the next row. The last row is padded.
+row's inputs. The last seq_len tokens are the row's labels. The last token of a row is also the first token of the next
+row. A document's last token has no label, because the next token belongs to another document. If a row end cuts a
+document, the rest of the document becomes a separate document in the next row. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the number of documents in a row, for any document order. Padding is one document."""
     lengths = lengths[lengths > 0]  # empty documents do not appear in rows
     if not (lengths % seq_len).any():
-        return 1  # each row holds tokens of only one document
-    # A row of the shortest documents has the most whole documents. The row can also hold a part of one document at its
-    # start, a part of another document at its end, and padding, which counts as one document.
+        return 1  # all document ends are row ends, so a row holds tokens of only one document
+    # A row of the shortest documents holds the largest number of whole documents. The row can also hold a part of one
+    # document at its start, a part of another document at its end, and padding, which counts as one document.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -77,8 +77,8 @@ def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.nd
 def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
     """Returns the starts of the documents in a row, followed by seq_len.
 
-    cuts: the starts of all documents except the first, and the start of the padding. Starts at or after
-    seq_len are ignored.
+    cuts: the starts of all documents except the first, and the start of the padding. Values in `cuts` that are
+    at least seq_len are ignored.
     """
     return np.unique(np.concatenate([[0], cuts[cuts < seq_len], [seq_len]]))
 

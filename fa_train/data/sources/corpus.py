@@ -65,7 +65,7 @@ class WithValidation(Generic[Document]):
     def read(cls, read: Callable[[str], Corpus[Document]], path: str, val_path: str | None) -> Corpus[Document]:
         """Reads the corpora at `path` and `val_path`. If val_path is None, returns read(path).
 
-        Raises: ValueError if `read` raises one. If the error concerns val_path, the message says so.
+        Raises: the ValueError of `read`. If the error concerns val_path, the message says so.
         """
         training = read(path)
         if val_path is None:
@@ -111,7 +111,7 @@ class StdlibCorpus:
         skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
         paths: list[Path] = []
         for folder, folders, files in os.walk(self.root):
-            folders[:] = [name for name in folders if name not in skipped]  # os.walk enters only the remaining folders
+            folders[:] = [name for name in folders if name not in skipped]  # os.walk does not enter skipped folders
             paths += (Path(folder, name) for name in files if name.endswith(".py"))
         self.paths = sorted(paths)
 
@@ -198,7 +198,7 @@ class HFCorpus:
         return len(self.dataset)
 
     def fingerprint(self) -> str:
-        # the `datasets` library computes this hash from the dataset's revision or files, and from all transforms
+        # `_fingerprint` is a hash of the dataset's revision or files, and of all transforms of the dataset
         return f"{private('datasets', self.dataset, '_fingerprint')}-{self.text_column}"
 
 

@@ -368,7 +368,7 @@ FAMILIES = {
             "activation_function": GELU_TANH,
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
-            "n_special": (0,),  # the number of extra tokens in very old checkpoints
+            "n_special": (0,),  # very old checkpoints can have extra tokens, and n_special is their number
         },
         frozenset({"n_ctx", "gradient_checkpointing"}),
     ),

@@ -84,8 +84,8 @@ class Context(NamedTuple):
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
-    Torch's dispatcher and registered autograd take host time. shared_attention therefore skips the dispatcher and
-    registered autograd, unless a call is observed (see fa_kernels.flash_attention.ops).
+    Torch's dispatcher and registered autograd take host time. shared_attention skips the dispatcher and registered
+    autograd if no compiler, profiler or other code watches the call (see `observed` in fa_kernels.flash_attention.ops).
     """
     if observed(q, k, v, sinks) or may_have_tangents():
         schedules, alibi, moves, options = context
@@ -99,12 +99,12 @@ def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cont
 
 
 class _SharedAttention(torch.autograd.Function):
-    """Attention as an autograd Function, for calls that are not observed."""
+    """Attention as an autograd Function, for calls that skip torch's dispatcher (see `shared_attention`)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
         o, lse = _attention_forward(q, k, v, sinks, context)
-        # The schedules and moves are not saved with save_for_backward, because all layers share them.
+        # The tensors in `context` are not saved with save_for_backward, because all layers share these tensors.
         ctx.save_for_backward(q, k, v, o, lse, sinks)
         ctx.context, ctx.deterministic = context, torch.are_deterministic_algorithms_enabled()
         return o
@@ -127,7 +127,7 @@ class _SharedAttention(torch.autograd.Function):
         return dq, dk, dv, None if sinks is None else dsinks, None
 
 
-_apply_without_functorch = apply_without_transforms(_SharedAttention)  # for calls that are not observed
+_apply_without_functorch = apply_without_transforms(_SharedAttention)  # for calls that skip torch's dispatcher
 
 
 @torch.library.custom_op("fa_train::context_forward", mutates_args=())
@@ -297,8 +297,8 @@ def _backward(
         dk, dv = summed_gradients([dk, dv], moves, group)
         return dq, dk, dv, dsinks
     exchange = start_gathering([k, v], moves, group)
-    # own.backward runs during the exchange. In `own`, crossing queries see no key, so they add nothing to dk and dv.
-    # But dsinks depends only on do, o and lse, so dsinks is already complete.
+    # own.backward runs while keys are exchanged. In own.backward, queries that see keys of other ranks add nothing to
+    # dk and dv. But dsinks is already complete, because dsinks depends only on do, o and lse.
     dq, dk, dv, dsinks = own.backward(do, q, k, v, o, lse, deterministic)
     keys, values = gathered([k, v], moves, counts.rows, group, exchange)
     del exchange
@@ -370,7 +370,7 @@ def groups_of_heads(n_heads: int, n_kv_heads: int, groups: int) -> list[tuple[sl
 
 
 def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, Run]:
-    """Returns the runs for SharedSchedule.crossing and SharedSchedule.own."""
+    """Returns one Run with the schedule SharedSchedule.crossing, and one Run with SharedSchedule.own."""
     schedules, alibi, _, (_, softmax_scale, softcap, length_class, _) = context
     features = Features(softmax_scale, softcap, sinks, alibi)
 
@@ -398,8 +398,8 @@ def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[T
 def used_part(schedule: Sequence[Tensor], n_queries: int, n_keys: int) -> list[Tensor]:
     """Returns the tensors of a schedule, shortened to the first n_queries queries and the first n_keys keys.
 
-    A tile may be left out only if none of its queries sees a key, or if no query sees any of its keys. Tiles that may
-    be left out come last in the schedule.
+    A tile of queries may be left out only if none of its queries sees a key. A tile of keys may be left out only if no
+    query sees its keys. A schedule lists the tiles without work after all other tiles.
     """
     key_start, key_end, query_start, query_end, query_tiles, key_tiles, wide_query_tiles = schedule
     return [

@@ -116,7 +116,8 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
     """Returns an upper bound of the temporary memory of the backward pass, in bytes per query and head.
 
     The portable kernels need one fp32 value, delta, per query and head. The Hopper kernels need three fp32 values per
-    query and head, including delta. The fused Hopper kernel (hopper/backward/fused.py) also sums dQ in fp32.
+    query and head, including delta. The fused Hopper kernel (hopper/backward/fused.py) needs head_dim more fp32 values
+    per query and head, for the sum of dQ.
     """
     if arch != "sm90" or dtype not in hopper_bwd.DTYPES or head_dim not in hopper_bwd.HEAD_DIMS:
         return 4
@@ -146,9 +147,9 @@ def _common_key(
     """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
 
     The recording key contains all values that determine the kernel launches and the checks of require_consistent. The
-    tensors of a schedule are always int32, contiguous and on one device, so the key holds only their device and the
-    numbers of tiles. Strides of contiguous tensors are not in the key, because they follow from the
-    shape or do not matter.
+    tensors of a schedule are always int32, contiguous and on one device, so the recording key holds only the device and
+    the numbers of tiles of a schedule. The recording key does not hold the strides of contiguous tensors, because these
+    strides follow from the shape or do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],

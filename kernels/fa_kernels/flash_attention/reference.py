@@ -54,8 +54,8 @@ def attention_reference(
         # The sink is one more column of scores, without a row in v.
         scores = torch.cat([scores, sink[:, None, None].expand(-1, q1 - q0, 1)], dim=2)
         sees = torch.isfinite(scores.detach()).any(dim=2)
-        # Rows without a finite score get scores of 0 here, which avoids NaN in gradients. The output and the lse of
-        # such rows are replaced below.
+        # Rows without a finite score get scores of 0 here, which avoids NaN in gradients. Below, the output of rows
+        # without a finite score is set to 0, and the lse of these rows is set to -inf.
         safe = scores.masked_fill(~sees[..., None], 0.0)
         outputs.append((safe.softmax(dim=-1)[..., :-1] @ values * sees[..., None]).transpose(0, 1))
         lses.append(safe.logsumexp(dim=-1).masked_fill(~sees, float("-inf")))

@@ -1,6 +1,6 @@
 """Attention over joined q, k and v gives the same results as attention over separate q, k and v.
 
-The functions for joined tensors read q, k and v in place. The gradient of a joined tensor is also one tensor.
+The functions for joined tensors read q, k and v in place. The gradient of a joined tensor is one joined tensor.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from tests.support.tolerance import assert_as_accurate
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CU = torch.tensor([0, 11, 11, 18], dtype=torch.int32, device=DEVICE)
 CU_K = torch.tensor([0, 5, 14, 27], dtype=torch.int32, device=DEVICE)
-# arguments that the functions pass on, each with a value other than its default
+# arguments that functions for joined tensors pass to attention, each with a value other than its default
 OPTIONS = {
     "softmax_scale": 0.4,
     "causal": True,
@@ -98,7 +98,7 @@ def test_lse_and_probabilities_are_returned_if_asked(joined_function, function, 
 def test_a_packed_form_equals_the_reference():
     """Compares one case with the reference implementation.
 
-    The comparison finds mistakes in the code that all functions share.
+    The comparison finds mistakes in code that the functions for joined and for separate tensors share.
     """
     qkv = draw(20, 3, 2, 16)
     results = []

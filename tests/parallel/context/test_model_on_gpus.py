@@ -39,9 +39,7 @@ BYTES_PER_TOKEN = 4  # in source code, about
 
 
 def lengths_of_files(total: int) -> list[int]:
-    """Returns the numbers of tokens in files of Python's standard library, in random order. The numbers add up to
-    `total`.
-    """
+    """Returns the lengths in tokens of random files of Python's standard library. The lengths add up to `total`."""
     sizes = [path.stat().st_size // BYTES_PER_TOKEN for path in StdlibCorpus().paths]
     lengths = np.random.default_rng(0).permutation([size for size in sizes if size]).tolist()
     taken: list[int] = []
@@ -84,7 +82,8 @@ def loss_of(gpt: GPT, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
 def gradients(rank: int, shared: bool, dtype: torch.dtype, traced: Path | None = None) -> dict[str, torch.Tensor]:
     """Returns a dictionary with the gradients of all parameters, and with the loss under the key "loss".
 
-    traced: a file for the profiler's trace. If `traced` is given, a second pass runs under the profiler.
+    traced: a file for the profiler's trace. If `traced` is given, forward and backward run a second time, under
+    the profiler.
     """
     gpt, batch = model(), stream()
     if shared:
@@ -113,8 +112,8 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     os.environ.update(environments[rank])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    traffic_module.MIN_PAIRS = 0  # so that attention runs twice although there is little work
-    whole_module.MAX_DOCUMENTS = 0  # so that documents are cut, and keys are sent
+    traffic_module.MIN_PAIRS = 0  # makes attention run twice on each rank, even for little work
+    whole_module.MAX_DOCUMENTS = 0  # makes ranks hold parts of documents, so that ranks send keys
     register_group("two", dist.new_group(range(RANKS)))
     exact = gradients(rank, False, torch.float32)
     cases = {

@@ -74,8 +74,8 @@ ISOLATING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# Limits of the kernels that repair tiles after Hopper's kernels. Two programs of a repair kernel fit on a
-# multiprocessor, except for the backward with head_dim 256.
+# Limits of the repair kernels, which compute tiles with NaN again after a Hopper kernel. Two programs of a repair
+# kernel fit on a multiprocessor, except for the backward with head_dim 256.
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
     (64, "repair_bwd"): (255, 0, "HGMMA"),
@@ -87,7 +87,7 @@ REPAIRS = {
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
 # {(arch, head_dim, pass): (bytes of spill stores, tensor-core instruction)} of fp32 kernels with three TF32 matmuls per
-# product. The table does not limit registers. If a tile has fewer than 64 rows, the instruction is HMMA on every GPU.
+# product. `OF_4_BYTES` has no limits on registers. Kernels whose tiles have fewer than 64 rows use HMMA on every GPU.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),
@@ -172,8 +172,8 @@ DECODE = {
     "sm120-256-4096-dense": (255, 80, "HMMA"),
 }
 SCHEDULE = {"sm80": 96, "sm89": 96, "sm90": 96, "sm100": 96, "sm120": 96}  # registers per thread
-# {head_dim-length_class-dtype-out_dtype-features: bytes of spill stores} of the Hopper forward kernels. Cases with
-# `marks` are for several documents.
+# {head_dim-length_class-dtype-out_dtype-features: bytes of spill stores} of the Hopper forward kernels. If a case
+# has the feature `marks`, the kernel processes several documents.
 FORWARD_SPILLS = {
     "64-long-bf16-bf16-plain": 16,
     "64-long-bf16-bf16-marks": 16,
@@ -200,8 +200,8 @@ FORWARD_SPILLS = {
     "256-long-bf16-bf16-marks": 56,
     "256-long-fp16-fp16-sinks+softcap+marks": 56,
 }
-# {dtype-head_dim-group-softcap-marks: bytes of spill stores} of the Hopper backward kernels. Few of the allowed spills
-# are inside the inner loops.
+# {dtype-head_dim-group-softcap-marks: bytes of spill stores} of the Hopper backward kernels. Few of these spills are
+# inside the inner loops.
 BACKWARD_SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,

@@ -5,10 +5,10 @@ computes delta from o and do, lays out lse and delta for TMA, and sets the sum o
 that multiplies the sum of dQ by the softmax scale, and rounds the result to dq.
 
 The sum of dQ consists of blocks of 64 queries and 64 columns of a head. The number of queries is padded to a multiple
-of 64. The sum of dQ is stored as a tensor of shape (number of elements / 32, 1, 32). At head_dim 96, the second block
-of a head has only 32 columns. The blocks are sorted by queries, then by heads, then by columns. A block is contiguous
-(16 KiB, or 8 KiB with 32 columns), so one TMA operation can add to the whole block. Inside a block, elements are in the
-order in which threads hold them (registers.py).
+of 64. The sum of dQ is stored as a tensor of shape (number of elements / 32, 1, 32). At head_dim 96, the columns of a
+head form one block of 64 columns and one block of 32 columns. The blocks are sorted by queries, then by heads, then by
+columns. A block is contiguous (16 KiB, or 8 KiB with 32 columns), so one TMA operation can add to the whole block.
+Inside a block, elements are in the order in which threads hold them (registers.py).
 """
 
 from functools import partial
@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. A tensor that the call does not need is None.
 
     In `rows`, each head has padding after its total_q values. Without padding, the last block of a head would also read
-    lse and delta of the next head. A NaN in delta of the next head would reach dK, because 0 * NaN is NaN.
+    lse and delta of the next head, and a NaN in delta of the next head would reach dK, because 0 * NaN is NaN.
     """
 
     rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta

@@ -38,7 +38,7 @@ SUMS = gl.constexpr(2)  # how many tiles of dQ may be in flight to global memory
 class Sum:
     """The sum of dQ for one column block of each head."""
 
-    desc: gl.tensor  # descriptor of the sum in global memory
+    desc: gl.tensor  # TMA descriptor of the sum of dQ in global memory
     buffers: gl.shared_memory_descriptor  # tiles of dQ on the way to global memory: [places, rows, 32] or [rows, 32]
 
 
@@ -66,7 +66,7 @@ def _sum_item(item, item_index, done, sums, ds, k_bufs, kv_full, n_heads, dq_ord
             mbarrier.wait(dq_order.due.index(stage), phase)
         ds.wait_full(stage, phase)
         _add_step(step, m, head, sums, ds, ds_tile, stage, k, n_heads)
-        if dq_order is not None:  # waits until TMA has added dQ of the previous step; dQ of this step stays in flight
+        if dq_order is not None:  # waits until TMA has added dQ of the previous step, but not for dQ of this step
             note_added(dq_order, step - 1, _pieces_of(sums, BLOCK_M, k))
         m, head = next_step(m, head, item, GROUP, BLOCK_M, dq_order is not None)
     if dq_order is not None:
@@ -107,7 +107,7 @@ def _add_columns(
     COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ
     ACROSS: gl.constexpr = k.shape[1] // COLUMNS
     PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
-    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # rows of the sum per `ROWS` queries of a head; a row has 32 elements
+    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # the dQ of `ROWS` queries of a head takes this many rows of 32 elements
     no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
     for piece in gl.static_range(PIECES):
         ds_rows = ds_tile.slice(piece // ACROSS * ROWS, ROWS, dim=1).permute((1, 0))

@@ -2,8 +2,8 @@
 
 A tile of the Hopper kernels may contain several documents. If a query does not see a key, P of the query and the key is
 0. But 0 * NaN is NaN, so NaN in one document reaches all rows of the tile. Isolation in each matmul would cost
-registers and time. The Hopper kernels do not isolate NaN. They only mark rows whose results are NaN. portable/repair.py
-then computes the tiles of marked rows again.
+registers and time. The Hopper kernels therefore only mark rows whose results are NaN. portable/repair.py then computes
+the tiles of marked rows again.
 
 Each mark (0 or 1) covers 64 rows. Marks need no initial value, because every mark is written.
 """

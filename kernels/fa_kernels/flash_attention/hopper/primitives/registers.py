@@ -1,18 +1,19 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N], in groups of four elements. A group has two
-adjacent columns of two rows, i and i + 8. All groups of a thread have the same two rows. The columns of the second
+adjacent columns of two rows, i and i + 8. All elements of a thread lie in the same two rows. The columns of the second
 group are eight columns to the right of those of the first group, and so on. `PER_ROW` is the layout of an accumulator
 [64, 8] that stores one value per row. In a `PER_ROW` accumulator, each of the eight columns of a row holds the row's
-value, or the eight columns add up to this value. A thread holds four elements of a `PER_ROW` accumulator.
+value, or the eight columns add up to this value. Each thread holds four elements of an accumulator with the layout
+`PER_ROW`.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
 and the stores need half as many cycles as in row order.
 
 `keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into the
-instruction R2P, which moves seven bits to predicates at once. Comparing each element's column with the first and the
-last visible column would need three times as many instructions.
+instruction R2P, which moves seven bits to predicates at once. A version of `keep_columns` that compares each element's
+column with the first and the last visible column would need three times as many instructions.
 """
 
 from triton.experimental import gluon
@@ -35,7 +36,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """A Triton code generator that calls a function with one tuple of all values, followed by the constants."""
+    """Wraps a Triton code generator, and passes all values to a function as one tuple, followed by `constants`."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
@@ -80,9 +81,9 @@ def first_columns(x):
 def in_order_of_threads(x):
     """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements from each of eight threads.
 
-    No data moves between threads. The position of element (r, c) in the view is an index that contains all bits of r
-    and c in another order. From the lowest to the highest, the bits of the index are c0, r3, c1, c2, r0, r1, r2, r4, r5
-    and the other bits of c.
+    No data moves between threads. The flat index of element (r, c) in the view contains all bits of r and c in another
+    order. From the lowest to the highest, the bits of this flat index are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the
+    other bits of c. Bit 0 of r is r0, and bit 0 of c is c0.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
@@ -106,8 +107,8 @@ def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
 
 @gluon.constexpr_function
 def _asm(n, otherwise):
-    # A thread's n elements are two of row i, two of row i + 8, two of row i, and so on. Bit 2 * g + e of a row's mask
-    # belongs to column 8 * g + 2 * (lane % 4) + e, where e is 0 or 1.
+    # A thread's n elements are two elements of row i, two of row i + 8, two of row i, and so on. Bit 2 * g + e of a
+    # row's mask belongs to column 8 * g + 2 * (lane % 4) + e, where e is 0 or 1.
     lines = ["{", ".reg .b32 lane, a, b, c, m0, m1;", ".reg .pred p;"]
     lines += ["mov.u32 lane, %laneid;", "and.b32 lane, lane, 3;", "shl.b32 lane, lane, 1;"]
     for row in (0, 1):

@@ -12,7 +12,8 @@ from fa_kernels.flash_attention.structure import structure
 class Ring:
     """A ring buffer with two mbarriers per place.
 
-    `buffers` is [places, ...], or a tuple with one such buffer per column block.
+    `buffers` has the shape [places, ...]. If the columns are split into blocks, `buffers` is a tuple with one buffer
+    [places, ...] per column block.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -28,7 +29,7 @@ class Ring:
     def wait_empty(self, place, phase):
         """Waits until a place can be filled. The first fill of a place does not wait.
 
-        phase: the same value as in the call of `wait_full` for this fill of the place.
+        phase: the phase of the next fill of the place, as `place_of` returns it.
         """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 
@@ -46,10 +47,10 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until fill `number` is complete. The function does not wait if `pred` is false.
+    """Waits until fill `number` of a ring buffer is complete. The function does not wait if `pred` is false.
 
-    A fill writes one place of the ring. Fills are numbered from 0, and fill i writes place i % PLACES. `full` holds the
-    mbarriers of the places.
+    A fill writes one place of the ring. Fills are numbered from 0, and fill i writes place i % PLACES. `full` holds one
+    mbarrier for each place of the ring.
     """
     PLACES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(number % PLACES), (number // PLACES) & 1, pred=pred)
