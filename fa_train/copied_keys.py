@@ -5,7 +5,7 @@ from typing import Any
 
 from fa_train.settings import shown
 
-# {key: another key, which must have the same value}. With different values, the data, the schedule and the metrics
+# {key: another key, which must have the same value}. If the two values differed, the data, the schedule and the metrics
 # would contradict each other.
 COPIES = {
     "data.seq_len": "seq_len",
@@ -38,10 +38,10 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def require_one_value(config: Mapping[str, Any], folder: str) -> None:
-    """Checks that no node contradicts the settings of the run.
+    """Checks that no node of the config, such as `data`, contradicts the settings of the run.
 
     config: a config that fa_train.settings.check has checked. folder: the run's folder.
-    Raises: ValueError if a node contradicts a setting of the run. The message says what to set instead.
+    Raises: ValueError if a node contradicts a setting of the run. The error message says what to set instead.
     """
     for key, original in COPIES.items():
         value, wanted = value_of(config, key), value_of(config, original)

@@ -141,7 +141,7 @@ def require_shardable(optimizer: str, context: int, *, quantized: bool, samples:
 
 
 def require_head_groups(groups: int, context: int, attention: str) -> None:
-    """Raises: ValueError if strategy.head_groups is above 1 without attention=flash or strategy.context of at least 2.
+    """Raises: ValueError if strategy.head_groups is above 1, unless attention=flash and strategy.context is above 1.
 
     attention: the name of the chosen option of conf/attention.
     """

@@ -18,7 +18,7 @@ SEVERAL_RANKS = (
     "tests/test_skipped_steps.py",
 )
 
-gc.disable()  # imports of test files create many objects, but little garbage
+gc.disable()  # importing test files creates many objects, but garbage collections would free few of them
 
 # Set TRITON_INTERPRET before any module imports Triton, because Triton reads it when a kernel is defined.
 if not torch.cuda.is_available():
@@ -92,7 +92,8 @@ def _interpreter_at_its_best() -> Iterator[None]:
     if kernels_are_compiled():
         yield
         return
-    from tests.support.interpreter import patched_once_a_launch  # imports triton, which reads TRITON_INTERPRET
+    # this module imports Triton, which reads TRITON_INTERPRET
+    from tests.support.interpreter import patched_once_a_launch
 
     with patched_once_a_launch():
         yield

@@ -107,7 +107,8 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path) -> None:
     """Asserts that two runs have bitwise equal losses except in the bad step.
 
-    The run `skipping` skips the bad step, and the run `undone` undoes it.
+    In the run `skipping`, the bad step has an infinite loss and is skipped. In the run `undone`, the same step has a
+    finite loss and is undone afterwards.
     """
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, STEPS + 1))
@@ -146,7 +147,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
                 training.train(cfg)
-            # at its start and end, and in validations, a run of 16 steps has 12 barriers, and a run of 32 steps has 14
+            # a run calls `barrier` at its start, at its end and in validations: 12 times in 16 steps, 14 in 32 steps
             assert barrier.call_count < STEPS // 2 + 8, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 

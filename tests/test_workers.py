@@ -33,7 +33,7 @@ def test_the_tests_with_several_ranks_exist():
 def test_a_module_fixture_runs_once_with_two_workers(tmp_path):
     for name in ("test_a.py", "test_b.py"):
         (tmp_path / name).write_text(TESTS)
-    # only these two plugins, because loading all plugins takes seconds
+    # pytest loads only these two plugins, because loading all plugins would take seconds
     plugins = ["-p", "xdist", "-p", "pytest_timeout"]
     command = [sys.executable, "-m", "pytest", "-c", PYPROJECT, *plugins, "--rootdir", tmp_path, "-n", "2", tmp_path]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

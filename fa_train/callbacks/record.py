@@ -59,7 +59,7 @@ class Record(Callback):
         """Writes result.json, or prints an error if the file cannot be written. Omits NaN and infinity.
 
         The error is only printed, because an exception would change the status of a finished run. In a failed run, an
-        exception would prevent the checkpoint callback from saving.
+        exception from this function would prevent the checkpoint callback from saving.
         """
         if trainer.is_global_zero:
             try:

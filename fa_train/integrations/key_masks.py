@@ -30,7 +30,7 @@ RUNS, HOLES, PACKED = torch.float64, torch.int64, torch.int32
 
 
 def is_key_mask(mask: Tensor) -> bool:
-    """Returns whether `mask` has the shape and dtype of a mask of this module, or the shape of a user's mask."""
+    """Returns whether `mask` is a mask of this module or of a user, judging by its shape and dtype."""
     if mask.dim() == 4:
         return is_packed(mask) or (mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
     return mask.dim() == 2
@@ -49,7 +49,7 @@ def packed_positions(
     Some models, such as Persimmon, pass position_ids to the mask function but not to the attention function. The
     attention function then reads the positions from the mask. In compiled code, this function returns a mask even if
     each row is one document.
-    mask_function: the mask function of causal attention without padding and without a cache.
+    mask_function: transformers' mask function for causal attention without padding and without a cache.
     Shape of the result: (batch, 1, seqlen, 1) int32.
     """
     rows, places = torch.arange(batch, device=device)[:, None], torch.arange(seqlen, device=device)
@@ -122,10 +122,10 @@ def encoded(
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
-    """Returns the columns of a (batch, tokens) mask that belong to seqlen_k keys, starting at key kv_offset.
+    """Returns the columns of a (batch, tokens) mask for the keys from kv_offset to kv_offset + seqlen_k - 1.
 
-    A mask with fewer than seqlen_k columns is padded with False. If a mask with more than seqlen_k columns ends before
-    the last key, the function returns the last seqlen_k columns of the mask.
+    A mask with at most seqlen_k columns is returned whole, padded with False. If a mask has more than seqlen_k columns,
+    but no column for the last of these keys, the result is the last seqlen_k columns of the mask.
     """
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
@@ -260,7 +260,7 @@ def _of_queries(x: Tensor, query_order: Tensor | None, n_queries: Tensor, seqlen
     """Converts indices of keys in a row to indices in the flattened batch, (batch * seqlen_q,) int32.
 
     x: (batch, seqlen_q), the index of one key for each query, counted from the start of the row. The result is in the
-    order of query_order. Queries that are padding get the index after the last key of their row.
+    order of query_order. For a query that is padding, the result is the index after the last key of the query's row.
     """
     batch, seqlen_q = x.shape
     ordered = x if query_order is None else x.gather(1, query_order)

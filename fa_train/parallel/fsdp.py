@@ -1,11 +1,11 @@
 """Shards weights, gradients and optimizer states over ranks (ZeRO-3, arXiv:1910.02054), with torch's FSDP2.
 
 Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups: each block is
-a group, and so are the embeddings and the head. Each group is gathered before its forward pass. A block is freed after
-its forward pass and gathered again before its backward pass, unless reshard_after_forward is false. As soon as the
-backward pass of a group has computed the group's gradients, they are averaged and sharded. An untied head stays
-gathered from its forward pass to its backward pass, because the model's backward pass begins with the head. The last
-norm, and the token embedding if it is tied to the head, stay gathered for the whole micro-batch.
+a group, and so are the embeddings and the head. The weights of each group are gathered before the group's forward pass.
+A block is freed after its forward pass and gathered again before its backward pass, unless reshard_after_forward is
+false. As soon as the backward pass of a group has computed the group's gradients, they are averaged and sharded. An
+untied head stays gathered from its forward pass to its backward pass, because the model's backward pass begins with the
+head. The last norm, and the token embedding if it is tied to the head, stay gathered for the whole micro-batch.
 
 With replicas > 1 (HSDP), the ranks are divided into replicas of equal size. Each replica holds the whole model, sharded
 over the ranks of the replica. Gradients are also averaged between replicas, once per step.
@@ -59,7 +59,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     A checkpoint is a folder with one part per rank. Any number of ranks can load the folder. The strategy can also load
     the checkpoint file of an unsharded run.
-    replicas: the number of copies of the model; more than 1 means HSDP. Each copy is sharded over consecutive ranks.
+    replicas: the number of copies of the model. Each copy of the model is sharded over consecutive ranks. More than one
+    copy means HSDP.
     reshard_after_forward: whether blocks are freed after their forward, and gathered again for their backward. In a
     run of train.py, fa_train.training replaces "auto" with true or false before the run starts. Elsewhere, "auto" means
     true.
@@ -149,7 +150,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
-        is_folder = self.broadcast(path.is_dir())  # all ranks use rank 0's answer, because they load together
+        is_folder = self.broadcast(path.is_dir())  # rank 0 decides for all ranks whether to load a folder or a file
         return self._load_folder(path) if is_folder else self._load_whole(path)
 
     def _load_folder(self, folder: Path) -> dict[str, Any]:
@@ -176,7 +177,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """Loads the checkpoint file of an unsharded run. Each rank copies its shard of each tensor.
 
         The file numbers optimizer states by the order of parameters in the optimizer's groups. Lightning's own loader
-        cannot be used, because it numbers the states by the order of parameters in the model. Torch's option
+        cannot be used, because it expects the order of parameters in the model. Torch's option
         full_state_dict is used for weights only. With full_state_dict, torch sends tensors between ranks, but gloo
         cannot send the low bits of adamw_master, which are int16.
         """

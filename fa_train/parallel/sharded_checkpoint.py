@@ -77,8 +77,8 @@ class FolderWriter(dcp.FileSystemWriter):
     """Torch's writer of a sharded folder. When all ranks have written their parts, rank 0 adds the file `META`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], *, on_host: bool) -> None:
-        # Data in host memory needs no copy. With per_thread_copy_ahead > 0, torch would wait for the thread's current
-        # GPU, which is GPU 0 in a new thread.
+        # Data in host memory needs no copy. With per_thread_copy_ahead > 0, torch would wait for the current GPU, and a
+        # new thread's current GPU is GPU 0.
         super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
         self._meta = meta
 
@@ -218,8 +218,8 @@ def read_parts(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor
 def load_sharded(folder: Path) -> dict[str, Any]:
     """Reads a sharded checkpoint into CPU memory, in the format of an unsharded run's checkpoint.
 
-    torch's dcp_to_torch_save is not used, because it unpickles the folder without an allow-list and writes a second
-    copy.
+    torch's dcp_to_torch_save is not used, because it unpickles files of the folder without an allow-list, and writes
+    the checkpoint to another file.
     Raises: CheckpointError if the folder is not a sharded checkpoint of train.py.
     """
     checkpoint = read_meta(folder)
@@ -312,7 +312,7 @@ def _by_place(folder: Path, states: dict[str, Any], groups: dict[int, Any]) -> d
 def saved_optimizer(folder: Path) -> dict[str, Any]:
     """Returns a sharded checkpoint's optimizer state_dict.
 
-    Tensors are on the meta device, and all settings are None.
+    The tensors in the state_dict are on the meta device. The settings in the state_dict, such as lr, are None.
     """
     metadata = FolderReader(folder).read_metadata()
     states: dict[str, Any] = {}

@@ -77,7 +77,7 @@ def _add_kernel(
 def _add_tile(
     totals, added_ptr, ADDED_STRIDE: tl.constexpr, entry_ptrs, count, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Adds count[i] rows of the added tensor to row i of the tile. Sums are fp32.
+    """Adds count[i] rows of the tensor at added_ptr to row i of a tile of totals. Sums are fp32.
 
     totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers, one per row of
     the tile, each to the index of the first row to add. count, inside: [ROWS].

@@ -66,7 +66,7 @@ class StepCase:
 
     @property
     def line(self) -> "StepCase":
-        """Returns this case with seq_len 0. Cases that differ only in length have the same `line`."""
+        """Returns this case with seq_len 0. Cases that differ only in seq_len have equal values of `line`."""
         return replace(self, seq_len=0)
 
 

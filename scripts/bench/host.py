@@ -77,7 +77,7 @@ class Candidate:
     setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # context manager in which a sample runs
 
     def calls(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[Pass, Call]:
-        """Returns the function to time for each pass."""
+        """Returns a dictionary from each pass to the function whose time is measured."""
         q, k, v, do = (
             torch.randn(self._shape(shape, heads), device=device, dtype=dtype)
             for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
@@ -94,9 +94,9 @@ class Candidate:
         return calls
 
     def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
-        """Returns a function that computes the gradients of q and of every k and v.
+        """Returns a function that computes the gradients of q and of all tensors in keys_and_values.
 
-        If there are several calls, the output o of one call is the input q of the next.
+        There is one attention call for each pair in keys_and_values. The output o of a call is the input q of the next.
         """
         o = q
         with self.setting():
@@ -114,7 +114,7 @@ class Candidate:
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)
         gradients = do, *[None] * (len(outputs) - 1)
-        if hasattr(outputs[0].grad_fn, "apply"):  # the node lives as long as `outputs`, which the lambda holds
+        if hasattr(outputs[0].grad_fn, "apply"):  # the lambda holds `outputs`, so the backward node stays alive
             return lambda: outputs[0].grad_fn.apply(*gradients)
         return partial(outputs[0].grad_fn, *gradients)
 
@@ -154,7 +154,7 @@ class Row:
 
 
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
-    """Returns a context manager that disables gradients for the pass `NODE`, and enables gradients otherwise."""
+    """Returns a context manager that enables gradients, or disables gradients if `direction` is NODE."""
     return torch.set_grad_enabled(direction != NODE)
 
 

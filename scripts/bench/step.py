@@ -201,7 +201,7 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         out, errors = process.communicate(timeout=timeout)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # also ends the compiler processes that the case has started
+        os.killpg(process.pid, signal.SIGKILL)  # killpg also ends compiler processes that the case has started
         process.communicate()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise

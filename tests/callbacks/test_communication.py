@@ -115,14 +115,14 @@ def test_each_wait_for_keys_or_their_gradients_is_a_span(attention, compiled, n_
             exchange.wait()
             now[0] += 5
 
-        now[0] += 1  # copies before the wait take one unit of time, which is not part of the wait's span
+        now[0] += 1  # copies before the wait take one unit of time, and the span of the wait must not include it
         return SimpleNamespace(wait=wait)
 
     monkeypatch.setattr(dist, "all_to_all_single", begin_exchange)
     monkeypatch.setattr(communication, "Timestamp", lambda device: now[0])
     boundaries = np.array([0, 5, 8])
     plan = traffic(deal(boundaries, 8, 1), boundaries, 0, None, may_split=attention is flash_attention)
-    # The only rank needs no keys of other ranks, so without this line nothing would be exchanged.
+    # with exchanges=1, flash attention exchanges keys, although the group has only one rank
     plan = plan._replace(counts=[*Counts(*plan.counts)._replace(exchanges=1)])
     schedule = shared_schedule(plan, "short")
     q, k, v = (torch.randn(8, heads, 16, requires_grad=True) for heads in (4, 2, 2))

@@ -71,7 +71,7 @@ def test_shares_hold_from_any_row_on(weights):
 
 
 class Numbers:
-    """A fake source. The index of a row is also its content and its cost."""
+    """A fake source, in which row i has the content i and the cost i."""
 
     max_documents = 1
 

@@ -187,7 +187,7 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Returns [f0, f1, f2, f3]. f0 is sum(y**4), and f[i + 1] is the gradient of sum(sin(f[i])) in x."""
+        """Returns a list f of four tensors: f[0] is sum(y**4), and f[i + 1] is the gradient of sum(sin(f[i])) in x."""
         found = [(y**4).sum()]
         for _ in range(3):
             found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]
@@ -236,7 +236,7 @@ def test_qkv_keeps_angles_alone(device):
     gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
     (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
     assert kept == [cos.shape, sin.shape]
-    # The hook negates cos and sin. The backward rotates in the other direction, and therefore negates sin once more.
+    # The hook negates cos and sin. The backward pass rotates by the opposite angle, which negates sin again.
     exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 

@@ -154,8 +154,10 @@ def test_states_are_as_small_as_promised():
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", ["8bit-bf16", "bf16"])
 def test_stochastic_rounding_lets_small_updates_count(name):
-    """Each step is 1/1024 of the distance between neighbouring bf16 values. In each step, stochastic rounding moves one
-    weight in 1024 to the next bf16 value. After 64 steps, one weight in 16 should have moved.
+    """Each exact update is 1/1024 of the distance between two adjacent bf16 numbers.
+
+    In each step, stochastic rounding therefore moves one weight in 1024 to the next bf16 number. After 64 steps, one
+    weight in 16 should have moved.
     """
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)

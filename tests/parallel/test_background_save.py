@@ -214,7 +214,7 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
     """Resumes the run of four ranks, and kills the rank `killed` during a save.
 
-    If `number` is 4, this function first trains the run of four ranks.
+    If `number` is 4, this function trains the run of four ranks before it resumes the run.
     """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])

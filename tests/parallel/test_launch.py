@@ -72,8 +72,8 @@ def assert_ranks_are_compared(folder, printed) -> None:
         )
     }  # fmt: skip
     assert all(len(values) == 4 for values in measured.values())
-    # Other programs can delay rank 0 in some steps. One of a step's two micro-batches may already be fetched when the
-    # step begins, but the step waits for the other micro-batch.
+    # Other programs can delay rank 0 in some steps. A step waits for at least one of its two micro-batches, because
+    # at most one micro-batch is fetched before the step begins.
     assert min(measured["compute_ms_max"]) >= 500 and max(measured["communication_ms_max"]) >= 200
     assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 400
     assert 1 in measured["slowest_rank"] and min(measured["slowest_over_mean"]) > 1

@@ -6,8 +6,8 @@ no option, such as `seq_len=8`, are applied to a copy of the composed config. Om
 libyaml, parses equal interpolations once, and copies the metadata of a node without copy.deepcopy. Lightning searches
 the installed packages for callbacks only once.
 
-train.py itself uses the libraries' own functions. tests/test_conf.py checks that the replacements of this file and the
-libraries' own functions give the same configs.
+train.py itself uses the unchanged functions of Hydra, OmegaConf and Lightning. tests/test_conf.py checks that the
+replacements in this file and the unchanged functions give the same configs.
 """
 
 import copy

@@ -31,7 +31,10 @@ class Encoder(Protocol[Document]):
         """A hash or a name of the encoder. Two encoders that produce different tokens have different identities."""
 
     def encode_batch(self, documents: Sequence[Document]) -> list[Encoded]:
-        """Encodes each document. Raises: ValueError if a document cannot be encoded. The message names the document."""
+        """Encodes each document.
+
+        Raises: ValueError if a document cannot be encoded. The error message names the document.
+        """
 
 
 class TextEncoder:

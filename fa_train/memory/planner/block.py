@@ -65,11 +65,11 @@ class Block:
         """Returns the bytes that the FFN half of the block saves.
 
         Eager code saves the sum of the block's input and attention's output. Compiled code saves only attention's
-        output, and recomputes the sum.
+        output, and adds it to the block's input again in the backward pass.
         """
         kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # TorchChunkedFFN saves slices of the norm's output before rounding
+            # TorchChunkedFFN saves slices of the norm's output that are not rounded yet
             return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
@@ -195,7 +195,7 @@ class Block:
                 return held + 2 * chunk + self._dequantized()
             recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
             return held + rounded + recomputed + 2 * chunk + self._dequantized()
-        if not self.levers.mlp_chunk:  # the backward makes the rounded copy of `down` again
+        if not self.levers.mlp_chunk:  # the backward pass makes the rounded copy of the FFN's last weight again
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
             # the gradient of the last weight: compiled code holds it until the block's backward ends
@@ -205,7 +205,7 @@ class Block:
             return held + max(of_operand, of_factors)
         weights = (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(self.run.tokens)
-        if self.is_torch_chunked():  # the sum counts recomputed tensors and gradients
+        if self.is_torch_chunked():  # `7 * chunk` counts recomputed tensors and gradients
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk
@@ -249,8 +249,8 @@ class Block:
         held = self.x  # a compiled block is one autograd node, which holds the gradient of the block's output
         if self.run.adapters:
             return held
-        # The last kernel of a block computes the weight gradients of both norms, so two inputs of this kernel are held.
-        # If GPT.may_add_later is true, a block holds one tensor fewer, which this formula ignores.
+        # The block's last kernel computes the weight gradients of both norms, so two of its inputs stay in memory. If
+        # GPT.may_add_later is true, the block holds one tensor fewer. The formula ignores this difference.
         held += 2 * self.x_rounded + self.statistics
         # attention's output is needed for the weight gradient of the output projection
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
@@ -275,5 +275,5 @@ class Block:
 
 
 def keeps_up(plan: Plan) -> bool:
-    """Returns whether a tiled FFN saves the output of its first matmul, which requires offload="all"."""
+    """Returns whether a tiled FFN saves the output of its first matmul. Without offload="all", the result is False."""
     return plan.levers.offloads_all and plan.run.adapters is None and plan.model.activation != "geglu"

@@ -23,8 +23,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# Two costs that are too small to measure: the cost of copies as a fraction of compute time, and the cost of a chunk in
-# seconds. With both costs, the search prefers chunks to equally fast copies, which need pinned memory.
+# The costs of copies to the host (a fraction of compute time) and of an FFN chunk (seconds) are too small to measure.
+# With these estimates, the search prefers chunks to copies that are equally fast, because copies need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -69,7 +69,7 @@ def resized(plan: Plan, **changes: Any) -> Plan:
 def longest_seq_len(plan: Plan, gpu_bytes: int, host_bytes: int) -> int:
     """Returns the longest seq_len that fits with the plan's number of rows, or 0 if no seq_len fits.
 
-    With float8, the result is a multiple of 16.
+    With float8, the returned seq_len is a multiple of 16.
     """
 
     def holds(seq_len: int) -> bool:
@@ -177,9 +177,9 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
     """Returns changes of head_groups, optimizer and precision that save memory, the cheapest first.
 
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change
-    leaves the run unchanged.
-    adamw_master and adamw_bf16 cannot train adapters, which stay in fp32.
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. The list and the dict of the first
+    change are empty. adamw_master and adamw_bf16 train only bf16 weights, so they cannot train adapters, which stay in
+    fp32.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.early_checks.require_shardable).
     """
     run = plan.run
@@ -205,7 +205,7 @@ def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
 
 
 def _change(run: RunSize, optimizer: OptimizerKind, precision: Precision) -> tuple[list[str], dict[str, Any]]:
-    """Returns the change to `optimizer` and `precision`, in the form that `_changes` describes.
+    """Returns the change that sets `optimizer` and `precision`, as a list of overrides and a dict (see `_changes`).
 
     A setting gets an override only if its value differs from the value in `run`.
     """

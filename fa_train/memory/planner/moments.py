@@ -59,28 +59,28 @@ class _Step:
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # bytes of gradients at the end of the backward pass
-        # the bytes that a rank allocates for its shard of the embedding's or the positions' gradient, or 0 if the
-        # memory exists
+        # the bytes that a rank allocates for its shard of the gradient of the embedding or of the positions, or 0 if
+        # these gradients already have memory before the backward pass
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to it
         self.of_head = self.embeddings if model.tied or (run.ranks == 1 and not run.gradients_in_place) else 0
         # FSDP2 shards the gradient of an untied head as soon as it exists
         self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
-        # the batch has 3 int64 tensors (4 if ranks share it), and the ranges of attention are 4 int32 tensors
+        # A batch has 3 int64 tensors, or 4 if ranks share the batch. The ranges in a schedule are 4 int32 tensors.
         self.data = run.tokens * ((3 if run.context == 1 else 4) * 8 + 4 * 4)
-        if run.context > 1:  # for each window size: the int32 tensors of a Traffic and of two schedules
+        if run.context > 1:  # for each window size, a rank has the int32 tensors of one Traffic and of two schedules
             self.data += run.tokens * (7 + 5 * run.context) * 4 * len(set(model.windows))
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        # the part of `underway` that is still on the GPU after the forward of the last block
+        # `underway` after the forward of the last block: only with offload=all, copies to the host may still run
         self.lagging = self.underway if levers.offloads_all else 0
 
     def around_the_loss(self) -> list[Moment]:
         """Returns the Moments of the last block's forward, of the loss, and of the last norm's backward.
 
-        The saved tensors of all blocks exist from the last block's forward to the last norm's backward.
+        At all three points in time, the saved tensors of all blocks exist.
         """
         block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         rounded = block.rounded_weights()
@@ -217,10 +217,11 @@ class _Step:
         )
 
     def _some_blocks(self) -> list[tuple[str, int]]:
-        """Returns (name, left) for the first two and the last two blocks. No other block can have the highest peak.
+        """Returns the first two and the last two blocks, because one of these blocks has the highest peak.
 
-        left: how many blocks, including the named block, have not finished their backward. The peak changes linearly
-        from the second block to the second to last block, so no block between these two blocks has the highest peak.
+        Each block is a pair (name, left). left: how many blocks, including the named block, have not finished their
+        backward. The peak changes linearly from the second block to the second to last block, so no block between these
+        two blocks has the highest peak.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}

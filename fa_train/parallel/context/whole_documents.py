@@ -2,7 +2,7 @@
 
 If no document is cut, no query sees keys of other ranks, so the ranks need not exchange keys and gradients. Whole
 documents are possible only if they can be chosen so that all ranks hold equally many tokens and have almost equal
-attention work. Short documents usually allow this, and long documents usually do not.
+attention work. Short documents can usually be assigned whole, and long documents usually cannot.
 
 Documents are first assigned greedily, from the longest to the shortest. Pairs of ranks then swap single documents.
 """
@@ -15,22 +15,25 @@ MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the 
 MAX_LENGTHS = 256  # swaps of at most this number of different document lengths per rank are compared
 MAX_SWAPS = 32  # for each weight of excess tokens; runs with many ranks may make twice as many swaps as there are ranks
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
-TOLERANCE = 0.01  # if swaps end earlier, the busiest rank may have at most `1 + TOLERANCE` times the mean work
-# The busiest rank may also have this many pairs of a query and a visible key more than the mean. Attention for these
-# pairs takes a GPU less time than an exchange of keys and gradients.
+TOLERANCE = 0.01  # if swaps cannot reach AIM, the busiest rank may have up to `1 + TOLERANCE` times the mean work
+# The work of the busiest rank may always exceed the mean by this many pairs of a query and a visible key. Attention for
+# so few pairs takes a GPU less time than an exchange of keys and gradients.
 SMALL_WORK = 2**19
-NONE = -1  # stands for no document in a swap
+NONE = -1  # used in place of a document's index if a rank gives no document in a swap
 
 
 class Loads(NamedTuple):
-    """What each rank holds, (ranks,) int64 each. work: the number of pairs of a query and a visible key."""
+    """The tokens and the work of each rank, (ranks,) int64 each.
+
+    work: the number of pairs of a query and a visible key.
+    """
 
     tokens: np.ndarray
     work: np.ndarray
 
 
 class Share(NamedTuple):
-    """What each rank should hold. tokens: at most this number. mean_work: the mean work of the ranks."""
+    """The load that a rank should have. tokens: the maximum number of tokens. mean_work: the mean work of the ranks."""
 
     tokens: int
     mean_work: float
@@ -38,7 +41,7 @@ class Share(NamedTuple):
     def excess(self, loads: Loads, weight: float) -> np.ndarray:
         """Returns how far each rank's load exceeds its share, or 0 if the load does not exceed the share.
 
-        The unit is mean_work. weight: the excess that one token too many counts as.
+        The unit of the result is mean_work. weight: the excess of a rank that has one token too many.
         """
         work = np.maximum(loads.work / self.mean_work - (1 + AIM), 0)
         return weight * np.maximum(loads.tokens - self.tokens, 0) + work
@@ -60,8 +63,8 @@ def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndar
     if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
         return None
     of_used = _greedy_owners(lengths, work, ranks, share)
-    # With the first weight, swaps balance the work, and may leave some excess tokens. With the second weight, an excess
-    # token is worse than unbalanced work.
+    # With the weight 1 / tokens, swaps balance the work, but a rank may keep too many tokens. With the weight 1.0, one
+    # token too many counts more than unbalanced work.
     for weight in (1 / tokens, 1.0):
         for _ in range(max(MAX_SWAPS, 2 * ranks)):
             if not _swap(of_used, lengths, _loads(of_used, lengths, ranks), share, weight):
@@ -83,12 +86,13 @@ def _loads(owner: np.ndarray, lengths: np.ndarray, ranks: int) -> Loads:
 
 
 def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Share) -> np.ndarray:
-    """Assigns documents from the longest to the shortest, each to the rank that holds least so far.
+    """Assigns documents from the longest to the shortest, each to the rank with the smallest load so far.
 
-    A rank's tokens and work both count. Work counts more for long documents, and tokens count more for short documents.
+    The load of a rank combines its tokens and its work. Work counts more for long documents, and tokens count more for
+    short documents.
     """
     owner = np.empty(len(lengths), np.int64)
-    tokens_held, work_held = [0.0] * ranks, [0.0] * ranks  # as fractions of the share
+    tokens_held, work_held = [0.0] * ranks, [0.0] * ranks  # in units of share.tokens and of share.mean_work
     for document in np.argsort(-lengths, kind="stable"):
         of_tokens, of_work = float(lengths[document]) / share.tokens, float(work[document]) / share.mean_work
         held = [x * of_tokens + y * of_work for x, y in zip(tokens_held, work_held, strict=True)]
@@ -109,7 +113,7 @@ def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, we
         return False
     most = int(excess.argmax())
     given, given_lengths = _one_of_each_length(owner == most, lengths)
-    best, best_reduction = None, 1e-12  # smaller reductions are rounding errors
+    best, best_reduction = None, 1e-12  # a smaller reduction of the excess is a rounding error
     for other in range(len(excess)):
         if other == most:
             continue
@@ -133,10 +137,11 @@ def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, we
 
 
 def _one_of_each_length(held: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns NONE and documents of different lengths, and their lengths. NONE has length 0.
+    """Returns the documents that a rank can give in a swap, one of each length, and the lengths of these documents.
 
-    held: (n_docs,) bool, the documents to choose from. If they have more than MAX_LENGTHS different lengths, only some
-    of these lengths are used.
+    The last document in the result is NONE, with length 0.
+    held: (n_docs,) bool, the documents of the rank. If the rank has documents of more than MAX_LENGTHS different
+    lengths, the result has only some of these lengths.
     """
     documents = np.flatnonzero(held)
     distinct, index = np.unique(lengths[documents], return_index=True)

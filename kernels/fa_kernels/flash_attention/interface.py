@@ -76,8 +76,8 @@ def flash_attn_func(
         causal: whether a query sees no keys after its aligned key.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
-        alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times the distance in
-            tokens between the key and the query's aligned key.
+        alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times a distance in
+            tokens: the distance between the key and the key that the query is aligned with.
         deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms also makes gradients
             repeatable.
         return_attn_probs: whether to return (o, lse, an empty tensor), as flash-attn does without dropout.

@@ -150,10 +150,10 @@ def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before
 
 
 def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
-    # The text "a: b" has the tokens "a:" and " b". The answer is "b", but its token " b" starts with the space at the
-    # end of the prompt "a: ".
+    # The text "a:  b" (two spaces) has the tokens "a:" and "  b". The prompt is "a: " and the answer is " b", so the
+    # token "  b" starts in the prompt.
     assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
-    # in the next two cases, the offsets of the tokens leave out spaces
+    # in the next two cases, the tokens' offsets do not cover the spaces in front of "b"
     assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
     assert starts_in_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside

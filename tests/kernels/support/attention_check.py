@@ -115,8 +115,8 @@ def compare(
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient is the sum of probability * (do · o) over rows. Add the standard deviation of the error that
-        # rounding o causes, because dsinks has few elements, and torch's error in these few can be small by chance.
+        # A sink's gradient is the sum of probability * (do · o) over rows. There are few sinks, so torch's error can be
+        # small by chance. The floor therefore gets the standard deviation of the error that rounding o causes.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

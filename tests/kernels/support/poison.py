@@ -21,7 +21,8 @@ def poisoned_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms also fills memory, but it changes which kernels torch runs.
     """
-    # torch caches a list of functions when it enters its first device context, and must cache unpatched functions
+    # When torch enters its first device context, it caches a list of functions. A device context is entered here, so
+    # that the list has the unpatched functions.
     with torch.device("meta"):
         torch.empty(0)
     patches = [
@@ -29,7 +30,7 @@ def poisoned_memory() -> Iterator[None]:
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided")),
             (Tensor, ("new_empty", "new_empty_strided")),
-            (torch_private, ("empty_strided_cuda",)),  # replayed calls allocate memory with empty_strided_cuda
+            (torch_private, ("empty_strided_cuda",)),  # launch/record.py allocates with empty_strided_cuda
         )
         for name in names
         if getattr(owner, name) is not None  # some versions of torch have no empty_strided_cuda

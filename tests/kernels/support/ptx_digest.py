@@ -101,10 +101,10 @@ def start(known: dict[str, str]) -> None:
 
 
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `make_ir`, the method of Triton's source classes that makes the first IR of a kernel.
+    """Returns a replacement for `make_ir`, the method of Triton's source classes that makes the first IR of a kernel.
 
-    The wrapper appends the hash of the source to `SOURCES`. If `CODE` already holds a code hash for this source, the
-    wrapper raises `Known`.
+    The replacement also appends the hash of the kernel's source to `SOURCES`. If `CODE` already holds a code hash for
+    this source, the replacement raises `Known`, which stops the compilation.
     """
 
     def make_and_note(source: Any, target: Any, options: Any, *rest: Any) -> Any:
@@ -139,9 +139,9 @@ def with_numbered_functions(ir: str) -> str:
 
 
 def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
-    """Returns the hash of each case, and the code hash of each source that Triton compiles.
+    """Returns a record of the PTX: the hash of each case, and for each compiled source, the hash of the source's PTX.
 
-    The work uses all CPU cores.
+    The function uses all CPU cores.
 
     known: a dictionary from source hash to code hash, from an earlier record. Sources in `known` are not compiled
     again, because equal sources and options give equal code.

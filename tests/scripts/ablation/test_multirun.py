@@ -47,7 +47,7 @@ def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
     assert third["outcome"] == "skipped: 131072 ran out of memory" and not (folder / "cases" / "0002.log").exists()
     assert first["timed_steps"] == "3" and float(second["peak_gib"]) > 0
     assert float(first["tokens_per_s"]) == pytest.approx(32 / float(first["step_ms"]) * 1e3)
-    # the formula of test_ablate_memory, with an output matrix of 300 x 32
+    # test_ablate_memory.py explains this formula. Here, the output matrix has 300 x 32 elements.
     flops = 6 * (2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 300 * 32) * 32 + 6 * 2 * 32 * 32**2
     assert float(first["tflops"]) * 1e12 * float(first["step_ms"]) / 1e3 == pytest.approx(flops)
     assert "step 3/3" in (folder / "cases" / "0000.log").read_text() and "step 3/3" not in done.stdout, (

@@ -34,7 +34,7 @@ def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
     total = 0
     for first in range(0, seqlen, own_block):
         own = range(first, min(first + own_block, seqlen))
-        start = first if causal and not own_is_query else 0  # like the kernels, skips queries before the tile of keys
+        start = first if causal and not own_is_query else 0  # causal kernels skip queries before the tile of keys
         for block in range(start, seqlen, other_block):
             other = range(block, min(block + other_block, seqlen))
             pairs = ((i, j) if own_is_query else (j, i) for i in own for j in other)
@@ -89,7 +89,7 @@ def test_portable_forward_reads_keys_once_a_tile_of_queries():
     block_m = tile_config("sm90", 128, "fwd", 2).block_m
     keys = transfers(case, "sm90")["read K, V"]
     assert keys == case.n_heads * (4096 // block_m) * 2 * 4096 * 128 * 2
-    # arXiv:2205.14135 bounds this traffic by O(N^2 d^2 / M), far less than the traffic of naive attention
+    # arXiv:2205.14135 bounds the traffic of flash attention by O(N^2 d^2 / M), far below that of naive attention
     assert 1 < keys / order_bytes(case, "sm90") < 64
     assert keys < sum(transfers(Case("naive", "forward", 4096, 128, False), "sm90").values()) / 1.9
 

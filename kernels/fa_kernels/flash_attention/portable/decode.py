@@ -242,7 +242,7 @@ def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
 def _shared_limit(device: torch.device) -> int:
     """Returns the bytes of shared memory that a program can use.
 
-    Returns 0 in the interpreter, which ignores the limit.
+    In the interpreter, the limit is not used, so this function returns 0.
     """
     # The type is Any, because torch's type stub lacks an attribute.
     properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)

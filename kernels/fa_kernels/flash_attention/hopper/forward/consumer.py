@@ -34,7 +34,7 @@ class Work:
 
     out: Output
     lse: gl.tensor  # pointer
-    sinks: gl.tensor  # pointer; it is read only if `HAS_SINKS` is true
+    sinks: gl.tensor  # pointer, which is read only if `HAS_SINKS` is true
     scale: Scale
     rings: Rings
     queue: Queue
@@ -89,8 +89,8 @@ def _visit(
     The caller has already waited for K of the block. If `more` is true, this function also waits until K of the next
     block has arrived.
 
-    The order of operations in this function is chosen for ptxas. The wait for the next K ends a basic block, so
-    this wait is placed between the exponentials and the wait for P V. Within a single basic block, ptxas would move the
+    The order of operations in this function is chosen for ptxas. The function computes the exponentials, waits for the
+    next K, and then waits for P V. The wait for K ends a basic block. Within a single basic block, ptxas would move the
     wait for P V above the exponentials, and the exponentials would not overlap with P V. If an accumulator were in
     flight at the end of a loop iteration, ptxas would serialise all matmuls (warnings C7512 and C7514).
     """
@@ -177,8 +177,8 @@ def _consume_item(
 ):  # fmt: skip
     """Computes the attention of 64 queries of an item.
 
-    block: the number of blocks in all earlier items of this program. Returns `block` plus the number of blocks of this
-    item. to_log2: the result of softmax.scale_to_log2.
+    block: the number of blocks in all earlier items of this program. The function adds the number of blocks in this
+    item to `block`, and returns the sum. to_log2: the result of softmax.scale_to_log2.
     """
     rings, ranges = work.rings, work.ranges
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
@@ -279,14 +279,14 @@ def _visit_all(
 def consume(
     CONSUMER: gl.constexpr, work, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Runs a consumer warpgroup, which computes the attention of 64 queries of each item."""
+    """Runs a consumer warpgroup. In each item (a tile of queries of one head), it processes 64 of the queries."""
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)
-    block = 0  # the number of a block, counted over all items, determines its place in the rings
+    block = 0  # blocks are numbered over all items, and a block's number determines its place in the rings
     item_index = 0
     if CONSUMER == CONSUMERS - 1 and CONFIG.pingpong:
-        pass_pingpong(CONSUMER, CONSUMERS)  # lets the first consumer start
+        pass_pingpong(CONSUMER, CONSUMERS)  # consumer 0 waits for this call before its first matmul
     fields = read(work.queue, item_index)
     while field(fields, 0) >= 0:
         block = _consume_item(fields, item_index, block, q, to_log2, work, CONSUMER, CONFIG, HAS_SINKS, HAS_SOFTCAP)

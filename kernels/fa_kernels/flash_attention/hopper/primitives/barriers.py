@@ -2,8 +2,8 @@
 
 A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
 can give the mbarrier's memory to another buffer. Without mbarrier.inval, PTX does not allow other uses of an mbarrier's
-memory. If several processes take turns on a GPU, 8 bytes of the other buffer can change to the old value of the
-mbarrier.
+memory. If several processes take turns on a GPU, 8 bytes of the buffer that got the mbarrier's memory can change to the
+old value of the mbarrier.
 """
 
 from triton._C.libtriton import ir
@@ -12,10 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-# Numbers of the hardware's named barriers. Triton uses 0, 1 and one number per worker partition, so 8 to 15 are free.
-PINGPONG_BARRIER = gl.constexpr(8)  # the forward kernel uses numbers 8, 9 and 10, one per consumer
-HALVES_BARRIER = gl.constexpr(10)  # synchronises the two consumers of an item in the backward kernels
-MARKS_BARRIER = gl.constexpr(11)  # nan_marks.mark_rows uses numbers 11 to 15, one per set of rows
+# Numbers of the hardware's named barriers. Triton uses 0, 1 and one more for each worker partition, all below 8. The
+# numbers 8 to 15 are therefore free.
+PINGPONG_BARRIER = gl.constexpr(8)  # the first of barriers 8, 9 and 10: each consumer of the forward kernel has one
+HALVES_BARRIER = gl.constexpr(10)  # in the backward kernels, the two consumers of an item meet at this barrier
+MARKS_BARRIER = gl.constexpr(11)  # the first of barriers 11 to 15, which nan_marks.mark_rows uses
 WARPGROUP = gl.constexpr(128)  # threads in a warpgroup
 # meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for this barrier.
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -55,11 +56,11 @@ def hand_back(empty):
     """Signals through the mbarrier `empty` that this warpgroup has read a buffer.
 
     The mbarrier must expect `WARPGROUP` arrivals from each warpgroup that reads the buffer.
-    Each thread arrives on its own, with cp.async's arrive instruction. With mbarrier.arrive, one thread would arrive
-    for the whole warpgroup, and would have to wait for the slowest warp. hand_back does not make a thread's stores
-    visible to other threads, so it cannot replace `hand_over`. Call hand_back only when all reads of the buffer are
-    finished. Matmuls and TMA operations that read the buffer must be complete, and values that were loaded from the
-    buffer must have been used.
+    Each thread arrives on its own, with cp.async's arrive instruction. Gluon's mbarrier.arrive is not used: it lets one
+    thread arrive for the whole warpgroup, and this thread must wait for the slowest warp. hand_back does not make a
+    thread's stores visible to other threads, so it cannot replace `hand_over`. Call hand_back only when all reads of
+    the buffer are finished. Before the call, matmuls and TMA operations that read the buffer must be complete, and
+    values that were loaded from the buffer must have been used.
     """
     async_copy.mbarrier_arrive(empty, increment_count=False)
 
