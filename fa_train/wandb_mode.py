@@ -57,8 +57,8 @@ def _require_login() -> None:
     """Raises an error if the server does not answer or does not accept the API key.
 
     If there is an API key, _require_login does not use wandb.Api. wandb.Api asks the server through wandb's service
-    process. If the server does not answer, the service process can still wait for the server at the end of the program,
-    and the program then waits for the service process.
+    process. If the server does not answer, the service process keeps waiting for the server, and can delay the end of
+    the program.
     """
     settings = wandb.setup().settings
     if settings.api_key is None:  # without an API key, the login uses an identity token

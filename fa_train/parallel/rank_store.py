@@ -88,7 +88,10 @@ def _wait(store: TCPStore, key: str) -> None:
 
 
 def tell_reason(reason: str) -> None:
-    """Tells all ranks why this rank fails. The store keeps only the first reason."""
+    """Tells all ranks why this rank fails.
+
+    If several ranks fail, the store keeps only the reason that arrives first.
+    """
     with suppress(DistError):  # the process that hosts the store may have ended
         if _ASKED:  # before the first call of decided_through_store, this rank may be unable to connect
             _store().compare_set(_key("reason"), "", reason)

@@ -53,7 +53,7 @@ def check_hopper(
 ) -> None:
     """Checks Hopper's kernels for one length class of documents.
 
-    If `several`, NaN in one document must not spread to other documents.
+    several: whether the stream has several documents. If it does, NaN in one document must not spread to the others.
     """
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (

@@ -235,7 +235,7 @@ def test_a_rank_that_never_reached_the_store_does_not_try_again(store, environme
 
 
 def test_the_second_signal_gives_the_exit_status(monkeypatch):
-    """A second signal ends a run before it saves a checkpoint, so the status must not be that of the first signal."""
+    """If a second signal ends a run before it saves a checkpoint, the exit status must be that of the second signal."""
     forwarding = launch._Forwarding(SimpleNamespace(pids=dict))
     try:
         forwarding._forward(signal.SIGUSR1, None)
