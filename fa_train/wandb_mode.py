@@ -16,8 +16,8 @@ TIMEOUT = 5  # the server must accept the API key within this number of seconds
 def wandb_mode() -> str:
     """Returns the `mode` for wandb.init, which is $WANDB_MODE if this variable is set.
 
-    If $WANDB_MODE is not set, the mode is "offline" if there is no API key or the login fails, and "online" if the
-    login succeeds.
+    Without $WANDB_MODE, the mode is "online" if the login succeeds, and "offline" if the login fails or there is no API
+    key.
     """
     mode: str = decided_by_rank_zero("wandb_mode", _mode)
     return mode

@@ -130,7 +130,7 @@ class Monitor(Callback):
         assert isinstance(pl_module, LitGPT) and self._window_start is not None
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
-        # the host does not wait for this copy, because it goes to pinned memory
+        # the host does not wait for the copy, because the copy goes to pinned memory
         values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
         end, waited = Timestamp(pl_module.device), time_waited(trainer)
         step_start = self._timer.start if self._timer else None

@@ -36,7 +36,7 @@ SHARED_SIZES = (
     163 * 1024,  # A100
     227 * 1024,  # H100 and B200
 )
-DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head, one for each tile height
+DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head: one number for each height of the tiles
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:

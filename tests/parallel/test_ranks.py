@@ -401,7 +401,7 @@ def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeue
 
 
 def test_other_machines_learn_which_rank_made_a_mistake(monkeypatch):
-    """A mistake can exist on one machine only. For example, a folder can be missing on one of several machines."""
+    """A mistake of the user can exist on only one of several machines, for example a missing folder."""
     told: list[str] = []
     monkeypatch.setattr(rank_store, "tell_reason", told.append)
     monkeypatch.setenv("RANK", "1")

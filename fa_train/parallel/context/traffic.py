@@ -44,8 +44,8 @@ class Traffic(NamedTuple):
 
     key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
     key_end: Tensor  # (local,) int32, for each query in `crossing`, the buffer row after the last key that it sees
-    own_start: Tensor  # (local,) int32, the index of each query's first own key
-    own_end: Tensor  # (local,) int32, the index after each query's last own key; equals own_start for crossing queries
+    own_start: Tensor  # (local,) int32, among this rank's keys, the index of the first key that each query sees
+    own_end: Tensor  # (local,) int32, the index after the last such key; equals own_start for crossing queries
     crossing: Tensor  # (local,) int32, the indices of this rank's tokens whose queries read the buffer, ascending
     sent: Tensor  # (total,) int32, the indices of this rank's tokens to send, grouped by the rank that receives them
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
@@ -99,7 +99,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     owner = deal.owner_of(buffered)
     arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
     arriving = arriving[owner[arriving] != rank]
-    before = np.append(0, needed.cumsum())  # the number of needed keys before each position
+    before = np.append(0, needed.cumsum())  # for each stream position, the number of needed keys before it
     kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
     exchanges = not may_split or crosses.any()

@@ -315,8 +315,8 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     run last. If a tile holds several documents, the longer of its first and last document determines the tile's place.
 
     Args:
-        length: (total,), for tiles of queries the number of keys in each query's document, and for tiles of keys the
-            number of queries in each key's document.
+        length: (total,), the length of each token's document. If the tiles contain queries, the length is the number of
+            keys in the document. If the tiles contain keys, the length is the number of queries in the document.
         last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
             has the most work, and so has its first tile of keys.
     """

@@ -193,7 +193,7 @@ class _Layout(NamedTuple):
     """The layout of a schedule's tensors in one int32 buffer, and the number of programs that fill the buffer."""
 
     size: int  # the size of the buffer in elements
-    sizes: list[int]  # the size of each part of the buffer; empty tensors share the first part, whose size is 0
+    sizes: list[int]  # sizes of parts: one empty part for all empty tensors, then the other tensors and their padding
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # returns the tensors in the order of Schedule's fields
     programs: int
 

@@ -265,7 +265,7 @@ class _Recording:
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
-    allocations: list[Callable[[], Tensor]]  # small temporaries are slices of the last allocation
+    allocations: list[Callable[[], Tensor]]  # small temporary tensors are slices of the last allocation
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
@@ -323,7 +323,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         self.n_inputs = len(inputs)
         self.clear = True
         self.allocations: list[Callable[[], Tensor]] = []
-        self.temporary: list[int] = []  # indices of allocations that may be temporaries rather than outputs
+        self.temporary: list[int] = []  # indices of allocations that may be temporary tensors, not outputs
         self.constants: list[Any] = []
         self.maps: list[_Map] = []
         self.launches: list[tuple[Any, tuple[int, ...], list[tuple[str, int]]]] = []
@@ -427,8 +427,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Returns where a repeated call finds the values for the kernel argument x.
 
-        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several places, and
-        any other argument has one place.
+        Each place is (tag, index), with the tag "constant", "address" or "map". A TMA descriptor has one "map" place,
+        and one "constant" place for each size and stride. Any other argument has one place.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())

@@ -187,7 +187,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     """Runs every case, in the process of one rank. Rank 0 writes the results of each case to <case>.pt."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # so attention runs twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # lets attention run twice in some cases
     with patched_once_a_launch():
         for case in cases:
             recorder = train(case, rank)

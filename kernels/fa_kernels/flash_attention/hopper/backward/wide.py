@@ -62,8 +62,8 @@ HEAD_DIM = 256
 BLOCK = 64  # the number of keys per program, and of queries per step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer change to the two
-# numbers in `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to the
+# numbers of registers in `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
