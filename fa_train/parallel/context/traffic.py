@@ -8,9 +8,9 @@ attention reads without copying them to the buffer.
 
 Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run is then
-faster than two runs. This single run reads all keys from the buffer. If no rank has crossing queries, attention runs
-once and reads the rank's own keys, and nothing is sent. All ranks run attention equally often. Otherwise, a rank that
-needs keys before it computes could wait for a rank that computes first.
+faster than two runs. This single run reads all keys from the buffer. If no rank has crossing queries, flash attention
+runs once and reads the rank's own keys, and nothing is sent. All ranks run attention the same number of times.
+Otherwise, a rank that needs keys before it computes could wait for a rank that computes first.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -45,7 +45,7 @@ class Traffic(NamedTuple):
     key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
     key_end: Tensor  # (local,) int32, for each query in `crossing`, the buffer row after the last key that it sees
     own_start: Tensor  # (local,) int32, among this rank's keys, the index of the first key that each query sees
-    own_end: Tensor  # (local,) int32, the index after the last such key; equals own_start for crossing queries
+    own_end: Tensor  # (local,) int32, the index after the last key that each query sees; own_start for crossing queries
     crossing: Tensor  # (local,) int32, the indices of this rank's tokens whose queries read the buffer, ascending
     sent: Tensor  # (total,) int32, the indices of this rank's tokens to send, grouped by the rank that receives them
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
@@ -65,8 +65,8 @@ class Counts(NamedTuple):
     shared: the number of tokens in `shared`. kept: the number of tokens in `kept`.
     crossing: the number of queries that read the buffer. A single run of attention reads the buffer for all queries.
     queries: `crossing` rounded up. splits: 1 if attention runs twice, and 0 if attention runs once.
-    exchanges: 0 if no query of any rank sees keys of other ranks, otherwise 1. If `exchanges` is 0, flash attention
-    runs once for either value of `splits`, and reads the rank's own keys without the buffer.
+    exchanges: 0 if may_split is true and no query of any rank sees keys of other ranks, otherwise 1. If `exchanges` is
+    0, flash attention runs once for either value of `splits`, and reads the rank's own keys without the buffer.
     """
 
     rows: int
