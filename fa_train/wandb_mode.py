@@ -16,8 +16,8 @@ TIMEOUT = 5  # the server must accept the API key within this number of seconds
 def wandb_mode() -> str:
     """Returns the `mode` for wandb.init, which is $WANDB_MODE if this variable is set.
 
-    If $WANDB_MODE is not set, the mode is "offline" if there is no API key or the login fails, and "online" if the
-    login succeeds.
+    Without $WANDB_MODE, the mode is "online" if the login succeeds, and "offline" if the login fails or there is no API
+    key.
     """
     mode: str = decided_by_rank_zero("wandb_mode", _mode)
     return mode
@@ -57,8 +57,8 @@ def _require_login() -> None:
     """Raises an error if the server does not answer or does not accept the API key.
 
     If there is an API key, _require_login does not use wandb.Api. wandb.Api asks the server through wandb's service
-    process. If the server does not answer, the service process can still wait for the server at the end of the program,
-    and the program then waits for the service process.
+    process. If the server does not answer, the service process keeps waiting for the server, and can delay the end of
+    the program.
     """
     settings = wandb.setup().settings
     if settings.api_key is None:  # without an API key, the login uses an identity token

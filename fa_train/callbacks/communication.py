@@ -22,9 +22,9 @@ FSDP_STEPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward
 class CommunicationTimer:
     """Measures one step: collects the time spans during which the device only waits for communication.
 
-    With DDP, a span goes from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each call
-    of a function in `FSDP_STEPS` is a span. If strategy.context is greater than 1, each wait for keys, for values or
-    for gradients of keys and values is a span. A wait during the recomputation of activations is also a span. A
+    With DDP, a time span lasts from the last gradient of a backward pass to the end of the all-reduces. With FSDP, each
+    call of a function in `FSDP_STEPS` is a span. If strategy.context is greater than 1, each wait for keys, for values
+    or for gradients of keys and values is a span. A wait during the recomputation of activations is also a span. A
     span includes the time until the other ranks are ready. Communication that overlaps with computation does not count.
     The host never waits for a GPU.
     """
@@ -45,7 +45,7 @@ class CommunicationTimer:
             for name in FSDP_STEPS:
                 original = private("torch", group, name)
                 self._installed.callback(setattr, group, name, original)
-                replace_private("torch", group, name, self._span()(original))  # _span() can also decorate a function
+                replace_private("torch", group, name, self._span()(original))  # _span() serves as a decorator here
         else:
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self._installed.callback(register_multi_grad_hook(parameters, self._all_gradients).remove)

@@ -52,10 +52,10 @@ class Reading:
 class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
-    A log needs one copy from the device to the host. The host reads the copied values after it has launched the next
-    micro-batch, so the device never waits for the host. A log is pending until the host has read its values. A pending
-    log is finished before a validation, before a checkpoint and at the end of a run. With several ranks, a log also
-    needs one small collective, which does not use the GPUs.
+    A log needs one copy of its values from the device to the host. The host reads the copied values after it has
+    launched the next micro-batch, so the device never waits for the host. A log is pending until the host has read its
+    values. A pending log is finished before a validation, before a checkpoint and at the end of a run. With several
+    ranks, a log also needs one small collective, which does not use the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that were trained on so far. `tokens` and perf/tokens_per_s include padding. A
     checkpoint stores `tokens`, and a resumed run continues to count from the stored number. W&B uses `tokens` as its
@@ -107,7 +107,7 @@ class Monitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._window_start is None:  # not set in on_train_start, where the callback Sample may use the device
+        if self._window_start is None:  # on_train_start is too early: there, the callback Sample may use the device
             self._window_start = Timestamp(pl_module.device)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
@@ -130,7 +130,7 @@ class Monitor(Callback):
         assert isinstance(pl_module, LitGPT) and self._window_start is not None
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
         measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
-        # the host does not wait for this copy, because it goes to pinned memory
+        # the host does not wait for the copy, because the copy goes to pinned memory
         values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
         end, waited = Timestamp(pl_module.device), time_waited(trainer)
         step_start = self._timer.start if self._timer else None
@@ -234,7 +234,7 @@ class Monitor(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continues the count of tokens. Prints a warning if batch_size has changed.
 
-        Also reads the checkpoint's learning rate, which on_train_start compares with that of this run.
+        Stores the checkpoint's learning rate in _checkpoint_lr, so that on_train_start can compare it with this run's.
         A checkpoint of an older version stores neither `tokens` nor batch_size. If `tokens` is missing, the number of
         tokens is computed from the checkpoint's step and this run's tokens per step.
         """
@@ -257,7 +257,7 @@ class Monitor(Callback):
 
     @property
     def older_val_step(self) -> int | None:
-        """The step of the newest val/loss if later steps were logged, and otherwise None."""
+        """The step of the newest val/loss, or None if the newest log is from the same step."""
         return None if self.val_step == self.latest_step else self.val_step
 
     def summary(self) -> dict[str, float]:
@@ -265,7 +265,7 @@ class Monitor(Callback):
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics. Also logs `tokens`, the number of tokens in the first `step` optimizer steps."""
+        """Logs `metrics`, and `tokens`, the number of tokens in the first `step` optimizer steps."""
         metrics = metrics | {"tokens": self.tokens_by(step)}
         self.latest |= metrics
         self.latest_step = step

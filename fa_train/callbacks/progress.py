@@ -101,7 +101,7 @@ def describe(metrics: dict[str, float], val_step: int | None = None) -> str:
 def without_labels(metrics: dict[str, float]) -> bool:
     """Returns whether the loss is NaN because the step had no labels.
 
-    If the model had computed NaN, grad_norm would be NaN too.
+    If the NaN came from the model, grad_norm would be NaN too.
     """
     return math.isnan(metrics.get("train/loss", 0.0)) and metrics.get("train/grad_norm") == 0
 

@@ -19,11 +19,11 @@ class Timestamp:
             self._event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
-        """Returns whether the device has reached this point."""
+        """Returns whether the device has reached the Timestamp."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Makes the host wait until the device has reached this point."""
+        """Makes the host wait until the device has reached the Timestamp."""
         if self._event is not None:
             self._event.synchronize()
 

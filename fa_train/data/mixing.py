@@ -82,7 +82,7 @@ def interleave(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
 class MixedRows:
     """An endless sequence of rows from several sources.
 
-    order: the source of each row, (per_epoch,). The order repeats after per_epoch rows.
+    order: (per_epoch,) source indices. Row i comes from the source order[i % per_epoch].
     """
 
     def __init__(self, sources: Sequence[ShuffledRows], order: np.ndarray) -> None:

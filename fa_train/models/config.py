@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Family:
-    """Features of the decoder that only some families of checkpoints use. By default, all these features are off.
+    """Features of the decoder that only some families of checkpoints use. The default values switch all features off.
 
     qkv_bias, out_bias, ffn_bias: whether attention.qkv, attention.out and the linear layers of the FFN have biases. The
     default is ModelConfig.bias. In Qwen 2, only the projection to queries, keys and values has a bias.
@@ -113,8 +113,8 @@ class ModelConfig:
     def values(self) -> dict[str, Any]:
         """Returns all fields of the architecture as numbers, strings, None or lists.
 
-        A field such as head_dim has its computed default instead of None. The keys of `family` and `rope_scaling` are
-        named as on the command line, for example family.softcap.
+        If a field such as head_dim is None, the result has the default value that is computed for the field. The keys
+        of `family` and `rope_scaling` are named as on the command line, for example family.softcap.
         """
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
         whole |= {"n_kv_heads": self.heads.kv, "head_dim": self.heads.dim}

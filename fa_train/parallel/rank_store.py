@@ -17,7 +17,7 @@ from torch.distributed import DistError, DistStoreError, TCPStore
 
 PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for the store of rank 0, which may start later
 GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
-CONSEQUENCE = timedelta(seconds=1)  # after a lost connection, a rank waits at most this long for a reason to report
+CONSEQUENCE = timedelta(seconds=1)  # after a lost connection, a rank waits at most this long for another rank's reason
 _ASKED: Counter[str] = Counter()  # the number of calls of decided_through_store for each question
 
 
@@ -88,7 +88,10 @@ def _wait(store: TCPStore, key: str) -> None:
 
 
 def tell_reason(reason: str) -> None:
-    """Tells all ranks why this rank fails. The store keeps only the first reason."""
+    """Tells all ranks why this rank fails.
+
+    If several ranks fail, the store keeps only the reason that arrives first.
+    """
     with suppress(DistError):  # the process that hosts the store may have ended
         if _ASKED:  # before the first call of decided_through_store, this rank may be unable to connect
             _store().compare_set(_key("reason"), "", reason)

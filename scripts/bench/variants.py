@@ -37,7 +37,10 @@ class Variant:
 
     @property
     def is_peer(self) -> bool:
-        """Whether the variant runs without our attention. step.py compares our variants with the fastest peer."""
+        """Whether the variant is a peer: neither its model nor its attention is ours.
+
+        step.py compares our variants with the fastest peer.
+        """
         return not self.ours and not self.fa_train
 
 

@@ -53,7 +53,7 @@ def check_hopper(
 ) -> None:
     """Checks Hopper's kernels for one length class of documents.
 
-    If `several`, NaN in one document must not spread to other documents.
+    several: whether the stream has several documents. If it does, NaN in one document must not spread to the others.
     """
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
@@ -97,7 +97,7 @@ def _check(
 ) -> None:
     n_heads, total = heads[0], sum(lengths)
     q, k, v, do = (torch.randn(shape, device=DEVICE).to(dtype) for shape in _shapes(total, heads, width))
-    if "strided" in names:  # each head is a slice of a wider head
+    if "strided" in names:  # the heads of q, k and v are slices of wider heads
         q, k, v = (torch.cat([x, x], dim=2)[..., : x.shape[2]] for x in (q, k, v))
     if "odd-strides" in names:  # rows that are not aligned to 16 bytes are loaded through registers
         q, k, v = (torch.cat([x, x[..., :1]], dim=2)[..., :-1] for x in (q, k, v))

@@ -36,7 +36,7 @@ SHARED_SIZES = (
     163 * 1024,  # A100
     227 * 1024,  # H100 and B200
 )
-DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head, one for each tile height
+DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head: one number for each height of the tiles
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
@@ -48,9 +48,8 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
     """Yields a dictionary {pass: tile sizes} for each call to check.
 
-    Together, the calls use every tile size that `device` can run, except those that attention chooses on `device`. The
-    generator is empty for a width that leaves columns of a tile unused, because unused columns only add a mask to the
-    code.
+    Together, the calls use every tile size that `device` can run, except those that attention chooses on `device`. If
+    `width` leaves columns of a tile unused, nothing is yielded, because unused columns only add a mask to the code.
     """
     if not _fills_its_parts(width, itemsize):
         return
@@ -64,15 +63,18 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
 
 
 def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
-    """Returns the passes of one attention call. `keys` are the passes that compute dK and dV.
+    """Returns the names of the passes of one attention call, such as "fwd" and "dq".
 
-    Attention in fp8 has no backward pass.
+    keys: the names of the passes that compute dK and dV. Attention in fp8 has no backward pass.
     """
     return ["fwd"] if itemsize == 1 else ["fwd", *keys, "dq"]
 
 
 def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.device) -> list[TileConfig]:
-    """Returns the different tile sizes of one pass, starting with those of `device`."""
+    """Returns all tile sizes of one pass that `device` can run, without duplicates.
+
+    The tile sizes for the architecture of `device` come first.
+    """
     archs = [arch_of(device), *ARCHS]
     found = [
         smaller(arch, tile_config(arch, max(width), direction, itemsize), width, direction, itemsize, size)
@@ -104,7 +106,7 @@ def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.dev
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
     """Returns tile sizes that only other GPUs use for decoding, as pairs (number of queries per KV head, tile sizes).
 
-    The list is empty if `width` and an earlier entry of `WIDTHS` have equal head_dims after padding.
+    If an earlier entry of `WIDTHS` has the same padded head_dims as `width`, the list is empty.
     """
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):

@@ -23,7 +23,7 @@ LIMIT = 300  # time limit of a case in seconds, including compilation
 class Result:
     case: Case
     seconds: float
-    error: str  # empty if the case passed
+    error: str  # the error message, or an empty string if the case passed
     kernels: frozenset[str]  # names of the kernels that the case compiled or loaded
 
 

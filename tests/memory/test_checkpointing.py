@@ -25,8 +25,8 @@ OTHER_ATTENTIONS = ("naive", "sdpa", "chunked")  # flash attention has a separat
 
 
 CASES = [(*case, False) for case in product(OTHER_ATTENTIONS, ("selective", "full"))]
-# Compiled blocks have one case with naive attention and one with chunked attention. Selective checkpointing keeps no
-# results of naive attention, so full checkpointing would do the same. Chunked attention itself is never compiled.
+# Compiled blocks have one case with naive attention and one with chunked attention. For naive attention, selective and
+# full checkpointing are equal, because neither keeps a result of attention. Chunked attention is never compiled.
 CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "full", True), ("chunked", "full", True)]
 
 

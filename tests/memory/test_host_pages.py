@@ -1,4 +1,4 @@
-"""Host memory for pinned copies has its own pages, which forked processes do not get."""
+"""Host memory for pinned copies is on separate pages, which forked processes do not inherit."""
 
 import mmap
 import re

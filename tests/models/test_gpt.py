@@ -332,7 +332,7 @@ def test_a_model_from_the_meta_device_is_initialised_alike(tied):
     with torch.device("meta"):
         model = build(**overrides)
     assert all(parameter.is_meta for parameter in model.parameters())
-    torch.manual_seed(1)  # has no effect: the model uses the seed that was set when it was built
+    torch.manual_seed(1)  # this seed has no effect: the model uses the seed that was set when the model was built
     model.materialise(torch.device("cpu"))
     for (name, ours), theirs in zip(model.named_parameters(), build(**overrides).parameters(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -1,4 +1,4 @@
-"""Two processes draw or read the same weights as one process. Neither of the two ever holds the whole model."""
+"""Two processes draw or read the same weights as one process, but neither process ever holds the whole model."""
 
 import os
 from collections.abc import Callable

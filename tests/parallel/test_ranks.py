@@ -235,7 +235,7 @@ def test_a_rank_that_never_reached_the_store_does_not_try_again(store, environme
 
 
 def test_the_second_signal_gives_the_exit_status(monkeypatch):
-    """A second signal ends a run before it saves a checkpoint, so the status must not be that of the first signal."""
+    """If a second signal ends a run before it saves a checkpoint, the exit status must be that of the second signal."""
     forwarding = launch._Forwarding(SimpleNamespace(pids=dict))
     try:
         forwarding._forward(signal.SIGUSR1, None)
@@ -401,7 +401,7 @@ def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeue
 
 
 def test_other_machines_learn_which_rank_made_a_mistake(monkeypatch):
-    """A mistake can exist on one machine only. For example, a folder can be missing on one of several machines."""
+    """A mistake of the user can exist on only one of several machines, for example a missing folder."""
     told: list[str] = []
     monkeypatch.setattr(rank_store, "tell_reason", told.append)
     monkeypatch.setenv("RANK", "1")

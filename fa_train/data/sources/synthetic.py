@@ -71,7 +71,7 @@ def log_normal_lengths(median: int, sigma: float, seed: int) -> np.ndarray:
     min(SHORTEST, median) to LONGEST * median tokens.
     Returns: (n,) int64, in tokens. The lengths depend only on the arguments and on N_TOKENS.
     """
-    generator = np.random.default_rng((seed, 0, 1))  # not (seed, i), which is the seed of document i
+    generator = np.random.default_rng((seed, 0, 1))  # the seed must differ from (seed, i), the seed of document i
     block = max(2, -(-N_TOKENS // median))
     lengths = np.empty(0, np.int64)
     while lengths.sum() < N_TOKENS:

@@ -1,15 +1,16 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
 A rank receives only the keys that its queries see. A query that sees keys of other ranks is a crossing query. A buffer
-holds all keys that the crossing queries see. Some keys of the buffer are received, and the others are the rank's own
-keys. The buffer is in stream order, so the keys that a crossing query sees form one contiguous range of the buffer. The
-remaining rows of the buffer are 0. All other queries see only the rank's own keys, which attention reads without
-copying them to the buffer.
+holds all keys that the crossing queries see: the keys that the rank receives, and some of the rank's own keys. The keys
+in the buffer are in stream order, so the keys that one crossing query sees form one contiguous range of the buffer.
+Rows of the buffer without a key are 0. A query that is not a crossing query sees only the rank's own keys, which
+attention reads without copying them to the buffer.
 
-Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run then
-takes less time than two. All queries then read their keys from the buffer. If no rank has crossing queries, attention
-also runs once, but reads only the rank's own keys, and nothing is sent. All ranks make the same choice. If ranks made
-different choices, a rank that needs keys before it computes could wait for a rank that computes first.
+Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
+Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run is then
+faster than two runs. This single run reads all keys from the buffer. If no rank has crossing queries, flash attention
+runs once and reads the rank's own keys, and nothing is sent. All ranks run attention the same number of times.
+Otherwise, a rank that needs keys before it computes could wait for a rank that computes first.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -25,11 +26,11 @@ from fa_train.parallel.context.deal import Deal, causal_ranges
 
 STEPS = 32  # for each stream length, there are at most STEPS + 1 buffer sizes
 STEP = 128  # buffer sizes are multiples of this number of rows
-# Attention runs twice if, on each rank, at most this fraction of the queries are crossing queries. With more crossing
-# queries, the second run and the copies of queries cost about as much time as the first run saves.
+# Attention runs twice only if, on each rank, at most this fraction of the queries are crossing queries. With more
+# crossing queries, two runs and the copies of the queries take about as long as one run.
 MAX_CROSSING = 1 / 16
-# Attention runs twice only if the mean number of pairs of a query and a visible key per rank is at least this large.
-# Attention for `MIN_PAIRS` pairs takes the GPU longer than the host needs to start the kernels of two runs.
+# Attention runs twice only if, on average, a rank has at least this many pairs of a query and a key that it sees.
+# With this many pairs, the GPU computes for longer than the host needs to start the kernels of both runs.
 MIN_PAIRS = 2**23
 
 
@@ -41,18 +42,18 @@ class Traffic(NamedTuple):
     compiled model is therefore not compiled again for other document lengths.
     """
 
-    key_start: Tensor  # (local,) int32, for each crossing query, the buffer row of its first key
-    key_end: Tensor  # (local,) int32, for each crossing query, 1 + the buffer row of its last key
-    own_start: Tensor  # (local,) int32, the index of each query's first own key
-    own_end: Tensor  # (local,) int32, 1 + the index of each query's last own key; own_start for crossing queries
-    crossing: Tensor  # (local,) int32, the indices of own tokens whose queries read the buffer, ascending
-    sent: Tensor  # (total,) int32, the indices of own tokens to send, grouped by the rank that receives them
-    kept: Tensor  # (local,) int32, the indices of own tokens whose keys are in the buffer, ascending
+    key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
+    key_end: Tensor  # (local,) int32, for each query in `crossing`, the buffer row after the last key that it sees
+    own_start: Tensor  # (local,) int32, among this rank's keys, the index of the first key that each query sees
+    own_end: Tensor  # (local,) int32, the index after the last key that each query sees; own_start for crossing queries
+    crossing: Tensor  # (local,) int32, the indices of this rank's tokens whose queries read the buffer, ascending
+    sent: Tensor  # (total,) int32, the indices of this rank's tokens to send, grouped by the rank that receives them
+    kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, the indices of own tokens to whose gradients rows are added, ascending
-    entries: Tensor  # (total,) int32, for each token in `shared`, the rows to add; see `_returns`
-    offsets: Tensor  # (local + 1,) int32, where each token's group starts in `entries`, then the end of the last group
+    shared: Tensor  # (local,) int32, ascending indices of this rank's tokens; the backward adds rows to their gradients
+    entries: Tensor  # (total,) int32, which rows to add, grouped by the tokens in `shared`; `_returns` lists the rows
+    offsets: Tensor  # (local + 1,) int32, the start of each token's group in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
     counts: list[int]  # the fields of Counts
 
@@ -80,8 +81,8 @@ class Counts(NamedTuple):
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *, may_split: bool = True) -> Traffic:
     """Computes the traffic of `rank` on the host from document boundaries, without the GPU.
 
-    boundaries, window: as for causal_ranges. may_split: whether attention may run twice, or without the buffer. Only
-    flash attention supports both.
+    boundaries, window: as for causal_ranges. may_split: whether attention may run twice, or run once without the
+    buffer. Only flash attention supports may_split=True.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
@@ -94,11 +95,11 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     crossing = np.flatnonzero(crosses[mine]) if splits else np.arange(n_own)
     own_start, own_end = own_ranges(mine, start, end, crosses[mine])
     needed = keys_needed(mine[crossing], start, end, deal.total)
-    buffered = np.flatnonzero(needed)  # for each row of the buffer, the stream position of its key
+    buffered = np.flatnonzero(needed)  # for each key in the buffer, its position in the stream of tokens
     owner = deal.owner_of(buffered)
     arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
     arriving = arriving[owner[arriving] != rank]
-    before = np.append(0, needed.cumsum())  # the number of needed keys before each position
+    before = np.append(0, needed.cumsum())  # for each stream position, the number of needed keys before it
     kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
     shared, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
@@ -137,7 +138,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
 def crossing_queries(deal: Deal, start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Returns which queries of the stream see keys of other ranks, (total,) bool. start, end: from causal_ranges."""
     n_chunks = len(deal.owner)
-    ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)  # the end of each run of chunks of one rank
+    ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)  # where the owner changes, then the end
     end_of_run = deal.chunk_size * ends[np.searchsorted(ends, np.arange(n_chunks), side="right")]
     result: np.ndarray = end > end_of_run[np.minimum(start // deal.chunk_size, n_chunks - 1)]
     return result
@@ -146,12 +147,13 @@ def crossing_queries(deal: Deal, start: np.ndarray, end: np.ndarray) -> np.ndarr
 def own_ranges(
     mine: np.ndarray, start: np.ndarray, end: np.ndarray, crosses: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the start and the end of the range of own keys that each own query sees, (local,) each.
+    """Returns the start and the end of the range of this rank's keys that each query of this rank sees, (local,) each.
 
-    mine: (local,), the ascending stream positions of own tokens. start, end: (total,), from causal_ranges. crosses:
-    (local,) bool, True for crossing queries, which get empty ranges. Neither starts nor ends decrease from one query to
-    the next. Where possible, the empty range of a crossing query begins at the key of the same token, so that kernels
-    loop over few crossing queries for each tile of keys.
+    mine: (local,), the stream positions of this rank's tokens, ascending. start, end: (total,), from causal_ranges.
+    crosses: (local,) bool, True for crossing queries. The range of a crossing query is empty.
+    The returned starts are in ascending order, and so are the returned ends. Where this order allows it, the empty
+    range of a crossing query begins at the key of the query's own token, so that kernels loop over few crossing queries
+    for each tile of keys.
     """
     n_own = len(mine)
     own_start, own_end = np.searchsorted(mine, start[mine]), np.searchsorted(mine, end[mine])
@@ -184,7 +186,8 @@ def buffer_rows(n_keys: int, total: int) -> int:
 def query_rows(n_queries: int, limit: int) -> int:
     """Returns n_queries rounded up to a multiple of `STEP`, or `limit` if that is smaller. 0 counts as 1.
 
-    Larger results are rounded more: there are at most four values between one power of two and the next.
+    From 8 * `STEP` queries on, the result is a multiple of a larger power of two. There are at most four results from
+    one power of two to the next.
     """
     n_queries = max(n_queries, 1)
     step = max(STEP, 2 ** (n_queries.bit_length() - 3))

@@ -59,8 +59,8 @@ def flash_attn_with_kvcache(
         v_cache: like k_cache, but its head_dim may differ.
         k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
         v: like k, but with the head_dim of v_cache.
-        rotary_cos: (positions, rotary_dim / 2). `positions` must be at least the capacity of the cache, in tokens per
-            sequence. rotary_dim must be a multiple of 16.
+        rotary_cos: (positions, rotary_dim / 2). The number of positions must be at least the number of tokens that the
+            cache can hold for each sequence. rotary_dim must be a multiple of 16.
         rotary_sin: like rotary_cos.
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
             length of the cache.

@@ -17,8 +17,8 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# Bounds between length classes. A length is the largest number of keys that a query may see.
-# docs/hopper.md says which kernels each class uses.
+# Bounds between length classes. The length is the largest number of keys that a query can see. docs/hopper.md says
+# which kernels each class uses.
 SHORT_DOCUMENT = 2**9  # for shorter documents, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12  # for packed documents of this length, Hopper's forward processes only a few heads at a time
 VERY_LONG_DOCUMENT = 2**16
@@ -159,8 +159,8 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
-    # Queries with the same first key form a group, like a document. The last query of a group sees the most keys.
-    # With a window, few queries have the same first key, so most groups of queries contain only one query.
+    # Queries with the same first key are treated like one document. The last of these queries sees the most keys.
+    # With a window, most of these documents contain only one query, because few queries have the same first key.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start
@@ -234,7 +234,7 @@ def _build_dense_schedule(
 def dense_cu_seqlens(batch: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns cu_seqlens_q and cu_seqlens_k, (batch + 1,) int32.
 
-    If seqlen_q equals seqlen_k, both results are the same tensor.
+    If seqlen_q equals seqlen_k, cu_seqlens_q and cu_seqlens_k are the same tensor.
     """
     documents = torch.arange(batch + 1, dtype=torch.int32, device=device)
     cu_seqlens_q = documents * seqlen_q
@@ -251,8 +251,8 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
 class _Side(NamedTuple):
     """One side of the attention: either the documents of the queries, or the documents of the keys.
 
-    Documents are counted from 1. Tokens after the last document belong to an additional document, which is empty on
-    the other side.
+    Documents are counted from 1. Tokens after the last document belong to an additional document, which has no tokens
+    on the other side.
     """
 
     starts: Tensor  # (n_docs + 2,) int32
@@ -315,8 +315,8 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     run last. If a tile holds several documents, the longer of its first and last document determines the tile's place.
 
     Args:
-        length: (total,), for tiles of queries the number of keys in each query's document, and for tiles of keys the
-            number of queries in each key's document.
+        length: (total,), the length of each token's document. If the tiles contain queries, the length is the number of
+            keys in the document. If the tiles contain keys, the length is the number of queries in the document.
         last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
             has the most work, and so has its first tile of keys.
     """

@@ -24,9 +24,9 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
-TOKENS = 512  # tokens whose ranges one program computes
-TILES = 32  # tiles whose positions one program computes
-OTHERS = 256  # tiles that a program compares with its own tiles at a time
+TOKENS = 512  # the number of tokens whose ranges one program computes
+TILES = 32  # the number of tiles whose positions one program computes
+OTHERS = 256  # a program compares its own tiles with this number of tiles at a time
 WARPS = 8  # per program
 ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer begins at a multiple of ALIGNMENT
 
@@ -43,7 +43,7 @@ class _Side:
     n_edges: tl.tensor  # the number of elements of cu_seqlens
     stride: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
-    total_other: tl.tensor  # the number of tokens that the ranges contain
+    total_other: tl.tensor  # the number of all tokens that ranges can contain, for example of all keys
     before: tl.tensor  # how many tokens a range has before the aligned token; -1 means all
     after: tl.tensor
 
@@ -107,8 +107,8 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 def _length_of(tiles, side, total, TILE: tl.constexpr):
     """Returns for each tile the length of its first or its last document, whichever is longer.
 
-    For tiles of queries, the length of a document is its number of keys. For tiles of keys, the length of a document is
-    its number of queries.
+    The length is the document's number of keys if the tiles contain queries, and the document's number of queries if
+    the tiles contain keys.
     """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
@@ -193,7 +193,7 @@ class _Layout(NamedTuple):
     """The layout of a schedule's tensors in one int32 buffer, and the number of programs that fill the buffer."""
 
     size: int  # the size of the buffer in elements
-    sizes: list[int]  # the size of each part of the buffer; empty tensors share the first part, whose size is 0
+    sizes: list[int]  # sizes of parts: one empty part for all empty tensors, then the other tensors and their padding
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # returns the tensors in the order of Schedule's fields
     programs: int
 

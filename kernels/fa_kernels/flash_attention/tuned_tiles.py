@@ -23,7 +23,7 @@ BLOCKS = (16, 32, 64, 128)  # at most schedule.WORK_TILE
 WARPS = (1, 2, 4, 8, 16)
 SIZES = ("block_m", "block_n", "num_warps", "num_stages")
 
-Key = tuple[int, Pass, int]  # head_dim, pass and itemsize in bytes
+Key = tuple[int, Pass, int]  # head_dim, the `Pass` of the kernel, and the bytes per element
 Sizes = tuple[int, int, int, int]  # one value for each name in `SIZES`, in the same order
 
 

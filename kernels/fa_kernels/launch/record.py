@@ -13,8 +13,8 @@ A recording belongs to one key, one stream and one device. All calls run normall
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call runs normally if the address of a tensor is not a
 multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters.
 A call cannot be recorded if it runs a torch operator other than torch.empty or a view, or if the recorder does not know
-which tensor an address belongs to. If recording a call fails, all later calls with its key run without recording.
-Tile tables and other module globals are not part of a key: call `forget()` after changing them.
+which tensor an address belongs to. If the recording of a call fails, all later calls with the same key run normally.
+A key does not contain tile tables and other module globals: call `forget()` after changing one of them.
 """
 
 import logging
@@ -46,12 +46,12 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
-MAX_KEYS = 512  # at this number of keys, all recordings are removed, because many may never be used again
+MAX_KEYS = 512  # maximum number of keys; a further key first removes all recordings, as many may never be used again
 MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
 ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
-# Temporaries up to this size share one allocation, because an allocation costs at least 1.4 us of host time. Kernels
-# that use a larger temporary run long enough to hide the host time of its allocation.
+# Temporary tensors up to this size share one allocation, as an allocation costs at least 1.4 us of host time. Kernels
+# that use a larger temporary tensor run long enough to hide the host time of its allocation.
 SHARED_BYTES = 2**24
 SLICE_ALIGNMENT = 512  # bytes, the alignment of allocations by torch
 
@@ -59,7 +59,7 @@ _Function = TypeVar("_Function", bound=Callable[..., tuple[Tensor, ...]])
 
 
 class _Known(Enum):
-    """The state of a key that has no recording."""
+    """Why a key that was seen before has no recording."""
 
     SEEN_ONCE = "the key may never come again, so nothing is recorded yet"
     UNCLEAR = "its launches cannot be repeated"
@@ -88,7 +88,7 @@ def recorded(
     Args:
         describe: a function that gets the arguments of the decorated function and returns (key, inputs). The key must
             contain the shapes, strides, dtypes, devices and options that the launches depend on. The key does not have
-            to contain the stream or addresses. `inputs` are all tensors that the decorated function reads.
+            to contain addresses or the CUDA stream. `inputs` are all tensors that the decorated function reads.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -143,7 +143,7 @@ def _repeat_or_run(
         if len(_KEYS) >= MAX_KEYS:
             forget()
         _KEYS[key] = _Known.SEEN_ONCE
-    outputs = function(*arguments)  # if the error came from the function, this call raises the error again
+    outputs = function(*arguments)  # if `function` raised the error above, `function` raises it again here
     if failure is not None:
         _KEYS[key] = _Known.UNCLEAR
         _say_once(failure)
@@ -160,10 +160,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launches a kernel in less host time than `launch`.
 
-    The kernel is compiled once for each combination of device, constants and dtypes. Each call may pass other numbers
-    and another grid, but a recording keeps the numbers and the grid of the recorded call. The first argument must be a
-    tensor. Numbers must be int32 and listed in do_not_specialize. Pointers must be aligned or listed in
-    do_not_specialize_on_alignment.
+    The kernel is compiled once for each combination of device, constants and dtypes. Calls of one compiled kernel can
+    differ in their numbers and in their grid. A recording keeps the numbers and the grid of the recorded call. The
+    first argument must be a tensor. Numbers must be int32 and listed in do_not_specialize. Pointers must be aligned or
+    listed in do_not_specialize_on_alignment.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
@@ -188,7 +188,7 @@ def lasting(x: Tensor) -> Tensor:
     Use `lasting` for tensors that are neither inputs nor new, such as the counter of a work queue.
     """
     recorder = _WATCHED.recorder
-    if recorder is not None and all(x is not known for known in recorder.tensors):  # x is new to the recorder
+    if recorder is not None and all(x is not known for known in recorder.tensors):  # the recorder does not know x yet
         recorder.add(x, lambda: x)
     return x
 
@@ -265,7 +265,7 @@ class _Recording:
     """
 
     read: Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]  # picks the inputs that launches read
-    allocations: list[Callable[[], Tensor]]  # small temporaries are slices of the last allocation
+    allocations: list[Callable[[], Tensor]]  # small temporary tensors are slices of the last allocation
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
@@ -323,7 +323,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         self.n_inputs = len(inputs)
         self.clear = True
         self.allocations: list[Callable[[], Tensor]] = []
-        self.temporary: list[int] = []  # indices of allocations that may be temporaries rather than outputs
+        self.temporary: list[int] = []  # indices of allocations that may be temporary tensors, not outputs
         self.constants: list[Any] = []
         self.maps: list[_Map] = []
         self.launches: list[tuple[Any, tuple[int, ...], list[tuple[str, int]]]] = []
@@ -349,7 +349,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
         """Makes x known to the recorder, because launches can use the address of x.
 
-        In place of x, a repeated call uses the tensor that again() returns.
+        When the call is repeated, the tensor that again() returns takes the place of x.
         """
         self.tensors.append(x)
         self.allocations.append(again)
@@ -375,7 +375,7 @@ class _Recorder(torch_private.TorchDispatchMode):
 
     def recording(self, outputs: tuple[Tensor, ...], stream: int) -> _Recording | _Known:
         """Returns the recording of the call that returned `outputs`, or `UNCLEAR` if the call cannot be repeated."""
-        made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # only inputs can be None
+        made = [x for x in self.tensors[self.n_inputs :] if x is not None]  # no None here: only inputs can be None
         # Tensors are compared by address, not by identity, because an output may be a view of an allocated tensor.
         # Under a dispatch mode, even torch.empty returns a view.
         chosen = [i for output in outputs for i, x in enumerate(made) if _holds(x, output)]
@@ -427,8 +427,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Returns where a repeated call finds the values for the kernel argument x.
 
-        Each place is (tag, index), with the tag "constant", "address" or "map". A descriptor has several places, and
-        any other argument has one place.
+        Each place is (tag, index), with the tag "constant", "address" or "map". A TMA descriptor has one "map" place,
+        and one "constant" place for each size and stride. Any other argument has one place.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())

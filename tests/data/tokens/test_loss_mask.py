@@ -1,4 +1,7 @@
-"""Loss masks stay aligned with tokens in the cache and after both kinds of packing. Every lost label is counted."""
+"""Loss masks stay aligned with tokens in the cache and after both kinds of packing.
+
+The packing report counts every label that packing loses.
+"""
 
 from types import SimpleNamespace
 

@@ -20,7 +20,7 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 print(*(module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)), sep="\\n")
 """
-SOURCES: dict[str, str] = {}  # the hashes of the cases' sources, by module and case
+SOURCES: dict[str, str] = {}  # maps <module>:<case> to the hash of the case's source
 
 
 @pytest.fixture

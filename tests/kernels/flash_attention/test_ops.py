@@ -16,7 +16,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
     """If a dispatch mode or a profiler is active, a call uses torch's dispatcher.
 
-    Without a mode or profiler, a call bypasses torch's dispatcher.
+    If no dispatch mode and no profiler is active, a call bypasses torch's dispatcher.
     """
     q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
     operators = []
@@ -71,7 +71,7 @@ def test_functorch_transforms_are_refused(device):
 
 
 def test_forward_mode_gradients_are_refused(device):
-    """Without this error, both the operator and the direct path would silently drop the tangent."""
+    """Forward-mode AD must raise an error, because the operator and the direct path would silently drop the tangent."""
     q, k, v = torch.randn(3, 20, 2, 16, device=device)
     schedule = causal_schedule(None, 20, device)
     with pytest.raises(NotImplementedError, match="forward-mode"):
@@ -98,7 +98,7 @@ def test_inconsistent_inputs_are_named_with_and_without_data(device_type, monkey
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_batch_is_copied_only_where_no_view_packs_it(batch):
-    """A call that makes a copy while it is recorded is never replayed."""
+    """If a call copies a tensor while the call is recorded, the launches of the call are never replayed."""
     parts = torch.zeros(batch, 20, 3, 2, 16).unbind(2)
     heads_first = torch.zeros(batch, 2, 20, 16).transpose(1, 2)
     columns_last = torch.zeros(batch, 20, 16, 2).transpose(2, 3)

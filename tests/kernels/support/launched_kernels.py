@@ -1,4 +1,7 @@
-"""Compiles the kernels that public calls launch on an H200 to PTX. No GPU is needed. TRITON_INTERPRET must be unset."""
+"""Makes public calls as on an H200, and compiles the kernels that they launch to PTX.
+
+No GPU is needed. TRITON_INTERPRET must be unset.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +30,7 @@ COMPILED: dict[int, Any] = {}  # {handle of a compiled kernel: result of `keep`}
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
     """Makes the call `name` of `CALLS`. Returns (grid, result of `keep` for the kernel) for each launch.
 
-    `keep` receives a function that compiles the kernel. Each kernel is compiled once per process.
+    For each kernel, `keep` is called once per process. Its argument is a function that compiles the kernel.
     """
 
     def compile(kernel: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, _: Any):

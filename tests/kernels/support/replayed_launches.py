@@ -135,7 +135,7 @@ def without_gpu() -> Iterator[None]:
         (nvidia, "ARG_TUPLE", 2),
         (nvidia, "library_dirs", list),
     ]
-    if hasattr(nvidia, "make_launcher"):  # Triton 3.6 compiles a launcher for each signature from a C source
+    if hasattr(nvidia, "make_launcher"):  # for each signature, Triton 3.6 compiles a launcher from C code
         modules: dict[str, Any] = {}
         fakes.append((nvidia, "compile_module_from_src", lambda src, **_: modules.setdefault(src, _noting(src))))
     patches = [mock.patch.object(owner, name, fake, create=True) for owner, name, fake in fakes]
@@ -276,9 +276,9 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Makes three calls with the same key, and returns whether the third call is replayed, so that `call` does not run.
+    """Makes three calls with the same key, and returns whether the third call is replayed without running `call`.
 
-    first: the inputs of the first and of the second call. third: the inputs of the third call.
+    first: the inputs of the first two calls. third: the inputs of the third call.
     """
     record.forget()
     calls = []
@@ -327,7 +327,8 @@ def misplaced() -> list[str]:
 def launchers() -> list[str]:
     """Returns an error message if calls with a second key make new launchers.
 
-    Calls with different keys must share launchers, because making a launcher takes more time than replays save.
+    Calls with different recording keys must share Triton's launchers, because it takes more time to make a launcher
+    than replays save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:

@@ -1,4 +1,4 @@
-"""Tests which checkpoints and options are refused. Each error message must name the reason."""
+"""Tests which checkpoints and options are refused. The error message must name the reason for the refusal."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 RANKS = 2
 # The fused backward computes the two KV heads of the case "one" together, and those of "long" one after the other.
-# In the case "whole", each GPU gets whole documents. In all other cases, documents are cut into chunks.
+# Documents are cut into chunks, except in the case "whole", in which each GPU gets whole documents.
 LENGTHS = {
     "one": [12_000],
     "long": [48_000],
@@ -44,7 +44,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     register_group("two", dist.new_group(range(RANKS)))
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes attention run twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # lets attention run twice in some cases
     errors = {
         (documents, window, heads): compare(rank, lengths, window, *heads)
         for documents, lengths in LENGTHS.items()

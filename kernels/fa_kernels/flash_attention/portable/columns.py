@@ -42,7 +42,7 @@ def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.cons
 @triton.jit
 def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Returns a tile as a tuple of blocks. The first block is `block`, and the other blocks are loaded."""
+    """Loads all blocks of a tile except its first block, `block`, and returns the tile as a tuple of blocks."""
     blocks = (block,)
     for i in tl.static_range(1, len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)
@@ -129,8 +129,8 @@ def add_to_rescaled(acc, rescale, a, b, PRECISION: tl.constexpr):
 def isolate_nan_columns(blocks):
     """Applies isolate_nan to each column block.
 
-    Returns the blocks with 0 in place of inf and NaN, and a vector. The vector is NaN for each row that contains inf or
-    NaN in any block, and 0 for the other rows.
+    Returns (isolated, nan_rows). isolated: the blocks with 0 in place of inf and NaN. nan_rows: a vector that is NaN
+    for each row that contains inf or NaN in any block, and 0 for all other rows.
     """
     finite, nan_rows = isolate_nan(blocks[0])
     isolated = (finite,)

@@ -155,7 +155,7 @@ def micro_batches(packing: str, number: int) -> list[dict[str, Tensor]]:
 
 
 def train(case: Case, rank: int | None = None) -> Recorder:
-    """Trains on the streams of `rank`. If rank is None, trains on all streams in a single process."""
+    """Trains on the data of `rank`. If rank is None, trains on the data of all ranks in a single process."""
     alone = rank is None
     lit_gpt = LitGPT(
         build(case, "cpu" if alone else "meta"),
@@ -184,10 +184,10 @@ def train(case: Case, rank: int | None = None) -> Recorder:
 
 
 def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cases: list[Case]) -> None:
-    """Trains one rank of each case. Rank 0 writes the results to <case>.pt."""
+    """Runs every case, in the process of one rank. Rank 0 writes the results of each case to <case>.pt."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes attention run twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # lets attention run twice in some cases
     with patched_once_a_launch():
         for case in cases:
             recorder = train(case, rank)

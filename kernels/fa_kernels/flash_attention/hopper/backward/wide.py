@@ -6,17 +6,18 @@ warpgroup passes P^T to the second warpgroup through shared memory, in 16 bits. 
 dQ need seven matmuls, while a fused kernel for dQ, dK and dV would need only five. Exactly one program writes each
 output, so no sum in global memory is needed, and every run gives the same bits.
 
-The table gives lower bounds on the time for 64 queries and 64 keys, in cycles of a multiprocessor. The tensor cores do
-4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512 cycles. Shared memory transfers 128 bytes per cycle.
+For a block of scores of 64 queries and 64 keys, the table gives lower bounds on the time in cycles of a multiprocessor,
+and the bytes that are loaded from L2. The tensor cores do 4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512
+cycles. Shared memory transfers 128 bytes per cycle.
 
 | outputs         | tensor cores | shared memory | loads from L2 |
 |:----------------|-------------:|--------------:|--------------:|
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel with a third warpgroup for dQ was slower than these two kernels. The lower bounds of this fused kernel
-are 2560 cycles of the tensor cores and 2624 cycles of shared memory. For 64 queries and 64 keys, the fused kernel also
-adds 64 KiB of fp32 values to dQ in L2.
+A fused kernel with a third warpgroup for dQ was slower than the two kernels of the table together. For a block of
+scores of 64 queries and 64 keys, the fused kernel needs at least 2560 cycles of the tensor cores and 2624 cycles of
+shared memory, and adds 64 KiB of fp32 values to dQ in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -61,8 +62,8 @@ HEAD_DIM = 256
 BLOCK = 64  # the number of keys per program, and of queries per step
 STAGES = 2  # the number of steps whose Q and dO can be in shared memory at once
 TILES_PER_WORK_TILE = WORK_TILE // BLOCK
-# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer change to the two
-# numbers in `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
+# All warps start with `THREAD_REGISTERS` registers per thread. The second consumer and the producer then change to the
+# numbers of registers in `REGISTERS`. The first consumer gets the remaining 240 registers per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -201,8 +202,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV can overwrite K in shared memory, because only this warpgroup reads K. The results are correct
-    # without the call of `wait_full`. The call stays, because all measured times of this kernel include it.
+    # dV can overwrite K in shared memory, because only this warpgroup reads K. Correct results do not need the call of
+    # `wait_full`, but all measured times of this kernel include the call.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

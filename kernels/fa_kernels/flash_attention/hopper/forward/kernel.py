@@ -139,7 +139,8 @@ def attention_forward(
 def uses_sections(schedule: Schedule) -> bool:
     """Returns whether the heads are divided into sections whose K and V fit in L2 (tile_order.py).
 
-    Short documents run one after another, with all heads at the same time. K and V of one document then fit in L2.
+    Short documents need no sections: they run one after another, each with all its heads at the same time, and K and V
+    of one document fit in L2.
     """
     return schedule.length_class in ("long", "very_long") or not schedule.crosses_documents
 

@@ -2,12 +2,12 @@
 
 For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
 therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A reference
-below the row's maximum makes the exponentials larger. The result is equally accurate unless an exponential overflows,
-because fp32 and bf16 have the same relative precision at 2^15 and at 1. Each row therefore uses the maximum of its
-first block in later blocks too, and does not wait for the maxima of later blocks. If a thread's sum of exponentials
-exceeds 2^15, the thread's warp raises the references of the affected rows, and computes the exponentials of the block
-again. Probabilities therefore never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o,
-because torch rounds P to bf16 too.
+below the row's maximum makes the exponentials larger, but not less accurate unless an exponential overflows: fp32 and
+bf16 have the same relative precision at 2^15 and at 1. Each row therefore uses the maximum of its first block in later
+blocks too, and does not wait for the maxima of later blocks. If a thread's sum of exponentials exceeds 2^15, the
+thread's warp raises the references of the affected rows, and computes the exponentials of the block again.
+Probabilities therefore never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because
+torch rounds P to bf16 too.
 
 In the code, row_max is the value that softmax subtracts from the scores of a row. By default, scores and probabilities
 are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max
@@ -82,8 +82,8 @@ def visible(
 ):  # fmt: skip
     """Applies the soft cap and the mask to scores [M, N]. Scores of hidden keys become the constant `HIDDEN`.
 
-    The first column of `scores` belongs to key `key`. `MASK` is `always`, `never` or `at_edge`. With `at_edge`, the
-    mask is applied only if the argument at_edge is true.
+    The first column of `scores` belongs to key `key`. `MASK` is `always`, `never` or `at_edge`. With MASK="at_edge",
+    the mask is applied only if the argument at_edge is true.
     """
     if HAS_SOFTCAP:
         scores = cap(scores, scale.softmax, scale.softcap, dtype)[0]
@@ -183,9 +183,9 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     """Returns p = 2^(score * scale - exponent), as packed pairs, and four partial sums of p.
 
     Each packed pair appears twice in p. exponent_0 and exponent_1 are row_max of the thread's two rows, in log2 units.
-    Partial sum i adds the values i, i + 4, i + 8 and so on. If a sum is too large, `_of_thread` increases row_max and
-    computes p a second time. Without the explicit fma, a row whose row_max is unchanged would get different bits in the
-    second computation: the compiler would round `score * scale` in the second computation, but not in the first.
+    Partial sum i adds the values i, i + 4, i + 8 and so on. Without `MAX_FIRST`, `_of_thread` calls `_under` a second
+    time if a partial sum exceeds `_LARGEST_SUM`. Both calls must return the same bits for a row whose row_max does not
+    change. This needs the explicit fma: without it, the compiler would round `score * scale` only in the second call.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -23,7 +23,7 @@ def run(q, k, v, do, **options):
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
-    """If a stream has only one document, the kernels write no marks and repair no tiles.
+    """If a stream has only one document, the kernels do not mark rows with NaN, and repair no tiles.
 
     The last block of queries reaches past the end of its head, and must not read the next head.
 
@@ -65,9 +65,9 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
     """Deterministic and non-deterministic gradients differ only by fp32 rounding.
 
-    The partial sums of the two kinds of gradients are added in different orders. Tensor cores add 16 products at a time
-    to an fp32 sum, and truncate the result. For each such addition, the tolerance allows an error of the fp32 eps times
-    the largest gradient.
+    Only deterministic kernels add partial sums in a fixed order. Tensor cores add 16 products at a time to an fp32 sum,
+    and truncate the result. For each addition of 16 products, the tolerance allows an error of the fp32 eps times the
+    largest gradient.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (

@@ -136,7 +136,7 @@ SLEEPING = {
 def let_warps_sleep():
     """Makes the synchronisation functions of the kernels sleep at random.
 
-    Kernels that are already compiled keep the original functions.
+    Kernels that are already compiled do not change, so their warps do not sleep.
     """
     for name, sleeping in SLEEPING.items():
         users = [module for module in MODULES if hasattr(module, name)]
@@ -164,8 +164,8 @@ def calls():
 def outcomes(run, arguments, name):
     """Makes `RUNS` calls, and yields (hashes, first head of dq) for each call.
 
-    The hashes are those of the outputs that have the same bits in every run. The first head of dq is replaced by None
-    if the call returns no dq, or if dq has the same bits in every run.
+    A non-deterministic backward call can return a dq with other bits in each run, so the first head of dq is yielded
+    without a hash. For all other calls, None takes the place of this head. All other outputs are hashed.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))

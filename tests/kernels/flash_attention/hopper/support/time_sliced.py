@@ -38,7 +38,7 @@ def main(head_dim, dtype, softcap):
         [16384], [16384], int(head_dim), getattr(torch, dtype), float(softcap)
     )
     q, k, v = tensors[2:5]
-    schedule = schedule._replace(crosses_documents=False)  # so that no repair of NaN can hide errors
+    schedule = schedule._replace(crosses_documents=False)  # disables the repair of NaN, which could hide errors
 
     def forward():
         return fwd.attention_forward(q, k, v, schedule, features, q.dtype)
