@@ -61,11 +61,12 @@ class Traffic(NamedTuple):
 class Counts(NamedTuple):
     """How many entries of the padded tensors of Traffic are used.
 
-    rows: rows of the buffer. keys: keys in the buffer; the other rows are 0. shared: tokens in `shared`. kept: tokens
-    in `kept`. crossing: queries that read the buffer. queries: `crossing` rounded up. splits: 1 if only the crossing
-    queries read the buffer, and 0 if all queries do.
-    exchanges: 0 if no query of any rank sees keys of other ranks. Flash attention then runs once, over the rank's own
-    keys, and nothing is sent. If both splits and exchanges are 1, attention runs twice.
+    rows: the number of rows of the buffer. keys: the number of rows that hold a key; all other rows are 0.
+    shared: the number of tokens in `shared`. kept: the number of tokens in `kept`.
+    crossing: the number of queries that read the buffer. queries: `crossing` rounded up.
+    splits: 1 if only the crossing queries read the buffer, and 0 if all queries read the buffer.
+    exchanges: 0 if may_split is true and no query of any rank sees keys of other ranks, otherwise 1. If `exchanges` is
+    0, flash attention runs once, over the rank's own keys. If `splits` and `exchanges` are 1, attention runs twice.
     """
 
     rows: int

@@ -179,6 +179,30 @@ def test_swaps_balance_work_and_then_tokens():
     assert whole_documents(boundaries, 131_072, 4) is not None
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60)), min_size=2, max_size=40),
+    st.sampled_from([0.01, 1.0]),
+    st.integers(2, 5),
+)
+def test_each_swap_reduces_the_excess(documents, weight, max_lengths):
+    owner, lengths = (np.array(values) for values in zip(*documents, strict=True))
+    work = whole_module.work_of_documents(lengths)
+    share = whole_module.Share(-(-sum(lengths) // 3), work.sum() / 3)
+
+    def loads():
+        return whole_module.Loads(*(np.bincount(owner, x, 3) for x in (lengths, work)))
+
+    def excess():
+        return share.excess(loads(), weight).sum()
+
+    before = excess()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_module, "MAX_LENGTHS", max_lengths)
+        swapped = whole_module._swap(owner, lengths, loads(), share, weight)
+    assert excess() < before if swapped else excess() == before
+
+
 def test_empty_documents_change_nothing():
     lengths = np.random.default_rng(0).integers(64, 513, 455).tolist()
     total = -(-sum(lengths) // 8) * 8
