@@ -68,7 +68,7 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node that computes the gradients. The output of `_Backward` is a placeholder without memory.
+    """The autograd node whose backward computes the FFN's gradients. Its output is a placeholder without memory.
 
     The forward of `_Backward` runs before the forward of `_Forward`, and saves all tensors before the FFN is computed.
     Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.
@@ -129,7 +129,11 @@ class _Kept(torch.autograd.Function):
 
 
 class _Forward(torch.autograd.Function):
-    """The autograd node that computes the output. The backward of `_Forward` passes the gradient on to `_Backward`."""
+    """The autograd node whose forward computes the FFN's output.
+
+    `promise` is the placeholder that `_Backward` returned. The backward of `_Forward` returns dy as the gradient of
+    `promise`, so autograd passes dy to the backward of `_Backward`.
+    """
 
     @staticmethod
     def forward(

@@ -22,8 +22,8 @@ class Item:
     """A work item: a tile of queries of one head, beginning with query `first`, and the blocks of keys to process.
 
     Blocks are counted backwards: block 0 ends at key `end`. The first n_right blocks and the last n_left blocks need a
-    mask, because some rows see only some keys of these blocks. The blocks in between need no mask, because every row
-    sees all their keys. An item has at least one block, so that rows that see no key need no separate code.
+    mask, because some rows see only some keys of these blocks. All other blocks of the item need no mask, because every
+    row sees all their keys. An item has at least one block, so that rows that see no key need no separate code.
     """
 
     first: gl.tensor
@@ -71,7 +71,7 @@ class Rings:
 class Inputs:
     """The TMA descriptors of the producer's inputs, and the strides between heads.
 
-    Tuples have one entry per column block.
+    q, k and v are tuples with one TMA descriptor per column block.
     """
 
     q: tuple
