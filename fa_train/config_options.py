@@ -1,6 +1,6 @@
 """Reads which options the groups of conf/ have, and which keys an option has.
 
-Error messages about wrong options and keys name options and keys that exist.
+If a user gives an unknown option or key, the error message names options or keys that exist.
 """
 
 from collections.abc import Mapping

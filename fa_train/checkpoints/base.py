@@ -24,8 +24,8 @@ PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
     """Replaces frozen weights in LitGPT's checkpoint with a reference to the base model.
 
-    The reference holds the base model's name, hash and vocabulary size. If the model has no
-    frozen weights, drop_base does not change `checkpoint`.
+    The reference holds the base model's name, hash and vocabulary size. If the model has no frozen weights, drop_base
+    does not change `checkpoint`.
     device: the device that drew the base model's random weights. CPUs and GPUs draw different weights from the same
     seed.
     """

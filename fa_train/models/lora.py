@@ -52,7 +52,8 @@ class LoRA:
     (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
     target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
-    linear layers of the blocks. Any other string is a regular expression that full module names must match.
+    linear layers of the blocks. A string other than "all-linear" is a regular expression that full module names must
+    match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
     path: the folder of a peft adapter to train further, or None for new adapters. The adapter_config.json in the folder
     replaces r, lora_alpha, use_rslora and target_modules.
@@ -140,7 +141,7 @@ class LoRA:
             )
 
     def _require_no_recomputation(self, model: GPT) -> None:
-        """Checks that dropout is not combined with recomputation. Recomputation would draw a different dropout mask."""
+        """Rejects dropout with memory levers that recompute, because recomputation would draw another dropout mask."""
         memory = model.memory
         if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(

@@ -46,7 +46,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     ]
     for result in results:
         one, shared, forward, alone, moved = (result.ms[part] for part in PARTS)
-        tera = result.flops / ranks / 1e9  # `tera` divided by a time in milliseconds gives TFLOP/s per GPU
+        tera = result.flops / ranks / 1e9  # dividing `tera` by milliseconds gives TFLOP/s per GPU
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
@@ -83,7 +83,7 @@ def draw(results: Sequence[Result], ranks: int, title: str) -> Figure:
             bars = axes.bar([x + (i - 0.5) * WIDTH for x in range(len(mine))], shares, WIDTH, color=color, label=label)
             axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, fontsize=8)
         axes.axhline(1, color="#999999", linewidth=0.8, zorder=0)
-        axes.margins(y=0.12)  # leaves space for the labels of bars
+        axes.margins(y=0.12)  # space for the labels above the bars
         axes.set_xticks(range(len(mine)), [result.stream for result in mine])
         axes.set_title(f"{tokens:,} tokens")
     panels[0].set_ylabel("share of the ideal speed")

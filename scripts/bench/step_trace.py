@@ -50,7 +50,7 @@ NAMES = tuple(
     )
 )
 # {host range: part}. A kernel that is launched within a host range belongs to the range's part. Copies and
-# kernels that communicate are an exception: their part depends only on their name.
+# communication kernels belong to the part that their name gives, even within a host range.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,

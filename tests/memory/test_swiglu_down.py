@@ -232,7 +232,8 @@ def test_other_activations_keep_their_path(activation, device, passes):
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
     """SwiGLU's backward kernel overwrites the gradient of the activations with the activations.
 
-    If later code needs the gradient of the activations, torch.compile copies this gradient before the kernel runs.
+    If later code needs the gradient of the activations, torch.compile copies this gradient before SwiGLU's backward
+    kernel runs.
     """
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)

@@ -228,7 +228,7 @@ def _stored_names(path: Path, file: Any, names: list[str] | None) -> list[str]:
 
 
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
-    """Returns the key in `places` that belongs to a tensor's name, or None if no key does.
+    """Returns the key in `places` that belongs to a tensor's name, or None if `places` has no key for the name.
 
     In a checkpoint without a head, such as OpenAI's GPT-2, tensor names lack their first part, such as `transformer.`.
     If the model also reads images, each name has the additional part language_model.

@@ -29,8 +29,8 @@ def register_group(name: str, group: ProcessGroup) -> None:
 def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Until the `with` block ends, each wait for an exchange runs inside `with span()`.
 
-    On a GPU, the current CUDA stream waits, and the host does not. On a CPU, the host waits. Several threads call
-    `span`, because autograd runs the backward pass of a GPU in a separate thread.
+    On a GPU, the current CUDA stream waits for the exchange, and the host does not wait. On a CPU, the host waits.
+    Several threads call `span`, because autograd runs the backward pass of a GPU in a separate thread.
     """
     global _span_of_wait
     outer, _span_of_wait = _span_of_wait, span
@@ -62,7 +62,7 @@ class Moves(NamedTuple):
 class Exchange(NamedTuple):
     """An exchange that has begun. `leaving` must not be freed before the exchange ends.
 
-    parts: for each exchanged tensor, a tensor that begins with the rows that arrive.
+    parts: one tensor for each exchanged tensor. The first rows of each part receive the rows of other ranks.
     """
 
     work: dist.Work
@@ -79,7 +79,7 @@ def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
     """Returns a buffer of the keys that this rank's queries see.
 
     The buffer holds rows of x from all ranks, in stream order, followed by zeros.
-    Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
+    Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of a Moves.
     Raises: ValueError if attention must run twice (Counts.splits), because the buffer would lack keys that some queries
     see.
     """
@@ -174,7 +174,7 @@ def summed_gradients(
     arriving, parts = _joined(ds, n_returned + (0 if totals is None else counts.kept))
     work = dist.all_to_all_single(arriving[:n_returned], leaving, sends, receives, group=_GROUPS[group], async_op=True)
     # the copies below run during the exchange
-    if totals is None:  # each buffer holds all rows of this rank, without padding, in their original order
+    if totals is None:  # each buffer holds all rows of this rank, without padding, in the order of its tokens
         totals = [d.new_empty(moves.kept.shape[0], *d.shape[1:]) for d in ds]
         copy_rows(ds, totals, from_rows=own_rows)
         for total in totals:

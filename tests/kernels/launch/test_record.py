@@ -35,7 +35,7 @@ def test_every_kernel_is_launched_where_it_can_be_noted():
     """Only the function `launch` records launches. A replayed call would omit kernels that are launched without it."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
-    assert sorted(past) == ["cache.py", "decode.py"]  # calls with a KV cache are not replayed
+    assert sorted(past) == ["cache.py", "decode.py"]  # kernels of calls with a KV cache, which are not replayed
 
 
 @pytest.fixture

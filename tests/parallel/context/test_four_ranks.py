@@ -137,7 +137,8 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     os.environ.update(environments[rank])
     compile_without_inductor()
     shared = Path(folder)
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # so that some cases run attention twice
+    # with these limits, attention runs twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
         with slow_exchanges() if name == "longer" else nullcontext(), dealing(whole=name == "shared"):
