@@ -1,6 +1,6 @@
 """Reads which options the groups of conf/ have, and which keys an option has.
 
-Error messages suggest these options and keys.
+If a user gives an unknown option or key, the error message names options or keys that exist.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def options_with(key: str) -> list[str]:
 def _content(group: str, option: str) -> dict[str, Any]:
     """Returns the keys of an option and of the options in its defaults list.
 
-    An option with a line `# @package` sets keys outside its group, so the result is empty.
+    If the option's file starts with `# @package`, the option sets keys outside its group, and the result is empty.
     """
     text = (CONF / group / f"{option}.yaml").read_text(encoding="utf-8")
     if text.startswith("# @package"):

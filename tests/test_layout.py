@@ -62,8 +62,9 @@ def test_no_module_uses_another_test_module():
 def misplaced(path: Path, sources: Sequence[Path]) -> str | None:
     """Returns why a file in tests/ is in the wrong folder, or None. All paths are relative to the repository.
 
-    A test module is in the wrong folder if its name belongs to a subfolder of the mirrored source folder. For example,
-    tests of fa_train/parallel/context/deal.py must not be named tests/parallel/test_deal.py or test_context_deal.py.
+    A test module is in the wrong folder if its name is the name of a module in a subfolder of the mirrored source
+    folder, or begins with the name of such a subfolder. For example, tests of fa_train/parallel/context/deal.py must
+    not be named tests/parallel/test_deal.py or test_context_deal.py.
     """
     parts = path.parent.parts[1:]
     if NOT_MIRRORED & {*parts} or path.as_posix() in ACROSS:

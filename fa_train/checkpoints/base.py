@@ -1,4 +1,7 @@
-"""The frozen base model of an adapter. A checkpoint holds the name and hash of the base model, but not its weights."""
+"""The frozen base model of an adapter.
+
+The checkpoint of a run with an adapter holds the name and hash of the base model, but not the base model's weights.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -21,8 +24,8 @@ PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
     """Replaces frozen weights in LitGPT's checkpoint with a reference to the base model.
 
-    The reference holds the base model's name, hash and vocabulary size. If no weights are frozen, the checkpoint does
-    not change.
+    The reference holds the base model's name, hash and vocabulary size. If the model has no frozen weights, drop_base
+    does not change `checkpoint`.
     device: the device that drew the base model's random weights. CPUs and GPUs draw different weights from the same
     seed.
     """
@@ -63,7 +66,8 @@ def require_fit(model: GPT, stored: Shapes, content: Mapping[str, Any], checkpoi
     content: the entries of the checkpoint, for example the reference to the base model. `content` need not contain the
     weights.
     checkpoint: the checkpoint's name, for error messages.
-    Raises: CheckpointError if the checkpoint does not fit the model. The message names the first difference.
+    Raises: CheckpointError if the checkpoint does not fit the model. The error names the first difference between the
+    checkpoint and the model.
     """
     require_same_weights(model, stored, content, checkpoint)
     reference = content.get(REFERENCE)
@@ -78,7 +82,8 @@ def require_same_weights(model: GPT, stored: Shapes, content: Mapping[str, Any],
     """Checks the names and shapes of a checkpoint's weights. Does not check the base model of an adapter.
 
     stored, content, checkpoint: as in require_fit.
-    Raises: CheckpointError if a name or a shape differs from the model's. The message names the first difference.
+    Raises: CheckpointError if a name or a shape differs from the model's. The error names the first difference between
+    the checkpoint and the model.
     """
     require_same_head(model.config, content.get(ARCHITECTURE))
     reference = content.get(REFERENCE)

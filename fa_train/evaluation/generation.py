@@ -74,11 +74,11 @@ def generate(
 
 
 class CachedAttention:
-    """The attention of one layer with a KV cache. The first call gets the prompt. Each later call gets one token.
+    """The attention of one layer with a KV cache, called first with the prompt and then with one new token per call.
 
     attention: the layer's attention function, used for the prompt. Later tokens use flash_attn_with_kvcache if the
     prompt uses `flash_attention`, and naive_attention otherwise.
-    window: the number of tokens that a query sees, including its own, or None for all tokens.
+    window: how many of the last tokens a query sees, including the query's own token, or None for all tokens.
     capacity: the maximum number of cached tokens.
     """
 
@@ -131,11 +131,12 @@ class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
     chats, val_path, path: paths of chats, as in data.path. The first path that is not None is used. If all paths are
-    None, there is no sample. text_column: if it is not None, val_path and path hold texts, not chats, and are not used.
-    The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt comes from
-    the first held-out chat, or from the last chat if no chat is held out. Chats without a prompt are skipped. If all
-    chats are skipped, there is no sample. There is no sample if the prompt and max_new_tokens exceed the model's
-    learned positions. The answer has at most max_new_tokens tokens. Each token of the answer is the most likely token.
+    None, there is no sample. If text_column is not None, val_path and path are not used, because they hold texts, not
+    chats. The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt
+    comes from the first held-out chat, or from the last chat if no chat is held out. Chats without a prompt are
+    skipped. If all chats are skipped, there is no sample. There is no sample if the prompt and max_new_tokens exceed
+    the model's learned positions. The answer has at most max_new_tokens tokens. Each token of the answer is the most
+    likely token.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 The forward pass of an FFN saves the input and the weights of the FFN. The backward pass recomputes the activations of
 each chunk (ALST, arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and
 memory.offload=all moves it to the host. Outputs and input gradients differ from those of an FFN without chunks only by
-rounding. Rounding differs because the matmul library may split smaller products differently, and because a fused kernel
-rounds SwiGLU only once. Weight gradients are summed over chunks in fp32.
+rounding, because the matmul library may split smaller products differently, and because a fused kernel rounds SwiGLU
+only once. Weight gradients are summed over chunks in fp32.
 
 To save memory traffic, activation kernels overwrite their inputs, and matmuls write directly to the rows of the result.
 Memory traffic limits the speed of everything except the matmuls.
@@ -68,7 +68,7 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node that computes the gradients. The output of `_Backward` is a placeholder without memory.
+    """The autograd node whose backward computes the FFN's gradients. Its output is a placeholder without memory.
 
     The forward of `_Backward` runs before the forward of `_Forward`, and saves all tensors before the FFN is computed.
     Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.
@@ -96,7 +96,7 @@ class _Backward(torch.autograd.Function):
 
 def _gradients(ctx: Any, dy: Tensor, projected: Tensor | None, *saved: Tensor | None) -> tuple[Tensor | None, ...]:
     x, up, up_bias, down, down_bias = saved
-    with_weights = any(ctx.needs_input_grad[1:5])  # False if the weights are frozen
+    with_weights = any(ctx.needs_input_grad[1:5])  # False if all weights of the FFN are frozen
     dx, *d_weights = mlp_backward(
         dy, x, up, up_bias, down, down_bias, projected, ctx.activation, ctx.chunk_size, with_weights
     )
@@ -129,7 +129,11 @@ class _Kept(torch.autograd.Function):
 
 
 class _Forward(torch.autograd.Function):
-    """The autograd node that computes the output. The backward of `_Forward` passes the gradient on to `_Backward`."""
+    """The autograd node whose forward computes the FFN's output.
+
+    `promise` is the placeholder that `_Backward` returned. The backward of `_Forward` returns dy as the gradient of
+    `promise`, so autograd passes dy to the backward of `_Backward`.
+    """
 
     @staticmethod
     def forward(

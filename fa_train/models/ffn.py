@@ -119,7 +119,8 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return recomputed(ffn.down_of, ffn.up(x))
 
 
-# Compiled code does not nest checkpoints, because torch 2.11 would save the tensors between the two checkpoints.
+# Compiled code has no checkpoint inside a checkpoint, because torch 2.11 would save the tensors between the outer and
+# the inner checkpoint.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 

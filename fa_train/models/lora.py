@@ -52,8 +52,8 @@ class LoRA:
     (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
     target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
-    linear layers of the blocks. If target_modules is another string, it is a regular expression that full module names
-    must match.
+    linear layers of the blocks. A string other than "all-linear" is a regular expression that full module names must
+    match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
     path: the folder of a peft adapter to train further, or None for new adapters. The adapter_config.json in the folder
     replaces r, lora_alpha, use_rslora and target_modules.
@@ -141,7 +141,7 @@ class LoRA:
             )
 
     def _require_no_recomputation(self, model: GPT) -> None:
-        """Checks that dropout is not combined with recomputation. Recomputation would draw a different dropout mask."""
+        """Rejects dropout with memory levers that recompute, because recomputation would draw another dropout mask."""
         memory = model.memory
         if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(
@@ -266,7 +266,7 @@ def init_adapters(model: GPT) -> None:
 def adapters_of(model: GPT) -> Adapters | None:
     """Returns the sizes of a model's adapters for the memory planner, or None for a model without adapters.
 
-    For each size per block, the result has the maximum over all blocks.
+    Sizes that differ between blocks, such as Adapters.ffn_rank, are the maximum over all blocks.
     """
     sizes, quantized, has_dropout = [], False, False
     found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [sum of ranks, elements]}
@@ -391,7 +391,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 def _settings(folder: Path, own: LoRA) -> LoRA:
     """Returns a copy of `own` with the `READ` fields of adapter_config.json in `folder`.
 
-    Raises: ValueError on an unsupported field.
+    Raises: ValueError if adapter_config.json is missing, lacks a field, or has an unsupported field or value.
     """
     path = folder / ADAPTER_CONFIG
     if not path.exists():

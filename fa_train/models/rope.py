@@ -33,7 +33,7 @@ class RopeScaling(ABC):
         """Returns the changed frequencies in fp64: (head_dim / 2,), or (total, head_dim / 2) with one row per token.
 
         position_ids: (total,). last: the last position in each token's document, (total,). If `last` is None, `last` is
-        computed from position_ids. In that case, position_ids must contain all positions of each document.
+        computed from position_ids, which must then contain all positions of each document.
         """
 
     @property
@@ -80,7 +80,8 @@ class DynamicNTKScaling(RopeScaling):
 class YarnScaling(RopeScaling):
     """Divides low frequencies by `factor` and keeps high frequencies (YaRN, arXiv:2309.00071, section 3.2).
 
-    Frequencies between low and high are interpolated by a ramp, which is linear in the channel index.
+    Frequencies between the low and the high ones are interpolated. The weight of the interpolation is a ramp, which is
+    linear in the channel index.
     original_max_position_embeddings: the original context length in tokens.
     beta_fast, beta_slow: the frequencies at the two ends of the ramp, in rotations per original context length.
     truncate: whether the ends of the ramp are rounded to whole channels.

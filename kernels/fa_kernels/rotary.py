@@ -179,7 +179,7 @@ _rotate.register_autograd(_backward, setup_context=_save)
 
 
 class _RotateQKV(torch.autograd.Function):
-    """Rotates qkv and splits it into q, k and v. The backward kernel reads dq, dk and dv in place.
+    """Rotates qkv and splits it into q, k and v. The backward kernel reads dq, dk and dv as separate tensors.
 
     If rotation and split were separate operations, autograd would first join the gradients in an additional pass over
     memory.

@@ -34,7 +34,7 @@ from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, 
 from scripts.bench.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
-OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # a StepCase keeps overrides with these prefixes
+OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # prefixes of the overrides that a StepCase keeps
 
 
 def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
@@ -42,9 +42,9 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
 
     The output of the job goes to cases/<number>.log in the multirun's folder.
 
-    Returns the measured values by name. A job is skipped if the folder already has its result, or if a shorter job with
-    the same attention ran out of memory. Ends the program on Ctrl-C, or if the jobs differ in more than attention and
-    seq_len.
+    Returns the measured values by name. A job is skipped if the multirun's folder already has the job's result, or if a
+    job with the same attention and a smaller seq_len ran out of memory. Ends the program on Ctrl-C, or if the jobs
+    differ in more than attention and seq_len.
     """
     hydra = HydraConfig.get()
     folder, number = Path(hydra.sweep.dir).resolve() / "cases", f"{hydra.job.num:04d}"
@@ -161,7 +161,7 @@ class Report(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             report(config)
-        except Exception:  # Hydra would only print a warning and continue
+        except Exception:  # without this handler, Hydra would print a warning and continue
             traceback.print_exc()
             sys.exit(1)
 

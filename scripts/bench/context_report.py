@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 from scripts.bench.context_peer import PEER_PARTS
 
 PARTS = ("one", "shared", "forward", "alone", "moved")
-BACKWARD = 2.5  # attention's backward pass has this many times the FLOPs of its forward pass
+BACKWARD = 2.5  # the FLOPs of attention's backward pass, divided by the FLOPs of its forward pass
 BARS = {"shared": ("#1f77b4", "with communication"), "alone": ("#c6dbef", "attention alone")}
 WIDTH = 0.4  # width of a bar; the distance between two groups of bars is 1
 
@@ -18,8 +18,8 @@ WIDTH = 0.4  # width of a bar; the distance between two groups of bars is 1
 class Result:
     """The medians of one case over its repetitions.
 
-    ms: the milliseconds of each part.
-    ranks_ms: the milliseconds of each rank in the part `alone`, which has no communication.
+    ms: the milliseconds of each part of the benchmark. The docstring of scripts/bench/context.py explains the parts.
+    ranks_ms: the milliseconds that each rank takes for its share of the attention, without communication.
     received: the fraction of the other ranks' keys that a rank receives, for the rank with the largest fraction.
     flops: the FLOPs of a forward pass on all ranks together.
     """
@@ -36,8 +36,8 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     """Returns the lines of the results table.
 
     TFLOP/s are per GPU. In a forward pass, each visible (query, key) pair counts 4 * head_dim FLOPs per query head. A
-    backward pass has `BACKWARD` times as many FLOPs as a forward pass. The time of the backward pass is the time of the
-    part `shared` (both passes) minus the time of the part `forward`.
+    backward pass has `BACKWARD` times as many FLOPs as a forward pass. The milliseconds of the backward pass are
+    `ms["shared"] - ms["forward"]`, because the part `shared` of the benchmark times both passes of attention.
     """
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
@@ -46,7 +46,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     ]
     for result in results:
         one, shared, forward, alone, moved = (result.ms[part] for part in PARTS)
-        tera = result.flops / ranks / 1e9  # `tera` divided by a time in milliseconds gives TFLOP/s per GPU
+        tera = result.flops / ranks / 1e9  # dividing `tera` by milliseconds gives TFLOP/s per GPU
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
@@ -83,7 +83,7 @@ def draw(results: Sequence[Result], ranks: int, title: str) -> Figure:
             bars = axes.bar([x + (i - 0.5) * WIDTH for x in range(len(mine))], shares, WIDTH, color=color, label=label)
             axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, fontsize=8)
         axes.axhline(1, color="#999999", linewidth=0.8, zorder=0)
-        axes.margins(y=0.12)  # leaves space for the labels of bars
+        axes.margins(y=0.12)  # space for the labels above the bars
         axes.set_xticks(range(len(mine)), [result.stream for result in mine])
         axes.set_title(f"{tokens:,} tokens")
     panels[0].set_ylabel("share of the ideal speed")

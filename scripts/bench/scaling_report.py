@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-ENOUGH = 0.95  # the page counts the runs that reach at least this share of the ideal speed
+ENOUGH = 0.95  # share of the ideal speed. The results page counts the runs that reach at least this share.
 CLOSE = 0.05  # a prediction within 5% of the measured peak counts as close
 HEAD = (
     "case", "GPUs", "tokens/s (slowest to fastest log)", "of ideal", "step ms", "data wait ms", "communication ms",
@@ -117,7 +117,7 @@ def with_largest(mean: float | None, largest: float | None, form: str) -> str:
 
 
 def page(rows: Sequence[Row], head: dict[str, str]) -> str:
-    """Formats all rows as Markdown. The runs of a workload are next to each other."""
+    """Formats all rows as Markdown. In the table, all runs of a workload are on consecutive lines."""
     lines = [
         "# Training on several GPUs compared with one",
         "",
@@ -130,7 +130,7 @@ def page(rows: Sequence[Row], head: dict[str, str]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Returns a sentence on the share of the ideal, and a sentence on the planner."""
+    """Returns a sentence on the runs' speed relative to the ideal speed, and a sentence on the planner's errors."""
     shares = [share for row in rows if (share := share_of_ideal(row, rows)) is not None]
     errors = [abs(error) for row in rows if (error := plan_error(row)) is not None]
     lines = []

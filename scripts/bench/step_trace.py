@@ -22,7 +22,7 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # time counts for these parts only while no kernel computes
+ASIDE = (COPIES, COMMUNICATION)  # time counts for copies and communication only while no kernel computes
 # Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
 # match wins.
 NAMES = tuple(
@@ -49,8 +49,8 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# {host range: part}. A kernel that is launched within a host range belongs to the range's part. The part of a copy, or
-# of a kernel for communication, depends only on its name.
+# {host range: part}. A kernel that is launched within a host range belongs to the range's part. Copies and
+# communication kernels belong to the part that their name gives, even within a host range.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
@@ -122,7 +122,7 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 
 
 def exclusive(step: Step) -> dict[str, float]:
-    """Returns the microseconds of each part and of idle time. The parts and the idle time add up to the step's time.
+    """Returns the microseconds of each part of the step, including idle time. The parts add up to the step's time.
 
     No time counts twice. While a kernel and a copy run together on a GPU, the time counts for the kernel. While several
     kernels run together, the time counts for the kernel that started first. On the host, the time counts for the
@@ -135,7 +135,7 @@ def exclusive(step: Step) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     clipped = [(max(i.start, step.start), min(i.end, step.end), i) for i in step.intervals]
     clipped = [(start, end, interval) for start, end, interval in clipped if start < end]
-    # if one span ends when another starts, the end comes first
+    # at the same moment, ends of intervals are sorted before starts
     changes = sorted(
         [(start, 1, number) for number, (start, _, _) in enumerate(clipped)]
         + [(end, 0, number) for number, (_, end, _) in enumerate(clipped)]

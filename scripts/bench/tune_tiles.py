@@ -62,14 +62,14 @@ PASSES: tuple[Pass, ...] = get_args(Pass)
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 APART: tuple[Pass, ...] = ("dk", "dv")  # replace dkdv
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (2, 3, 4)
-# If head_dim is at least `WIDE`, large blocks hardly fit, so separate kernels for dK and dV can be faster. One stage
-# can be faster than several, because two programs with one stage each can alternate on a multiprocessor.
+# If head_dim is at least `WIDE`, registers limit the block sizes, so separate kernels for dK and dV can be faster. One
+# stage can be faster than several, because two programs with one stage each can alternate on a multiprocessor.
 WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
 # limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
 # Limits for 4-byte dtypes. Each fp32 element is split into an upper and a lower half, which doubles the shared memory.
-# The products of the lower halves need their own accumulators, so a thread can hold only half as many elements.
+# Products with lower halves have separate accumulators, so the maximum number of elements per thread is halved.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -123,8 +123,9 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 def has_scores_for_threads(tiles: TileConfig) -> bool:
     """Returns whether a tile has at least one score for each thread.
 
-    For fp32, `candidates` calls has_scores_for_threads instead of has_rows_for_warps. In fp32, 16 rows
-    per warp often do not fit. With mma.sync, warps can split the columns of a tile instead of its rows.
+    For fp32, `candidates` calls has_scores_for_threads instead of has_rows_for_warps. In fp32, tiles with 16 rows per
+    warp often do not fit in registers or shared memory. With mma.sync, warps can split the columns of a tile instead of
+    its rows.
     """
     return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
 
@@ -205,7 +206,8 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # `half` has only tiles of queries or only tiles of keys, so attention_backward launches only the candidate's kernel
+    # `half` is the schedule without key tiles or without query tiles. With `half`, attention_backward launches only the
+    # candidate's kernel.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -252,8 +254,8 @@ def check(candidate: Candidate, device: str = "cuda") -> str:
     An error is the difference of an output element from its value in fp64. The candidate's errors are compared with the
     errors of torch in the same dtype. The root mean square of the candidate's errors may be twice that of torch, plus
     rounding. The candidate's largest error may be four times the largest error of torch, plus rounding, because the
-    largest error depends on chance. For example, in a correct dq in fp32 on an AMD CPU, the largest error was up to 2.9
-    times torch's largest error. The root mean square was only 1.4 times torch's root mean square.
+    largest error depends on chance. For example, on an AMD CPU, the largest error of a correct dq in fp32 was up to 2.9
+    times the largest error of torch. The root mean square of the errors of this dq was only 1.4 times that of torch.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()

@@ -19,9 +19,10 @@ def test_ctrl_c_before_training_is_one_line(capsys):
 
 
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
-    """A signal within one second of the first one is ignored, because torchrun repeats each signal once.
+    """A second signal within one second of the first one is ignored, because torchrun repeats each signal once.
 
-    A later signal ends the process at once. In a forked data worker, the handler ignores every signal.
+    A signal after more than one second ends the process at once. In a forked data worker, the handler ignores every
+    signal.
     """
     now, exits = [100.0], []
     monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -1,4 +1,4 @@
-"""Tests the advice that a run prints if memory runs out."""
+"""Tests the advice that a run prints if it runs out of GPU memory."""
 
 from types import SimpleNamespace
 from typing import Any

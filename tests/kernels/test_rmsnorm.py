@@ -59,7 +59,7 @@ def results(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor,
 
 
 def exactly(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor) -> list[Tensor]:
-    """Computes the same results as `results` in fp64, starting from the sum rounded to the dtype of x."""
+    """Computes in fp64 what `results` returns. The norm is computed from the sum rounded to the dtype of x."""
     rounding = (x + added).to(x.dtype).double() - (x.double() + added.double())
     leaves = [tensor.double().requires_grad_() for tensor in (x, added, weight)]
     total = leaves[0] + leaves[1] + rounding

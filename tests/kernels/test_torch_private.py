@@ -52,7 +52,7 @@ def test_a_torch_that_cannot_say_who_watches_is_taken_to_be_watched(device, monk
 
 @pytest.mark.parametrize("missing", ["apply", "_unwrap_if_dead"])
 def test_a_function_is_applied_with_its_layer_for_transforms(missing, device, monkeypatch):
-    """If torch lacks a private name that the direct call needs, attention uses `Function.apply`.
+    """If torch lacks a private name that attention needs to skip functorch's layer, attention calls `Function.apply`.
 
     A functorch transform that has ended can leave a wrapper around a tensor. `Function.apply` removes the wrapper.
     """

@@ -62,7 +62,7 @@ def compiled(ffn: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def draw(device: torch.device, total: int = 10) -> tuple[Tensor, Tensor]:
-    """Returns random x and gradient of y."""
+    """Returns a random input x of the FFN, and a random gradient of the FFN's output y."""
     return torch.randn(total, DIM, device=device, requires_grad=True), torch.randn(total, DIM, device=device)
 
 
@@ -232,7 +232,8 @@ def test_other_activations_keep_their_path(activation, device, passes):
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
     """SwiGLU's backward kernel overwrites the gradient of the activations with the activations.
 
-    torch.compile copies the gradient of the activations first if later code needs this gradient.
+    If later code needs the gradient of the activations, torch.compile copies this gradient before SwiGLU's backward
+    kernel runs.
     """
     total, ffn_dim = 4096, 512
     up, down = nn.Linear(64, 2 * ffn_dim, bias=False), nn.Linear(ffn_dim, 64, bias=False)

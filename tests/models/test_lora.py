@@ -130,7 +130,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Only the case `all` offloads. One case is enough, because offloading happens outside the compiled graphs."""
+    """Only the case `all` moves tensors to host memory, because offloading happens outside the compiled graphs."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 
@@ -197,7 +197,7 @@ def test_an_adapter_goes_on_where_it_was_saved(tmp_path):
     again = lora(r=1, lora_alpha=1, path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
     assert torch.equal(again(tokens()), first(tokens()))
     assert all(p.requires_grad for p in adapter_tensors(again).values())
-    with torch.device("meta"):  # the planner also builds a model without reading weights
+    with torch.device("meta"):  # the planner, too, builds a model on the meta device, without reading weights
         on_meta = lora(path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
     shapes = {name: p.shape for name, p in adapter_tensors(again).items()}
     assert {name: p.shape for name, p in adapter_tensors(on_meta).items()} == shapes

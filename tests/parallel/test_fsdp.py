@@ -116,7 +116,7 @@ def two_ranks(shared, whole_run, adapter_run) -> Path:
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
     """Trains as one of two ranks, and makes the checks that need two ranks.
 
-    All tests with two ranks share these two processes, because each process takes seconds to start. Each run has a
+    All tests with two ranks use the same two processes, because each process takes seconds to start. Each run has a
     folder below `folder`. From step 3, the run `two_from_two` continues the run `sharded`, and the run `two_from_one`
     continues the run `whole`. A signal to rank 1 stops the run `cut`, and the run `two_from_cut` continues it.
     """
@@ -153,7 +153,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
 
 
 def refuse(shared: Path, case: str) -> None:
-    """Even without the checks of ckpt_path, every rank raises the error and runs no code from the checkpoint."""
+    """Every rank raises an error and runs no code from the checkpoint, even if the checks of ckpt_path are skipped."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.resume, "checkpoint_path", lambda path, *_: path)
         patch.setattr(training.resume, "steps_done", lambda *_: 0)
@@ -181,7 +181,7 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """In the third call of `largest`, rank 1 passes 143, the exit code after SIGTERM.
+    """Calls Agreement.largest five times. In call 3, rank 1 passes 143, the exit code after SIGTERM.
 
     In calls 1 to 3, both ranks get 0. In calls 4 and 5, both ranks get 143, even if one rank is faster.
     """

@@ -1,12 +1,12 @@
 """Best-fit decreasing: packs documents into rows with little padding.
 
-Documents of at most max_doc_len tokens are not cut. Longer documents are first split, truncated or dropped. The
-resulting pieces are then placed into rows, longest first. Each piece goes to the fullest row that still has enough
-space for it. Pieces of equal length are placed together. The running time therefore depends on the number of distinct
-pairs (length, free space), not on the number of documents. Packing reads only the lengths of documents, not their
-tokens.
-Source: arXiv:2404.10830 ("Fewer Truncations Improve Language Modeling"), Algorithm 1. To find a row, the paper uses a
-segment tree. This file uses a sorted list of the distinct amounts of free space.
+Documents of at most max_doc_len tokens are not cut. Longer documents are first split, truncated or dropped. The pieces
+(whole documents, or parts of split and truncated documents) are then placed into rows, longest first. Each piece goes
+to the fullest row that still has enough space for it. Pieces of equal length are placed together. The running time
+therefore depends on the number of distinct pairs (length, free space), not on the number of documents. Packing reads
+only the lengths of documents, not their tokens.
+Source: arXiv:2404.10830 ("Fewer Truncations Improve Language Modeling"), Algorithm 1. To find a row for a piece,
+Algorithm 1 uses a segment tree. This file uses a sorted list of the distinct amounts of free space.
 """
 
 import hashlib
@@ -59,7 +59,8 @@ def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocume
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Returns the row of each piece, (n,) int64. Rows are numbered in the order in which they are opened.
 
-    lengths: the lengths of the pieces, from 1 to capacity tokens. Ties are resolved by index.
+    lengths: the lengths of the pieces, from 1 to capacity tokens. Pieces of equal length are placed in ascending
+    order of their indices.
     A row that is the best fit for a piece is also the best fit for the next pieces of the same length. A row with
     `room` free tokens gets up to `room // length` pieces of the same length at once.
     """
@@ -146,7 +147,7 @@ def report_plan(
     policy: LongDocuments,
     loss_mask: LossMask | None = None,
 ) -> PackingReport:
-    """Returns the numbers of documents and tokens in a packing plan. If loss_mask is given, also counts labels."""
+    """Returns the numbers of documents and tokens in a packing plan, and of labels if loss_mask is given."""
     tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
     n_pieces = np.bincount(plan[:, DOCUMENT], minlength=len(lengths))
     lost = lengths - tokens_kept

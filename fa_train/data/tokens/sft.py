@@ -4,7 +4,7 @@ A chat is first rendered to text. The encoder then finds the answers, which are 
 template has {% generation %} blocks, these blocks mark the answers. If the template has no {% generation %} blocks, the
 encoder also renders each answer's prompt from the messages before the answer. The text of the chat must begin with the
 text of the prompt. The answer starts directly after the prompt, and ends with the answer's end token.
-The text of the chat is tokenised at once. The tokenizer's offsets map characters of the text to tokens.
+The text of the chat is tokenised as a whole. The tokenizer's offsets map characters of the text to tokens.
 """
 
 import hashlib
@@ -115,7 +115,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered = self._render(template, bare, bare.messages).text
-            except ValueError:  # the template uses this part of the chat, because rendering fails without it
+            except ValueError:  # the template uses `name`, because it cannot render the chat without `name`
                 continue
             if rendered == text:
                 raise ValueError(
@@ -173,7 +173,7 @@ def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Returns a mask of the tokens that start in one of the spans, (length,) bool.
 
     offsets: the start and the end of each token in characters, (length, 2). Some tokenizers do not include leading
-    spaces in the offsets. A token is therefore assumed to start where the previous token ended.
+    spaces in the offsets, so each token is assumed to start where the previous token ended.
     """
     ends = np.maximum.accumulate(np.concatenate([[0], offsets[:, 1]]))
     begins = np.minimum(offsets[:, 0], ends[:-1])

@@ -164,7 +164,7 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 
 
 def _dtype_name(stored: str) -> str:
-    """Returns int64 for I64, and so on for all integer dtypes. Returns the names of other dtypes unchanged."""
+    """Returns int64 for I64, and so on for all signed integer dtypes. Returns every other name unchanged."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 
@@ -216,7 +216,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _stored_names(path: Path, file: Any, names: list[str] | None) -> list[str]:
-    """Returns `names`, or the names of all tensors if `names` is None. Raises: ValueError if a tensor is absent."""
+    """Returns `names`, or the names of all tensors in the file if `names` is None.
+
+    Raises: ValueError if the file lacks a tensor in `names`.
+    """
     stored = set(file.keys())
     absent = sorted(set(names or ()) - stored)
     if absent:
@@ -225,10 +228,10 @@ def _stored_names(path: Path, file: Any, names: list[str] | None) -> list[str]:
 
 
 def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str | None:
-    """Finds the key in `places` that belongs to a tensor's name. Returns None if `places` has no such key.
+    """Returns the key in `places` that belongs to a tensor's name, or None if `places` has no key for the name.
 
-    A checkpoint without a head, such as OpenAI's GPT-2, omits the first part of each name. If the model also reads
-    images, each name has the additional part language_model.
+    In a checkpoint without a head, such as OpenAI's GPT-2, tensor names lack their first part, such as `transformer.`.
+    If the model also reads images, each name has the additional part language_model.
     """
     prefixed = f"{layout.layers.partition('.')[0]}.{name}"
     candidates = name, prefixed, name.replace("language_model.", "", 1)

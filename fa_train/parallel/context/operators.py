@@ -29,8 +29,8 @@ def register_group(name: str, group: ProcessGroup) -> None:
 def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Until the `with` block ends, each wait for an exchange runs inside `with span()`.
 
-    On a GPU, the current CUDA stream waits, and the host does not. On a CPU, the host waits. Several threads call
-    `span`, because autograd runs the backward pass of a GPU in a separate thread.
+    On a GPU, the current CUDA stream waits for the exchange, and the host does not wait. On a CPU, the host waits.
+    Several threads call `span`, because autograd runs the backward pass of a GPU in a separate thread.
     """
     global _span_of_wait
     outer, _span_of_wait = _span_of_wait, span
@@ -62,7 +62,7 @@ class Moves(NamedTuple):
 class Exchange(NamedTuple):
     """An exchange that has begun. `leaving` must not be freed before the exchange ends.
 
-    parts: for each exchanged tensor, a tensor that begins with the rows that arrive.
+    parts: one tensor for each exchanged tensor. The first rows of each part receive the rows of other ranks.
     """
 
     work: dist.Work
@@ -161,9 +161,9 @@ def summed_gradients(
     """Returns the gradients of this rank's rows for each tensor.
 
     Sums are computed in fp32, always in the same order, and rounded once to the dtype of `ds`.
-    ds: the gradients of the buffers. totals: the gradients from queries that read the rank's own keys without the
-    buffers. `totals` is updated in place and returned. If `totals` is None, all queries have used the buffers, and new
-    tensors are returned.
+    ds: the gradients of the buffers.
+    totals: the gradients from queries that read the rank's own keys directly, not from a buffer. `totals` is updated in
+    place and returned. If `totals` is None, all queries have read the buffers, and the returned tensors are new.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     sends, receives = moves.sizes.tolist()
@@ -174,7 +174,7 @@ def summed_gradients(
     arriving, parts = _joined(ds, n_returned + (0 if totals is None else counts.kept))
     work = dist.all_to_all_single(arriving[:n_returned], leaving, sends, receives, group=_GROUPS[group], async_op=True)
     # the copies below run during the exchange
-    if totals is None:  # each buffer holds this rank's rows without padding, in the same order
+    if totals is None:  # each buffer holds all rows of this rank, without padding, in the order of its tokens
         totals = [d.new_empty(moves.kept.shape[0], *d.shape[1:]) for d in ds]
         copy_rows(ds, totals, from_rows=own_rows)
         for total in totals:
@@ -193,4 +193,4 @@ def _joined(xs: Sequence[Tensor], n_rows: int) -> tuple[Tensor, Sequence[Tensor]
     """
     heads = [x.shape[1] for x in xs]
     whole = xs[0].new_empty(n_rows, sum(heads), xs[0].shape[2])
-    return whole, whole.split_with_sizes(heads, 1)  # `split` takes more host time
+    return whole, whole.split_with_sizes(heads, 1)  # Tensor.split takes more host time than split_with_sizes

@@ -3,8 +3,8 @@
 This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
 registered operators. torch.compile does not break the graph at registered operators, and checkpoint policies can name
 them. Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
-`flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the functions
-that run in each case:
+`flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the
+functions that run in each kind of call:
 
 | observed?     | gradients? | forward                                       | backward          |
 |:--------------|:-----------|:----------------------------------------------|:------------------|
@@ -16,7 +16,7 @@ that run in each case:
 
 A call is observed if code outside this file could watch operators (see `observed`). The backward pass calls
 `observed` again. Operators of torch accept no Schedule and no Features. The registered operators receive the
-seven tensors of the Schedule instead. ALiBi is passed to the operators as a list of three tensors, or as an empty list.
+seven tensors of a Schedule as a list. ALiBi is passed to the operators as a list of three tensors, or as an empty list.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from fa_kernels.torch_private import (
     without_dead_wrapper,
 )
 
-_PLAIN = {Tensor, Parameter, type(None)}  # types that do not override torch operators, as other types may
+_PLAIN = {Tensor, Parameter, type(None)}  # types that do not override torch operators. Other subclasses of Tensor may.
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -265,7 +265,7 @@ def _forward(
 def observed(q: Tensor, *others: Tensor | None) -> bool:
     """Returns whether code outside this file could watch the operator.
 
-    The watching code can be a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a
+    Operators can be watched by a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a
     functorch transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. A call
     that is not observed skips torch's dispatcher, and so saves 20 us of host time.
     """

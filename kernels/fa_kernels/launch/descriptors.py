@@ -76,7 +76,8 @@ def loadable(x: Tensor) -> bool:
     )
 
 
-# Training steps use the same addresses as earlier steps. Building a descriptor takes 14 times as long as a cache hit.
+# In training, tensors have the same addresses as in earlier steps. Building a descriptor takes 14 times as long as a
+# cache hit.
 @lru_cache(maxsize=4096)
 def _rows_of_heads(
     pointer: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: int

@@ -34,7 +34,7 @@ def tile_file(tmp_path, monkeypatch):
 def installed_file(tmp_path, monkeypatch):
     """Returns the path of the file for the pretended GPU in an empty cache folder.
 
-    Also unsets the environment variable that could name another file.
+    Unsets the environment variable FLASH_ATTENTION_TILES, because it takes precedence over the cache folder.
     """
     monkeypatch.delenv(tuned_tiles.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -32,10 +32,10 @@ def test_replayed_launches_are_those_of_triton():
 
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
-    """Only the function `launch` records launches. A launch by other means would be missing in a replayed call."""
+    """Only the function `launch` records launches. A replayed call would omit kernels that are launched without it."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
-    assert sorted(past) == ["cache.py", "decode.py"]  # calls with a KV cache are not replayed
+    assert sorted(past) == ["cache.py", "decode.py"]  # kernels of calls with a KV cache, which are not replayed
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def copied(x):
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
     """The recorder fails once for each of the two keys, and does not try a key again.
 
-    All six calls with each key still return results. One line is logged.
+    For each key, all six calls return correct results. The recorder logs one line in total.
     """
     failed = []
 
@@ -238,7 +238,7 @@ def test_the_inputs_are_all_tensors_of_a_call():
     ],
 )
 def test_inconsistent_inputs_have_another_key(wrong, on_gpu_0, monkeypatch):
-    """A replayed call does not check its inputs again, so inconsistent inputs must have a different key."""
+    """Inconsistent inputs must not have the key of consistent inputs, because replayed calls do not check inputs."""
     monkeypatch.setattr(checks, "require_backend", lambda *_: None)
     one = torch.zeros(20, 1, 16)
     right = {"q": torch.zeros(20, 2, 16), "k": one, "v": one, "sinks": torch.zeros(2)}

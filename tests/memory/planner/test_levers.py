@@ -70,7 +70,7 @@ def test_auto_takes_the_cheapest_that_fits():
     assert crowded is None or not crowded.offload, "offload needs host memory"
 
 
-# Measured milliseconds of a compiled step, for each number of tokens and each set of levers. The sources are
+# Measured milliseconds of a compiled step, for each number of tokens and each set of levers. The measurements are from
 # memory_llama_1b_32k_h200_202611.md and memory_llama_1b_131k_h200_202611.md in scripts/results.
 STEP_MS = {
     2**15: [
@@ -96,7 +96,7 @@ STEP_MS = {
 def test_auto_ranks_levers_as_they_were_measured(tokens):
     """Levers whose measured times differ by at least 2% are ranked correctly.
 
-    Predicted differences are wrong by at most 2% of the step's time.
+    The predicted time difference between two sets of levers is wrong by at most 2% of a step's time.
     """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     measured = STEP_MS[tokens]
@@ -110,8 +110,9 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """Neither an FFN in chunks nor offload takes measurably longer. memory=auto prefers chunks, because offload takes
-    pinned host memory, which the whole machine shares.
+    """memory=auto prefers an FFN in chunks to offload, although neither of them makes a step measurably longer.
+
+    Offload takes pinned host memory, which the whole machine shares.
     """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (

@@ -53,8 +53,7 @@ FEATURES = {
     "all": {"family": Family(windows=[None, 5], softcap=20.0, logit_softcap=30.0), "qk_norm": True, "n_kv_heads": 1},
 }
 # A case is a tuple (attention, features, checkpointing, compiled, deterministic, number of groups of KV heads, number
-# of ranks that share a stream). In the run `all`, four ranks train a compiled model. Whole documents are dealt in the
-# run `shared` and in cases with `whole` in their name, and chunks in all others.
+# of ranks that share a stream). Cases with `whole` in their name deal whole documents, and other cases deal chunks.
 CASES = {
     "naive-2": (naive_attention, "cap", "none", False, False, 1, 2),
     "naive-4": (naive_attention, "plain", "full", False, False, 1, 4),
@@ -92,7 +91,8 @@ SETTINGS = (
 FSDP = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=2")
 FOUR = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
-# Four processes train in each run. The run `longer` starts at step 2 of the run `shared`.
+# Four processes train in each run. The run `shared` deals whole documents, and the other runs deal chunks. The run
+# `longer` starts at step 2 of the run `shared`.
 RUNS = {
     "shared": FSDP,
     "all": (*FOUR, "strategy.replicas=2", "memory.mlp_chunk=16", "lit_gpt.compile_model=true"),
@@ -137,7 +137,8 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     os.environ.update(environments[rank])
     compile_without_inductor()
     shared = Path(folder)
-    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # makes attention run twice in some cases
+    # with these limits, attention runs twice in some cases
+    traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0
     for name, overrides in RUNS.items():
         start = [f"ckpt_path={shared}/shared/checkpoints/step_0000002.ckpt"] if name == "longer" else []
         with slow_exchanges() if name == "longer" else nullcontext(), dealing(whole=name == "shared"):
@@ -146,7 +147,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     groups = {2: pairs[rank // 2], RANKS: dist.new_group(range(RANKS))}
     for size, group in groups.items():
         register_group(f"of {size}", group)
-    with patched_once_a_launch():  # only rank 0 saves its results, so ranks that share no stream with it do nothing
+    with patched_once_a_launch():  # only rank 0 saves its results, so ranks that share no stream with rank 0 do nothing
         results = {"perturbed": perturb(rank)}
         for cases, run in ((CASES, compare), (ATTENTIONS, attend)):
             for name, case in cases.items():
@@ -160,7 +161,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
 
 @contextmanager
 def dealing(whole: bool) -> Iterator[None]:
-    """Deals whole documents where possible, or always chunks."""
+    """If `whole`, ranks get whole documents where this is possible. Otherwise, ranks always get chunks of a stream."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_module, "MAX_DOCUMENTS", whole_module.MAX_DOCUMENTS if whole else 0)
         yield
@@ -213,7 +214,7 @@ def compare(rank, group, attention, features, checkpointing, compiled, determini
         if rank == 0:
             errors.append((parameter.grad - reference.grad).abs().max() / reference.grad.abs().max())
     graphs = [dynamo.utils.counters["stats"]["unique_graphs"]]
-    if compiled:  # other document boundaries, in a stream of the same length
+    if compiled:  # a second stream of the same length, with other document boundaries
         other = batch | {"cu_seqlens": torch.tensor([0, 1, 2, 40, 41, 60, 60], dtype=torch.int32)}
         shared_loss(model, other, context, rank).backward()
         graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])

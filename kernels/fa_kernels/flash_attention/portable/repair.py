@@ -1,7 +1,7 @@
 """Recomputes tiles whose results contain NaN, because the NaN may have come from another document.
 
-The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if one of its marks
-is set.
+The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if a NaN mark of any
+of its rows is set.
 """
 
 import torch
@@ -148,5 +148,5 @@ def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
     short.
     """
     if interpreted():
-        return min(n_items, 3), 4  # small, so that each program checks several tiles even if inputs are short
+        return min(n_items, 3), 4  # small numbers, so that each program checks several tiles even if inputs are short
     return min(n_items, multiprocessors(device)), 256

@@ -1,12 +1,12 @@
 """The fused backward kernel for Hopper. One kernel computes dQ, dK and dV, with five matmuls per step.
 
-A work item is 128 keys of one KV head. A step of the item is one block of queries of one head. Each of two consumer
-warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for 64 of the item's keys. The consumers add P^T dO to dV
-and dS^T Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in shared memory
-(ring.py). The dQ warpgroup reads dS from this ring buffer, and computes dQ = dS K for all 128 keys, in tiles of at most
-64 x 64. TMA adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order in which dQ tiles are added
-varies, unless order.py fixes it. The producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a queue
-(queue.py), the producer warp also draws items from it.
+A work item is 128 keys of one KV head. Each step of a work item processes one block of queries of one query head. Each
+of two consumer warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for 64 of the item's keys. The consumers
+add P^T dO to dV and dS^T Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in
+shared memory (ring.py). The dQ warpgroup reads dS from this ring buffer, and computes dQ = dS K for all 128 keys, in
+tiles of at most 64 x 64. TMA adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order in which dQ tiles
+are added varies, unless order.py fixes it. The producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a
+queue (queue.py), the producer warp also draws items from it.
 
 The kernel cannot deadlock. Steps are numbered over all items of a program. dS of step j waits for Q and dO of step j,
 and for dQ of step `j - DS_STAGES`. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
@@ -70,8 +70,8 @@ from fa_kernels.flash_attention.tile_order import fewest_kv_heads, kv_heads_per_
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-# All warps start with `REGISTERS` registers per thread. The second consumer, the dQ warpgroup and the producer then
-# change to `GROUP_REGISTERS`. The first consumer gets the rest of the multiprocessor's registers.
+# Registers per thread. All warps start with `REGISTERS`. `GROUP_REGISTERS` holds the later numbers for the second
+# consumer, the dQ warpgroup and the producer. The first consumer gets the rest of the multiprocessor's registers.
 REGISTERS = 128
 GROUP_REGISTERS = (208, 72, 24)
 ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # order.py adds two warps with 24 registers per thread

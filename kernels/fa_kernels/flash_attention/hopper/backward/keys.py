@@ -51,7 +51,7 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
-STAGES = 4  # steps whose Q and dO can be in shared memory at once. The kernel uses 194 KiB of shared memory.
+STAGES = 4  # shared memory has buffers for Q and dO of this many steps. The kernel uses 194 KiB of shared memory.
 # Registers per thread: all warps start with `REGISTERS`, and then change to the number for their role.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 

@@ -22,8 +22,8 @@ class Item:
     """A work item: a tile of queries of one head, beginning with query `first`, and the blocks of keys to process.
 
     Blocks are counted backwards: block 0 ends at key `end`. The first n_right blocks and the last n_left blocks need a
-    mask, because some rows see only some keys of these blocks. The blocks in between need no mask, because every row
-    sees all their keys. An item has at least one block, so that rows that see no key need no separate code.
+    mask, because some rows see only some keys of these blocks. All other blocks of the item need no mask, because every
+    row sees all their keys. An item has at least one block, so that rows that see no key need no separate code.
     """
 
     first: gl.tensor
@@ -71,7 +71,7 @@ class Rings:
 class Inputs:
     """The TMA descriptors of the producer's inputs, and the strides between heads.
 
-    Tuples have one entry per column block.
+    q, k and v are tuples with one TMA descriptor per column block.
     """
 
     q: tuple
@@ -101,7 +101,7 @@ def _locate_item(index, order, ranges, BLOCK_M: gl.constexpr, BLOCK_N: gl.conste
 def _visits_of_rows(first, item, ranges, BLOCK_N: gl.constexpr):
     """Returns the fields of `Visits` for rows `first` to `first + 63`.
 
-    Rows past the last query count as the last query.
+    Rows after the last query are treated like the last query.
     """
     first = gl.minimum(first, ranges.total - 1)
     last = gl.minimum(first + 64, ranges.total) - 1
@@ -131,7 +131,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]
     BLOCK_N: gl.constexpr = rings.k.buffers[0].shape[1]
-    block = 0  # the number of a block, counted over all items, determines its place in the rings
+    block = 0  # the number of blocks loaded so far, which determines the next block's place in the rings
     item_index = 0
     index = gl.program_id(0)
     while index < n_items:
@@ -139,7 +139,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
         _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
         if counter_ptr is not None:
             ticket = take(counter_ptr)
-        for consumer in gl.static_range(CONSUMERS):  # one mbarrier per consumer, so that consumer 0 can start early
+        for consumer in gl.static_range(CONSUMERS):  # each consumer has its own mbarrier for Q, to start early
             mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)
