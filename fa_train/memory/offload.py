@@ -163,7 +163,7 @@ class ForwardPass:
             self.pool.require(sum(state.nbytes for state in self.below) * (self.n_layers - 1), everything=True)
 
     def end(self, x: Tensor) -> None:
-        """Finishes the offloading of a forward pass. Call this method after the last block, with its output x.
+        """Finishes the offloading of a forward pass after the last block. x: the output of the last block.
 
         With offload=all, copies to the host may still run after the last block. Tensors whose copies may still run stay
         on the GPU until the backward pass has computed the gradient of x.

@@ -160,7 +160,7 @@ def _csv(path: Path) -> Iterator[SourceRow]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns `value` without the keys of its dicts whose value is None. `value` comes from an Arrow table.
+    """Returns `value`, which comes from an Arrow table, without the dict entries that are None.
 
     Arrow gives all objects in a column the same keys. If an object lacks a key of another row's object, Arrow adds this
     key with the value null. Nulls in the original data look the same as Arrow's nulls, so both are removed.
