@@ -253,7 +253,7 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch):
-    """offload=all checks host memory after the first block. With too little host memory, the second block does not run."""
+    """offload=all checks host memory after the first block. With too little host memory, block 2 does not run."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated

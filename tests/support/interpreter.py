@@ -37,7 +37,8 @@ def patched_once_a_launch() -> Iterator[None]:
     """Inside this context manager, Triton's interpreter patches the language only once per launch.
 
     The interpreter patches triton.language and triton.language.core, because functions of triton.language.standard use
-    triton.language.core. The NumPy dtypes are cached, because the interpreter would build a dictionary for each look-up.
+    triton.language.core. The NumPy dtypes are cached, because the interpreter would build a dictionary for each
+    look-up.
     """
     patch, end_of_launch = interpreter._patch_lang, interpreter._LangPatchScope
     numpy_dtype, of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
