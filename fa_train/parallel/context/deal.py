@@ -18,7 +18,7 @@ from fa_train.parallel.context.whole_documents import owners_of_documents
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
 # also read the keys between the two chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
-MAX_PADDING = 1 / 512  # the largest allowed padding of a stream, as a fraction of the stream
+MAX_PADDING = 1 / 512  # chunks larger than the smallest size may pad a stream by at most this fraction of its tokens
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # numbers of chunks that a swap may exchange
 TRIED = 32  # the largest number of swaps that are compared for each of `RUN_LENGTHS`
@@ -53,7 +53,10 @@ class Deal:
 
 
 def chunk_size_for(total: int, ranks: int) -> int:
-    """Returns the largest chunk size that pads a stream of `total` tokens by at most the fraction `MAX_PADDING`."""
+    """Returns the largest chunk size that pads a stream of `total` tokens by at most the fraction `MAX_PADDING`.
+
+    If all chunk sizes pad the stream by more than this fraction, the result is the smallest chunk size.
+    """
     for size in CHUNK_SIZES:
         if padded_total(total, ranks, size) <= total * (1 + MAX_PADDING):
             return size
