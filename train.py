@@ -35,14 +35,14 @@ OmegaConf.register_new_resolver(
 
 
 def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """Returns a context manager that prints an error of the types `mistakes` in one line and ends the process."""
+    """Returns a context manager that prints an error of a type in `mistakes` in one line and ends the process."""
     return failures_reported(mistakes) if is_one_of_several() else errors_in_one_line(mistakes)
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
     """Returns the metric that a sweeper optimizes, or NaN if the run ran out of memory or had nothing to do.
 
-    Raises: ValueError if the run has no such metric.
+    Raises: ValueError if the run has no metric with the name `metric`.
     """
     if result and metric not in result and "oom" not in result:
         raise ValueError(f"optimized_metric must be a metric of this run: {', '.join(sorted(result))}; got {metric}")

@@ -24,13 +24,13 @@ def fit(
     A signal ends the process with exit status 128 plus the signal's number. If training diverges, all ranks raise
     DivergedError.
     Raises: KeyboardInterrupt if Ctrl-C comes before training starts. OutOfMemoryError if this rank ran out of memory in
-    a run of several ranks. The error ends the other ranks, which would otherwise wait for this rank.
+    a run of several ranks. OutOfMemoryError ends the other ranks, which would otherwise wait for this rank.
     """
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         empty_before_teardown(trainer, lit_gpt)
     try:
         trainer.fit(lit_gpt, datamodule=data, ckpt_path=ckpt_path)
-    except SIGTERMException:  # Lightning alone would exit with status 0
+    except SIGTERMException:  # after a signal, Lightning alone would exit with status 0
         # the launcher ends all ranks as soon as one exits, so every rank first waits until rank 0 has closed its logs
         trainer.strategy.barrier()
         sys.exit(exit_status(trainer))
@@ -53,9 +53,9 @@ def fit(
 def empty_before_teardown(trainer: L.Trainer, lit_gpt: L.LightningModule) -> None:
     """Frees weights and optimizer states at the end of the run, because Lightning would copy them to host memory.
 
-    Lightning copies weights and optimizer states when it tears down a strategy other than fsdp, also after an error or
-    a signal. Copying takes seconds, and needs as much host memory as the weights and optimizer states need GPU memory.
-    No checkpoint is saved after the teardown begins.
+    When Lightning tears down a strategy other than fsdp, it copies weights and optimizer states to host memory, even
+    after an error or a signal. Copying takes seconds, and needs as much host memory as the weights and optimizer states
+    need GPU memory. No checkpoint is saved after the teardown begins.
     """
     teardown = trainer.strategy.teardown
 

@@ -9,16 +9,17 @@ The script makes two sweeps. Each sweep varies the attention implementation and 
 training steps of train.py's loop on one synthetic document. On a GPU, the model's blocks are compiled with
 torch.compile, but chunked attention runs in eager mode. The first steps of a case are warm-up and are not timed. The
 second sweep measures attention alone: forward and backward, in eager mode. The second sweep varies --n-heads,
---head-dims and --dtypes one at a time. An option that is not varied keeps its first value. Each case runs in a new
-process, so a crash or running out of memory affects only that case. A case is skipped if a shorter case with the same
-settings ran out of memory. A case is not run if its step would probably take longer than --max-step-seconds, or if the
-time limit --budget has passed. The script first prints the minimum memory that naive attention needs, and the shortest
-seq_len for which this minimum exceeds the memory of the device (see scripts/ablation/formula.py).
+--head-dims and --dtypes one at a time. While one of these three options varies, the other two keep their first values.
+Each case runs in a new process, so a crash or running out of memory affects only that case. A case is skipped if a
+shorter case with the same settings ran out of memory. A case is not run if its step would probably take longer than
+--max-step-seconds, or if the time limit --budget has passed. The script first prints the minimum memory that naive
+attention needs, and the shortest seq_len for which this minimum exceeds the memory of the device (see
+scripts/ablation/formula.py).
 
-OUT/results.jsonl holds the finished cases. To continue after Ctrl-C, run the same command again. The command also
-repeats failed cases. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a
-PNG for each sweep, ablation.md and ablation.html. On Weights & Biases, all cases form one group, with one run for each
-case and one summary run. OUT/cases.log holds what the cases print.
+OUT/results.jsonl holds the finished cases. To continue after Ctrl-C, or to repeat failed cases, run the same command
+again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a PNG for each
+sweep, ablation.md and ablation.html. On Weights & Biases, all cases form one group, with one run for each case and one
+summary run. OUT/cases.log holds what the cases print.
 """
 
 import argparse
@@ -164,8 +165,8 @@ def main() -> None:
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
     """Returns texts about the minimum memory of naive attention.
 
-    The result has one text for each model that `cases` train. For cases that measure attention alone, the result has
-    one text for each combination of head count, head_dim and dtype.
+    Cases that measure training steps have one text for each model. Cases that measure attention alone have one text for
+    each combination of head count, head_dim and dtype.
     """
     formulas: dict[str, Formula] = {}
     for case in cases:

@@ -6,9 +6,9 @@
     flash_attn_func = get_local_kernel(Path("fa-kernels")).flash_attn_func    # loads the folder.
 
 The folder can be uploaded as a kernel repository. The folder build/torch-universal holds a copy of kernels/fa_kernels.
-The copy works with every version of torch, CUDA and Python that the sources support. The format requires relative
-imports. The torch operators of the copy also need a namespace of their own. The namespace's name contains a hash of the
-sources. Therefore, one process can load fa_kernels and several versions of the copy.
+The copy works with every version of torch, CUDA and Python that the sources support. A kernel repository must use
+relative imports, and must register its torch operators in a separate namespace. The name of the copy's namespace
+contains a hash of the sources, so one process can load fa_kernels and several versions of the copy.
 
 Source: huggingface.co/docs/kernels/v0.17.0/kernel-requirements.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "kernels" / "fa_kernels"
 NAME = "fa-kernels"
-VERSION = 0  # the format requires a number, and 0 means that the interface can still change
+VERSION = 0  # a kernel repository needs a version number, and 0 means that the interface can still change
 ARCHITECTURES = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")  # those of fa_kernels/device.py
 OTHER_FUNCTIONS = "\nfrom . import rmsnorm as rmsnorm, rotary as rotary, swiglu as swiglu\n"
 

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fa_train.errors import explain
 from scripts.composed import composed
 
-if TYPE_CHECKING:  # only for types: torch and Lightning take seconds to import
+if TYPE_CHECKING:  # only for type hints, because the import of torch and Lightning takes seconds
     from fa_train.data.datamodule import PackedDataModule
 
 

@@ -6,10 +6,10 @@ save, except those of the last block. offload=all requires checkpointing=none. C
 blocks compute.
 
 Saved-tensor hooks around each block replace saved tensors with a `_View`, which refers to a `_State`. With
-offload=true, the hooks replace the block's input. With offload=all, the hooks replace every large tensor that has one
-row per token. q, k and v are views of one storage, so a `_State` holds a whole storage. autograd owns each `_View` and
-`_State`, and frees both together with its graph. The hooks work with every wrapper around a block, including
-torch.compile.
+offload=true, the only tensor that a `_View` replaces is the block's input. With offload=all, a `_View` replaces every
+large tensor that has one row per token. q, k and v are views of one storage, so a `_State` holds a whole storage.
+autograd owns each `_View` and `_State`, and frees both together with its graph. The hooks work with every wrapper
+around a block, including torch.compile.
 
 A copy to the host starts after the compute stream has written the storage. With offload=true, the compute stream waits
 for the copies of block `i` before block `i + 2` starts. With offload=all, the compute stream waits for the copies of
@@ -163,7 +163,7 @@ class ForwardPass:
             self.pool.require(sum(state.nbytes for state in self.below) * (self.n_layers - 1), everything=True)
 
     def end(self, x: Tensor) -> None:
-        """Finishes the offloading of a forward pass. Call it after the last block. x: the output of the last block.
+        """Finishes the offloading of a forward pass after the last block. x: the output of the last block.
 
         With offload=all, copies to the host may still run after the last block. Tensors whose copies may still run stay
         on the GPU until the backward pass has computed the gradient of x.
@@ -205,7 +205,7 @@ class _Underway:
         self.blocks[-1].append((storage, copied))
 
     def let_go(self, keep: int = 0) -> None:
-        """Frees the storages of all but the newest `keep` blocks, after the stream has waited for their copies."""
+        """Makes the stream wait for the copies of all but the newest `keep` blocks, and frees the copied storages."""
         while len(self.blocks) > keep:
             for _, copied in self.blocks.popleft():
                 if copied is not None:
@@ -308,13 +308,13 @@ class _Pack:
         self.x: Tensor | None = x
         self.forward_pass: ForwardPass | None = forward_pass
         self.states: dict[int, _State] = {}  # {address of storage: state}, because a block can save a storage twice
-        self.memory: list[Tensor] = []  # keeps storages alive, so that addresses are unique
+        self.memory: list[Tensor] = []  # keeps the saved storages alive, so that no two storages have the same address
 
     def __call__(self, saved: Tensor) -> "Tensor | _View":
         assert self.x is not None and self.forward_pass is not None
         is_offloaded = _has_row_per_token if self.forward_pass.everything else _is_same_tensor
         if not is_offloaded(saved, self.x):
-            return saved.detach()  # without detach, an autograd node that saves its output would be in a cycle
+            return saved.detach()  # detach prevents a reference cycle if an autograd node saves its own output
         storage = saved.untyped_storage()
         state = self.states.get(storage._cdata)
         if state is None:
@@ -385,6 +385,6 @@ def _control_group_bytes(folder: Path) -> int | None:
     ):
         if (folder / limit).exists() and (folder / limit).read_text().strip() != "max":
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            used = int((folder / usage).read_text()) - int(statistics[cache])  # Linux can free the page cache
+            used = int((folder / usage).read_text()) - int(statistics[cache])  # the page cache can be freed by Linux
             return int((folder / limit).read_text()) - used
     return None

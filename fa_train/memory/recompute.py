@@ -1,4 +1,4 @@
-"""Runs torch's activation checkpointing so that recomputation has the default dtype of the forward pass."""
+"""Runs torch's activation checkpointing with the same default dtype in recomputation as in the forward pass."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,9 +20,9 @@ def recomputed(
 
     Random states are not saved.
     With trainer.precision=bf16-true, Lightning changes torch's default dtype during the forward pass only. In eager
-    mode, `recomputed` therefore sets the default dtype of the forward pass during recomputation. Otherwise, recomputed
-    tensors could have another dtype than the tensors of the forward pass. For example, if a call of `recomputed` is
-    inside another call, torch 2.11 saves an empty tensor of the default dtype.
+    mode, `recomputed` therefore sets the default dtype of the forward pass during recomputation. With a different
+    default dtype, recomputed tensors could differ in dtype from the tensors of the forward pass. For example, torch
+    2.11 saves an empty tensor of the default dtype if calls of `recomputed` are nested.
     contexts: as `context_fn` of torch.utils.checkpoint.checkpoint.
     """
     result: Result

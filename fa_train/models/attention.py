@@ -123,8 +123,8 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # The output of a query that sees no key depends on the kernel that torch chooses. This mask shows all keys to such
-    # queries, and the last line of this function sets their outputs to 0.
+    # The output of a query that sees no key depends on the kernel that torch chooses. With `visible`, a query that sees
+    # no key gets all keys, and the last line sets the query's output to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # with a mask and enable_gqa, torch would use a kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
@@ -185,7 +185,7 @@ def _attend_chunk(
     n_kv_heads = keys[0].shape[1]
     rows = _rows_by_kv_head(q, n_kv_heads)
     total = rows.new_zeros(*rows.shape[:2], 1, dtype=torch.float32)
-    # the first maximum is finite, because -inf - (-inf) is NaN
+    # the running maximum starts with a finite number: with -inf, the difference -inf - (-inf) would be NaN
     running = (torch.full_like(total, torch.finfo(torch.float32).min), total, torch.zeros_like(rows, dtype=total.dtype))
     first_key = 0
     for k, v in zip(keys, values, strict=True):

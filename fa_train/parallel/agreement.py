@@ -1,4 +1,4 @@
-"""Computes the maximum of one number from each rank. All ranks use the result to stop at the same step."""
+"""Computes the maximum of one number from each rank, so that all ranks can stop at the same step."""
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ class Agreement:
     All ranks must stop at the same step. If one rank stopped earlier, the collectives of the remaining ranks would wait
     forever.
     A call of `largest` starts an all-reduce of the answers in a separate gloo group, which does not wait for the GPU.
-    The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the result. A flag in torch's
-    TCPStore would not be enough, because some ranks could read it several steps later than others.
+    The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the largest answer. A flag in
+    torch's TCPStore would not be enough, because some ranks could read it several steps later than others.
     """
 
     def __init__(self) -> None:
@@ -22,10 +22,10 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Returns the result of the last all-reduce, or 0 in the first call.
+        """Returns the largest answer of the previous call, or 0 in the first call.
 
-        While the result is 0, each call starts an all-reduce of `answer`. Any other result is final, and all later
-        calls return the same result.
+        While the largest answer is 0, each call starts an all-reduce of `answer`. A largest answer other than 0 is
+        final: all later calls return it and start no all-reduce.
         """
         if self._asked is not None:
             self._asked.wait()

@@ -21,7 +21,7 @@ def decided_by_rank_zero(question: str, decide: Callable[[], Any]) -> Any:
     if question in told():
         return told()[question]
     if is_launched():
-        from fa_train.parallel import rank_store  # imports torch and Lightning, which takes seconds
+        from fa_train.parallel import rank_store  # this module imports torch and Lightning, which takes seconds
 
         ranks = rank_store.launched_ranks()
         if ranks is not None:

@@ -27,7 +27,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @contextmanager
 def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
-    """If an exception leaves the `with` block, writes the reason and ends the rank at once.
+    """Ends the rank at once if an exception leaves the `with` block, and writes the reason for the failure.
 
     After Ctrl-C, rank 0 prints one line. Python's usual exit could wait in NCCL for the other ranks.
     mistakes: the types of errors that are reported in one line, by default without a traceback.
@@ -44,7 +44,7 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def ctrl_c_ends_at_once() -> None:
-    """Makes Ctrl-C end this process at once. On Ctrl-C, rank 0 also prints one line.
+    """Makes Ctrl-C end this process at once. Before the end, rank 0 or the only process prints one line.
 
     While the program starts, libraries can swallow a KeyboardInterrupt. If Ctrl-C is ignored, it remains ignored.
     """
@@ -53,7 +53,7 @@ def ctrl_c_ends_at_once() -> None:
 
 
 def ctrl_c_raises() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt again, so that the program cleans up."""
+    """Undoes `ctrl_c_ends_at_once`: Ctrl-C raises KeyboardInterrupt, so that the program cleans up."""
     if signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -80,7 +80,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     elif SHOW_TRACEBACK or not has_message:
         traceback.print_exception(error)
     elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
-        # if this condition is false, the launcher prints the error
+        # if the condition above is false, the launcher prints the error
         print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -99,7 +99,7 @@ def _shared(kind: Kind, message: str) -> str:
 
     If this rank has lost its connection, the function sends nothing, and returns the reason that another rank has sent.
     """
-    if "fa_train.parallel.rank_store" not in sys.modules:  # rank_store is slow to import, and no store is connected yet
+    if "fa_train.parallel.rank_store" not in sys.modules:  # no store is connected until rank_store is imported
         return message
     from fa_train.parallel import rank_store
 

@@ -40,18 +40,14 @@ def may_have_dispatch_mode() -> bool:
 
 
 def may_be_watched() -> bool:
-    """Returns whether a torch mode, a functorch transform, a trace or a profiler is active.
-
-    If this version of torch cannot tell whether one is active, the function returns True.
-    """
+    """Returns True if a torch mode, a functorch transform, a trace or a profiler is active, or if torch cannot tell."""
     return may_be_traced() or bool(_has_function_mode() or _profiles())
 
 
 def may_be_traced() -> bool:
-    """Returns whether a TorchDispatchMode, a functorch transform or a trace is active.
+    """Returns True if a TorchDispatchMode, a functorch transform or a trace is active, or if torch cannot tell.
 
-    While a mode, a transform or a trace is active, tensors may have no data. If this version of torch cannot tell
-    whether one is active, the function returns True.
+    While a TorchDispatchMode, a functorch transform or a trace is active, tensors may have no data.
     """
     return not _KNOWS_WATCHERS or bool(
         _dispatch_modes() or _transform_level() is not None or _tracing_state() is not None
@@ -82,9 +78,9 @@ def apply_without_transforms(function: type[Function]) -> Callable[..., Any]:
 
 
 def without_dead_wrapper(x: Tensor) -> Tensor:
-    """Returns x without the wrapper of a functorch transform that has ended. Other tensors are returned as they are."""
+    """Returns x without the wrapper of a functorch transform that has ended, or x itself if x has no such wrapper."""
     if _unwrap_if_dead is None:
-        return x  # in this case, apply_without_transforms returns function.apply, which removes the wrapper
+        return x  # without _unwrap_if_dead, apply_without_transforms returns function.apply, which unwraps x
     unwrapped: Tensor = _unwrap_if_dead(x)
     return unwrapped
 
@@ -94,7 +90,7 @@ try:
 except ImportError:
 
     class TorchDispatchMode:  # type: ignore[no-redef]
-        """Replaces TorchDispatchMode if torch has no such class, and raises ImportError in a `with` statement."""
+        """Takes the place of torch's TorchDispatchMode if torch lacks it. A `with` statement raises ImportError."""
 
         def __enter__(self) -> Any:
             raise ImportError(f"TorchDispatchMode is missing from torch {torch.__version__}; install torch 2.13")

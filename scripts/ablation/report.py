@@ -179,7 +179,7 @@ def markdown(parts: list[Part], head: dict[str, str]) -> str:
 
 
 def page(parts: list[Part], head: dict[str, str], pictures: list[bytes]) -> str:
-    """Returns an HTML file that needs no other files. `pictures` holds one PNG for each part."""
+    """Returns an HTML file that needs no other files. `pictures` holds one PNG for each element of `parts`."""
     facts = "".join(f"<li>{escape(key)}: <code>{escape(value)}</code></li>" for key, value in head.items())
     body = ""
     for part, picture in zip(parts, pictures, strict=True):
@@ -199,7 +199,7 @@ table {{ border-collapse: collapse }}</style></head>
 
 
 def write_files(parts: list[Part], head: dict[str, str], folder: Path) -> None:
-    """Writes a CSV for each table, a PNG for each part, ablation.md and ablation.html."""
+    """Writes a CSV for each table, a PNG for each element of `parts`, ablation.md and ablation.html."""
     for part in parts:
         for table in part.tables:
             table.write_csv(folder)
@@ -305,10 +305,10 @@ def has(result: Result, quantity: str) -> bool:
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns a chart that has, for each name, a line of results and a line of out-of-memory points.
+    """Returns a chart with two lines for each name in `names`: one of results, and one of out-of-memory points.
 
-    In a chart of peak memory, the out-of-memory points are drawn at the memory of the device. In other charts,
-    out-of-memory points are drawn at 0.
+    In a chart of peak memory, the out-of-memory points are drawn at the memory of the device. In a chart of another
+    quantity, the out-of-memory points are drawn at 0.
     """
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []

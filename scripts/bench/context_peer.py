@@ -21,10 +21,11 @@ PEER_PARTS = ("torch one", "torch shared")
 def peer_parts(
     tokens: int, n_heads: int, n_kv_heads: int, head_dim: int, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """Returns a dictionary that maps a name from `PEER_PARTS` to a function.
+    """Returns a dictionary that maps each name in `PEER_PARTS` to a function.
 
-    Each function runs both passes of causal attention in bf16. In "torch one", each rank computes the attention of the
-    whole stream. In "torch shared", all ranks compute the attention of one stream together.
+    Each function runs both passes of causal attention in bf16. With the function "torch one", each rank computes the
+    attention of the whole stream. With the function "torch shared", all ranks compute the attention of one stream
+    together.
     tokens must be a multiple of twice the number of ranks.
     """
     ranks = dist.get_world_size()

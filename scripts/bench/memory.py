@@ -173,7 +173,7 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         out, errors = process.communicate(timeout=timeout)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # also ends the compiler processes that the case has started
+        os.killpg(process.pid, signal.SIGKILL)  # ends the case and the compiler processes that the case has started
         process.communicate()
         raise
     if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
@@ -186,7 +186,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Returns the cases of one round. Combinations that run at only one sequence length are at the end."""
+    """Returns the cases of one round of measurements. Combinations with only one sequence length come last."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)
@@ -205,7 +205,7 @@ def case_of(settings: dict[str, Any]) -> Case:
 def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]]:
     """Reads the rows and the profiles that an earlier call wrote.
 
-    Raises: ValueError if the earlier call had other settings.
+    Raises: ValueError if the settings of the earlier call differ from those of this call.
     """
     if not path.exists():
         return [], []

@@ -9,7 +9,7 @@ from scripts.bench.overlap import Overlap
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
-    """Combines the times of all rounds for each pair of length and combination.
+    """Combines the rows of all rounds into one row for each pair of a sequence length and a combination of levers.
 
     If any round of a combination failed, the combination's row reports the failure.
     """
@@ -90,7 +90,7 @@ def cells(row: Row) -> list[str]:
 
 
 def profile_text(row: Row) -> str:
-    """Returns a sentence about the copies and the idle time in the profiled step."""
+    """Returns a text about the profiled step: its copies to and from the host, and its idle time."""
     about = f"Profile of one step, {row.combination}, {row.seq_len:,} tokens"
     if row.overlap is None:
         return f"{about}: {'no kernels, so nothing to overlap' if row.outcome == 'ok' else row.outcome}."

@@ -1,16 +1,17 @@
 """A training step of Hugging Face transformers' LlamaForCausalLM, for the comparison in scripts/bench/step.py.
 
-The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are two
-peers, and a third variant with our attention.
+The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are three
+variants: the peers `hf` and `hf-compiled`, and `hf-fa_train`, which uses our attention.
 
-The peer `hf` uses Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. In `hf`, torch chooses the SDPA kernel.
+The peer `hf` uses Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. In the peer `hf`, torch chooses the
+SDPA kernel.
 
 In the peer `hf-compiled`, torch.compile compiles each decoder layer into one graph, and SDPA uses cuDNN. The compiled
 layers contain no Liger kernels, because Liger kernels would prevent fusions. In `hf-compiled`, only the loss uses a
 Liger kernel: the fused linear cross entropy. If cuDNN cannot compute the model's attention, torch chooses the SDPA
 kernel, and a note on the results page gives the reason.
 
-The third variant, `hf-fa_train`, equals `hf`, except that our attention replaces SDPA.
+The variant `hf-fa_train` equals `hf`, except that our attention replaces SDPA.
 
 With adapter=lora, the peer has adapters like peft's LoRA. The weights are frozen. Each linear layer that
 adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B use the dtype of the
@@ -41,7 +42,7 @@ from scripts.bench.variants import Variant
 
 
 class CannotRunError(Exception):
-    """Raised if a variant cannot be measured on this machine. The error message says why not."""
+    """Raised if a variant cannot be measured on this machine. The error message gives the reason."""
 
 
 @dataclass(frozen=True)

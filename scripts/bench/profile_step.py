@@ -13,13 +13,13 @@ The script writes four files to the run's folder. `profile.md` and `profile.csv`
 Exclusive means that each moment of the step counts for at most one part. The exclusive times and the idle time add up
 to the step's time. In the exclusive times, copies and communication count only while no kernel computes. The column
 `kernels ms` shows the full time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev.
-`memory.png` shows the allocated memory of each component over time. The time is that of the host, because the host
-allocates and frees memory.
+`memory.png` shows the allocated memory of each component over time. The time axis of `memory.png` is host time, because
+the host allocates and frees memory.
 
-If attention, the loss or the optimizer launched a kernel, the kernel belongs to that part of the step. The part of
-every other kernel depends on the kernel's name. Copies and communication always belong to the parts `copies` and
-`communication`. On a CPU, the script times torch's operators instead of kernels. On a CPU, the time of an operator
-excludes the operators that it calls.
+If attention, the loss or the optimizer launched a kernel, the kernel belongs to that part of the step. The name of
+every other kernel decides to which part the kernel belongs. All copies belong to the part `copies`, and all
+communication belongs to the part `communication`. On a CPU, the script times torch's operators instead of kernels. On a
+CPU, the time of an operator excludes the operators that it calls.
 """
 
 import csv
@@ -112,7 +112,7 @@ class StepProfiler(Callback):
 
     def _start_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         wait(pl_module.device)
-        if trainer.global_step == self.warmup:  # the profiler initialises itself in this step
+        if trainer.global_step == self.warmup:  # the step in which the profiler starts and initialises itself
             self._started = True
             if trainer.is_global_zero:
                 self._profiler = _profiler(pl_module.device)
@@ -204,7 +204,7 @@ def report(step: Step, head: dict[str, str]) -> str:
         if copies:
             share = hidden(step.intervals, COPIES) / copies
             lines += [f"{share:.1%} of the copies' {copies / 1e3:.1f} ms overlapped with computing kernels.", ""]
-    # On a CPU, the last column is empty. A sum over operators would count nested operators twice.
+    # On a CPU, the column for `kernels ms` is empty, because a sum over operators would count nested operators twice.
     lines += [f"| part | ms | share | {kind} | {'kernels ms' if step.on_gpu else ''} |", "|:--|--:|--:|--:|--:|"]
     rows = table(step)
     for part, ms, share, kernels_ms, number in rows:
@@ -226,7 +226,7 @@ def report(step: Step, head: dict[str, str]) -> str:
 def profile_step(cfg: DictConfig, folder: Path) -> None:
     """Trains until one step has been profiled, and writes the results to `folder`."""
     cfg.max_steps = WARMUP + 2
-    cfg.callbacks.checkpoint = None  # the trained weights are not needed
+    cfg.callbacks.checkpoint = None  # save no checkpoint, because nobody needs the trained weights
     run_config.check(cfg)
     trainer, lit_gpt, data = training.build(cfg)
     assert isinstance(lit_gpt, LitGPT)

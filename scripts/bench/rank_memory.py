@@ -21,8 +21,8 @@ class RankMemory(Callback):
     """Records the peaks of the first `warm_up` optimizer steps and of the later steps, in GiB.
 
     On a GPU, the peaks are the maxima of torch's allocator. After the first `warm_up` steps, the callback resets the
-    maxima. After the reset, the metrics perf/peak_gib and perf/reserved_gib cover only the later steps. On the CPU, no
-    peak can be reset, so the peak of the later steps is that of the whole run.
+    allocator's maxima. After the reset, the metrics perf/peak_gib and perf/reserved_gib cover only the later steps. On
+    the CPU, no peak can be reset, so the recorded peak of the later steps is the peak of the whole run.
     """
 
     def __init__(self, warm_up: PositiveInt) -> None:

@@ -181,7 +181,7 @@ class Fails(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 3:
-            Path(trainer.default_root_dir, "result.json").mkdir()  # the run cannot write its result
+            Path(trainer.default_root_dir, "result.json").mkdir()  # so the run cannot write the file result.json
             raise RuntimeError("the first error")
 
 
@@ -191,7 +191,7 @@ class Fails(Callback):
 )
 def test_an_error_saves_whole_updates_only(whole_update, saved, tmp_path, monkeypatch):
     module = sys.modules["torch.optim.adam"]
-    monkeypatch.setattr(module, "adam", module.adam)  # restores the function after the test
+    monkeypatch.setattr(module, "adam", module.adam)  # monkeypatch restores the function after the test
     fails = (
         "+callbacks.fails._target_=tests.checkpoints.test_runs.Fails",
         f"+callbacks.fails.whole_update={whole_update}",

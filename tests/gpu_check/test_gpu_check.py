@@ -44,7 +44,7 @@ def choices(width, itemsize):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_entry_of_the_tables_is_run(h100, itemsize):
-    """The check runs every table entry that fits into the shared memory of an H100."""
+    """The check runs every entry of the tile tables that fits into the shared memory of an H100."""
     table = _TILES if itemsize == 2 else _TILES_OF_4_BYTES
     for (arch, head_dim, direction), tiles in table.items():
         width = (head_dim, head_dim)

@@ -17,7 +17,7 @@ from fa_train.memory.offload import available_host_bytes, require_host_memory
 from tests.memory.support.small import assert_equal, compile_blocks, levers, small_gpt, step, stream
 from tests.support.marks import slow
 
-STATE = 24 * 32 * 4  # bytes of a state: tokens x dim in fp32
+STATE = 24 * 32 * 4  # bytes of one block's input: tokens x dim in fp32
 EVERYTHING = levers(offload="all", mlp_chunk=5)
 
 
@@ -82,11 +82,11 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_states_leave_the_device(checkpointing, compiled, device):
-    """With offload, only the state of the last block stays on the device, because the backward needs it first.
+    """With offload, only the input of the last block stays on the device, because the backward needs it first.
 
-    Without offload, all states stay on the device, except those of compiled blocks without checkpointing. The test
-    watches the first input of each block. A compiled block without checkpointing keeps the sum of its two inputs, and
-    not the first input itself.
+    Without offload, the inputs of all blocks stay on the device, except those of compiled blocks without checkpointing.
+    The test watches the first input of each block. A compiled block without checkpointing keeps the sum of its two
+    inputs, and not the first input itself.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
@@ -120,7 +120,7 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
 
 def test_device_memory_of_states_is_freed_block_by_block(device, monkeypatch):
-    """In the backward, only the state of one block and the state that is being copied are in device memory."""
+    """In the backward, device memory holds only the state of one block and the state that is being copied."""
     model = small_gpt(levers("full", offload=True), device, n_layers=6)
     alive = []
     get = offload._State.get
@@ -203,7 +203,7 @@ def test_nothing_is_copied_without_gradients(device):
 
 
 def test_the_embedding_may_be_frozen(device):
-    """With a frozen embedding, the first state needs no gradient."""
+    """With a frozen embedding, the input of the first block needs no gradient."""
     results = []
     for memory in (levers(), levers("full", offload=True), levers(offload="all")):
         model = small_gpt(memory, device, tied=False)
@@ -253,7 +253,7 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch):
-    """offload=all checks host memory after the first block. If host memory is too small, no other block runs."""
+    """offload=all checks host memory after the first block. With too little host memory, block 2 does not run."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated

@@ -61,7 +61,7 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
 
 @KINDS
 def test_one_chunk_is_the_same_to_the_bit(activation, bias, device):
-    """Gradients of biases are not compared, because they are summed in another order.
+    """Gradients of biases are not compared, because the chunked FFN sums them in a different order.
 
     On a GPU, SwiGLU has a tolerance, because the kernel's sigmoid differs from torch's sigmoid in the last bits.
     """
@@ -183,7 +183,7 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
     if compiled:
         compile_blocks(model)
     step(model, stream(device))
-    chunks = 2 * 24 // 8  # the chunks of both layers
+    chunks = 2 * 24 // 8  # 2 layers, and 24 tokens in chunks of 8 tokens
     assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
 
 

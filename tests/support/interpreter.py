@@ -1,8 +1,9 @@
 """Makes Triton's interpreter three times as fast.
 
 The original interpreter patches Triton's language at every call of a device function. This module makes the interpreter
-patch the language once per launch. To check one integer operation for overflow, the original interpreter runs nine
-operators, and uses the result only in debug mode. This module checks for overflow with a few NumPy operations.
+patch the language once per launch. For each integer operation, the original interpreter runs nine operators to check
+for overflow, but it uses the result of the check only in debug mode. This module checks for overflow with a few NumPy
+operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# replaces a device function: the interpreter reads only the attribute __globals__ of a device function
+# stands in for a device function, whose attribute __globals__ is the only one that the interpreter reads
 LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
@@ -35,8 +36,9 @@ def check_overflow(a: tl.tensor, b: tl.tensor, operator: str) -> None:
 def patched_once_a_launch() -> Iterator[None]:
     """Inside this context manager, Triton's interpreter patches the language only once per launch.
 
-    The patch also covers triton.language.core, because functions of triton.language.standard use it. The NumPy dtypes
-    are cached, because the interpreter would build a dictionary for each look-up.
+    The interpreter patches triton.language and triton.language.core, because functions of triton.language.standard use
+    triton.language.core. The NumPy dtypes are cached, because the interpreter would build a dictionary for each
+    look-up.
     """
     patch, end_of_launch = interpreter._patch_lang, interpreter._LangPatchScope
     numpy_dtype, of_scalar = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)

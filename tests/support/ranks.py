@@ -10,7 +10,7 @@ from tests.support import processes
 from tests.support.processes import REPOSITORY
 from tests.support.training import quiet_environment
 
-FORKED = REPOSITORY / "tests" / "support" / "forked_ranks.py"  # runs train.py, and forks its ranks if there are several
+FORKED = REPOSITORY / "tests" / "support" / "forked_ranks.py"  # this script runs train.py and forks its ranks
 
 
 def processes_can_talk() -> bool:

@@ -32,7 +32,7 @@ TINY = (
 
 
 def own_option(folder: Path, option: str, text: str) -> str:
-    """Writes the file of an option such as strategy/mine. Returns an override with the effect of --config-dir."""
+    """Writes a config file for `option`, such as strategy/mine. Returns an override with the effect of --config-dir."""
     path = folder / "my_conf" / f"{option}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

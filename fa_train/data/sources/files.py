@@ -60,7 +60,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
     if not files:
         raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} contains no such file")
-    if base.is_dir():  # a .csv file often only describes the other files of a folder, so skip it if there are others
+    if base.is_dir():  # skip .csv files that lie next to other files: they often only describe these
         files = [p for p in files if p.suffix != ".csv"] or files
     return root, files
 
@@ -117,7 +117,7 @@ def _lines(path: Path) -> Iterator[SourceRow]:
 
 
 def _object(value: Any, wanted: str, where: str) -> dict[str, Any] | ValueError:
-    """Returns `value` if `value` is a dict. Otherwise returns a ValueError, and does not raise it."""
+    """Returns `value` if it is a dict, and otherwise a ValueError, which is returned and not raised."""
     return value if isinstance(value, dict) else ValueError(f"{wanted}; {where} is a {type(value).__name__}")
 
 
@@ -160,10 +160,10 @@ def _csv(path: Path) -> Iterator[SourceRow]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns `value`, which comes from an Arrow table, without the null values in its objects.
+    """Returns `value`, which comes from an Arrow table, without the dict entries that are None.
 
     Arrow gives all objects in a column the same keys. If an object lacks a key of another row's object, Arrow adds this
-    key with the value null. Nulls in the original data are removed too.
+    key with the value null. Nulls in the original data look the same as Arrow's nulls, so both are removed.
     """
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
@@ -177,5 +177,5 @@ def _named_corruption(path: Path, kind: str = "Parquet") -> Iterator[None]:
     """Converts an error of Arrow to a ValueError that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:  # for example, the Parquet footer is missing
+    except (pa.ArrowException, OSError) as error:  # raised, for example, if the Parquet footer is missing
         raise ValueError(f"{path} must be a {kind} file; it cannot be read: {error}") from error

@@ -23,7 +23,7 @@ from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
 from fa_train.data.tokens.cache import make_folder, room_on_disk
 from fa_train.data.tokens.encoding import Encoded, Encoder
 
-FORMAT = "3"  # the version of the file format and of tokenisation, which is part of the cache key
+FORMAT = "3"  # part of the cache key: the version of the file format and of tokenisation
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
 SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
 SHARD = 4096  # the maximum number of documents per shard
@@ -31,10 +31,11 @@ SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it 
 BATCH = 256  # the number of documents per call of the tokenizer
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
-LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))  # 0 or 1 per token; missing if all tokens are trained on
+# whether each token is trained on (0 or 1); the column is left out if all tokens are trained on
+LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))
 Keyed = tuple[str, Any]  # (key, document)
 
-_worker_encoder: Encoder[Any]  # set in each process of the pool
+_worker_encoder: Encoder[Any]  # each process of the pool sets this variable when the process starts
 
 
 def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
@@ -45,8 +46,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
     Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
-    disk is full, the finished shards are kept. After a ValueError with another cause than a full disk, all shards are
-    deleted.
+    disk is full, the finished shards are kept. If the ValueError has a different cause, all shards are deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -167,7 +167,7 @@ def _columns(encoded: Sequence[Encoded], keys: Sequence[str], *, masked: bool) -
 
 
 def require_vocabulary(encoded: Sequence[Encoded], keys: Sequence[str], vocab_size: int) -> None:
-    """Raises: ValueError if a token is not between 0 and vocab_size - 1. The message names the document."""
+    """Raises: ValueError if a token is not between 0 and vocab_size - 1. The error message names the document."""
     for key, (tokens, _) in zip(keys, encoded, strict=True):
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)

@@ -6,13 +6,15 @@ weight. FSDP2 gathers and frees the weights of a group together.
 
 In the forward, a block or the head gathers its weights into a gathering buffer, and copies the weights out of the
 buffer. The gathering buffer lives until the next group is gathered, or until the model's forward ends. Before the
-backward of a block starts, FSDP2 also gathers the group that precedes the block in the model. The weights of a block
-are freed at the end of the block's backward. The root stays gathered for the whole micro-batch.
+backward of a block starts, FSDP2 has gathered two groups: the block, and the group that precedes the block in the
+model. The weights of a block are freed at the end of the block's backward. The root group stays gathered for the whole
+micro-batch.
 
 After the backward of a group, FSDP2 copies the group's gradients to an averaging buffer, averages the buffer over the
 ranks, and keeps the rank's shard of the average. The averaging buffer lives until the backward pass has also finished
-the next group. After the copy, FSDP2 frees all gradients of the group except the last gradient. A loop variable of
-FSDP2's foreach_reduce keeps the last gradient alive until the average is computed.
+the next group. When the gradients of a group have been copied to the averaging buffer, FSDP2 frees all of these
+gradients except the last one. A loop variable of FSDP2's foreach_reduce keeps the last gradient alive until the average
+is computed.
 
 tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
 peaks_h200.json have peaks that were measured on two and on four GPUs. Peaks with reduce_once, adapters or replicas were
@@ -57,7 +59,7 @@ class Sharded:
         return self.root + self.block * (1 if self.resharded else self.n_layers) + self.block
 
     def weights_at_the_loss(self) -> int:
-        """Returns the bytes of gathered weights when the loss is computed, with the last gathering buffer."""
+        """Returns the bytes of gathered weights and of the last gathering buffer when the loss is computed."""
         buffer = self.block if self.tied else self.head
         return self.root + self.head + buffer + (0 if self.resharded else self.n_layers * self.block)
 
@@ -68,7 +70,7 @@ class Sharded:
     def weights_in_backward(self, left: int) -> int:
         """Returns the bytes of gathered weights while `left` blocks have not finished their backward."""
         blocks = min(2, left) if self.resharded else left
-        before = self.positions or self.embedding  # positions or embedding are gathered in the first block's backward
+        before = self.positions or self.embedding  # gathered during the first block's backward
         return self.root + self.block * blocks + (before if left == 1 else 0)
 
     def weights_in_embedding(self) -> int:
@@ -78,10 +80,10 @@ class Sharded:
     def buffer_in_backward(self, left: int) -> int:
         """Returns the bytes of the averaging buffer while `left` blocks have not finished their backward.
 
-        With reduce_once and several micro-batches, the result is 0, because `whole_gradients` already counts these
-        bytes: the buffer replaces gradients of equal size.
+        With reduce_once and several micro-batches, the averaging buffer replaces gradients of equal size. The result is
+        then 0, because `whole_gradients` already counts the bytes of these gradients.
         """
-        before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged first
+        before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before any block's
         elements = before if left == self.n_layers else self.trained_block
         return 0 if self.whole_gradients else elements * REDUCED_BYTES
 
@@ -96,7 +98,7 @@ class Sharded:
     def averaged_head(self) -> int:
         """Returns the peak bytes while an untied head's gradient is averaged.
 
-        The result does not include the gradient itself if `whole_gradients` counts it.
+        If `whole_gradients` counts the bytes of the head's gradient, the result does not count these bytes again.
         """
         if self.tied:
             return 0

@@ -1,11 +1,11 @@
 """Decides which tokens of a packed stream each rank of a context group holds.
 
 Only attention connects tokens, so a rank may hold any tokens of the stream. If possible, each rank gets whole documents
-(fa_train.parallel.context.whole_documents), and no keys are sent. Otherwise, the stream is cut into equal chunks, and
-every rank gets the same number of chunks. The assignment of chunks starts with contiguous shares of the stream. With
-contiguous shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need
-different amounts of attention work. Pairs of ranks therefore swap runs of consecutive chunks until the work of all
-ranks is almost equal.
+(fa_train.parallel.context.whole_documents), and no keys are sent. If whole documents are not possible, the stream is
+cut into equal chunks, and every rank gets the same number of chunks. The assignment of chunks starts with contiguous
+shares of the stream. With contiguous shares, most documents lie within one rank, and few keys need to be sent. But
+contiguous shares can need different amounts of attention work. Pairs of ranks swap runs of consecutive chunks until the
+work of all ranks is almost equal.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from fa_train.parallel.context.whole_documents import owners_of_documents
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
 # also read the keys between the two chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
-MAX_PADDING = 1 / 512  # if chunks pad a stream by more than this fraction, smaller chunks are used
+MAX_PADDING = 1 / 512  # chunks larger than the smallest size may pad a stream by at most this fraction of its tokens
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
-RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # possible run lengths in chunks
-TRIED = 32  # for each run length, at most this many swaps are compared
-FIXED_COST = 4  # an extra cost of each swap, in chunks of keys; favours one large swap over small ones
+RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # numbers of chunks that a swap may exchange
+TRIED = 32  # the largest number of swaps that are compared for each of `RUN_LENGTHS`
+FIXED_COST = 4  # the fixed cost of a swap, in received chunks of keys, which favours one large swap over small ones
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ class Deal:
 
 
 def chunk_size_for(total: int, ranks: int) -> int:
-    """Returns the largest chunk size that pads a stream of `total` tokens by at most the fraction `MAX_PADDING`."""
+    """Returns the largest chunk size that pads a stream of `total` tokens by at most the fraction `MAX_PADDING`.
+
+    If all chunk sizes pad the stream by more than this fraction, the result is the smallest chunk size.
+    """
     for size in CHUNK_SIZES:
         if padded_total(total, ranks, size) <= total * (1 + MAX_PADDING):
             return size
@@ -87,7 +90,8 @@ def deal(boundaries: np.ndarray, total: int, ranks: int, *, balanced: bool = Tru
 def whole_documents(boundaries: np.ndarray, total: int, ranks: int) -> Deal | None:
     """Assigns whole documents to ranks, or returns None if that is not possible. boundaries: as for deal.
 
-    total: the number of tokens of the padded stream. The tokens after the last document fill the shares of the ranks.
+    total: the number of tokens of the padded stream. The tokens after the last document are distributed so that all
+    ranks get the same number of tokens.
     """
     lengths, share = np.diff(boundaries), total // ranks
     owner = owners_of_documents(lengths, ranks, share)
@@ -126,10 +130,10 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
     """Exchanges runs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
 
     A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and a
-    second rank swap two runs of equal length. The second rank has the least work of all ranks with a possible swap. If
-    the work of two ranks differs by d, a swap moves at most d / 2. Many swaps are compared. The chosen swap moves the
-    most work per additional chunk of received keys. A run of several chunks can hold a whole document, whose keys then
-    need not be sent.
+    second rank swap two runs with the same number of chunks. The second rank is the one with the least work among the
+    ranks for which a swap is possible. If the work of two ranks differs by d, a swap moves at most d / 2. Many swaps
+    are compared. The chosen swap moves the most work per additional chunk of received keys. A run of several chunks can
+    hold a whole document, whose keys then need not be sent.
 
     owner: (n_chunks,), as in Deal. `exchange` changes owner in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
@@ -161,12 +165,12 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 
 
 class Swaps(NamedTuple):
-    """Possible exchanges between two ranks. Each exchange swaps two runs of consecutive chunks.
+    """Possible swaps between two ranks. Each swap exchanges two runs of consecutive chunks, one from each rank.
 
-    All fields are (n,) int64. length: the number of chunks in each of the two runs.
+    All fields are (n,) int64. length: the number of chunks in each of the two swapped runs.
     gives: the first chunk of the run that the busier rank gives away.
-    takes: the first chunk of the run that the busier rank gets.
-    moved: the work that the exchange takes away from the busier rank.
+    takes: the first chunk of the run that the busier rank receives.
+    moved: the work that the swap takes away from the busier rank.
     """
 
     length: np.ndarray
@@ -176,10 +180,10 @@ class Swaps(NamedTuple):
 
 
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
-    """Returns swaps that each move some work from rank `most` to rank `least`, but at most `limit`.
+    """Returns swaps that each move work from rank `most` to rank `least`: more than 0 and at most `limit`.
 
-    Each swap exchanges two runs of equal length. For each run length in `RUN_LENGTHS`, the result contains the swaps
-    that move the most work, but at most `TRIED` swaps. Swaps of the same run length use different runs of rank `most`.
+    Each swap exchanges two runs with the same number of chunks. For each number of chunks in `RUN_LENGTHS`, the result
+    has only the `TRIED` swaps that move the most work. Each of these swaps uses a different run of rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -187,8 +191,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run of rank `most`, find the run of rank `least` that has the least work.
-        # Leave out runs whose swap would move more than `limit`.
+        # Pair each run of rank `most` with the run of rank `least` whose swap moves the most work, but at most `limit`.
+        # If all swaps move more work than `limit`, leave out the run of rank `most`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

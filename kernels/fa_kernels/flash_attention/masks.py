@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_range(start_ptr, end_ptr, first, last, BLOCK: tl.constexpr):
-    """Returns start, whole_start, whole_end and end, in ascending order, for the rows from `first` to `last`.
+    """Returns the column bounds start <= whole_start <= whole_end <= end for the rows from `first` to `last`.
 
     The rows see only columns from start to end - 1. Every row sees every column from whole_start to whole_end - 1.
     whole_end - whole_start is a multiple of `BLOCK`. Blocks between whole_start and whole_end need no mask. The start

@@ -16,15 +16,15 @@ ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so it can check
 
 @triton.jit
 def isolate_nan(x):
-    """Returns x [N, D] with 0 in place of inf and NaN, and a vector [N] for the rows of x.
+    """Returns x [N, D] with 0 in place of inf and NaN, and a vector [N] that says which rows of x contained inf or NaN.
 
-    The vector is NaN for each row of x that contains inf or NaN, and 0 for the other rows.
+    The vector has one element per row of x: NaN if the row contains inf or NaN, and 0 otherwise.
 
     The next matmul multiplies a row of x by the weight 0 if a query does not see the row. Because 0 * NaN is NaN, NaN
-    would reach other documents without `isolate_nan`. For each query, the caller can add the vector to the weights of
-    the rows that the query sees. The result of a query is then NaN if the query sees a row that contains inf or NaN.
-    `isolate_nan` doubles the instructions of a masked loop, so kernels for one document are compiled without
-    `isolate_nan`.
+    would reach other documents without `isolate_nan`. The caller can add the vector to each query's weights, but only
+    for the rows that the query sees. This addition makes the result of a query NaN if the query sees a row that
+    contains inf or NaN. `isolate_nan` doubles the instructions of a masked loop, so kernels for one document are
+    compiled without `isolate_nan`.
     """
     zeros = x * 0.0  # `zeros` is NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)

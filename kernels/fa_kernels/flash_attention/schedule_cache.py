@@ -22,22 +22,23 @@ _KEPT: dict[Hashable, Any] = {}  # maps results of `key_of` to schedules; the ol
 def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | None:
     """Returns the device and its current stream, or None if new tensors must not be kept for later calls.
 
-    `device` may also be the index of a CUDA device. The stream is given as its address, or as 0 if the device is not
-    CUDA.
+    `device` is a torch.device or the index of a CUDA device. The stream is given as its address, or as 0 if the device
+    is not CUDA.
     """
     if torch.compiler.is_compiling() or may_have_dispatch_mode():
         return None  # a dispatch mode may create fake tensors, or count operations
     if isinstance(device, torch.device) and device.type == "cuda":
-        # The result has the index of the device, because `cuda` means another device after set_device. The address of
-        # the stream does not identify the device, because the default stream of every device has the address 0.
+        # The result has the device's index, because set_device changes the meaning of `cuda` without an index. The
+        # stream's address does not identify the device, because the default stream of every device has the address 0.
         device = torch.cuda.current_device() if device.index is None else device.index
     if not isinstance(device, int):
         return device, 0
-    # A captured CUDA graph owns the tensors that it creates, so the cache must not keep them. A graph must also not
-    # read cached tensors, because the cache may drop a tensor before the graph is replayed.
+    # A captured CUDA graph owns the tensors that it creates, so the cache must not keep them. A graph must not read
+    # cached tensors, because the cache may drop a tensor before the graph is replayed.
     if torch.cuda.is_current_stream_capturing():
         return None
-    # The result has the stream, because another stream could read a cached tensor before this stream has written it.
+    # The result names the stream, because a kernel on another stream could read a cached tensor before this stream has
+    # written the tensor.
     return device, current_stream_address(device)
 
 
@@ -46,7 +47,7 @@ def key_of(
 ) -> Hashable:
     """Returns the cache key of a dense call, or None if its schedule must not be cached.
 
-    `device` may also be the index of a CUDA device.
+    `device` is a torch.device or the index of a CUDA device.
     """
     place = place_of(device)
     if place is None or batch * (seqlen_q + seqlen_k) > MAX_TOKENS:
@@ -67,6 +68,6 @@ def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
             value = build()
         if len(_KEPT) >= MAX_SCHEDULES:
             oldest, *_ = _KEPT
-            _KEPT.pop(oldest, None)  # no KeyError if another thread has removed the key
+            _KEPT.pop(oldest, None)  # with None, pop raises no KeyError if another thread has removed the key
         _KEPT[key] = value
     return value

@@ -57,7 +57,7 @@ def compile_case(*case):
     """Compiles one entry of the tile table and returns its report."""
     source, capability, options = case_source(*case)
     log = io.StringIO()
-    # Let Triton run ptxas, because each version of Triton passes other options to ptxas. Always compile, because a
+    # Let Triton run ptxas, because each version of Triton passes different options to ptxas. Always compile, because a
     # kernel from Triton's cache has no ptxas log.
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.compilation.always_compile = True
@@ -83,7 +83,7 @@ def table_of(arch):
 
 
 def pass_of(direction):
-    """Returns the pass whose tile sizes a kernel uses, for example dkdv for contain_dkdv and for repair_bwd."""
+    """Returns the key of a kernel's tile sizes in the tile table, for example dkdv for contain_dkdv and repair_bwd."""
     direction = direction.removeprefix("contain_")
     return PASS_OF_REPAIR.get(direction, direction)
 
@@ -111,7 +111,7 @@ def case_source(arch, head_dim, v_head_dim, direction, itemsize):
 
 
 def source_of(kernel, tiles, of_queries, head_dim, v_head_dim, direction, itemsize, contain, precision):
-    """Returns the kernel source of one pass, specialised for a launch with all features off.
+    """Returns the source of `kernel`, specialised for a launch with all features off.
 
     `of_queries` are the tile sizes of the dQ kernel.
     """

@@ -1,4 +1,4 @@
-"""Caches the reports of the modules that compile kernels without a GPU. The modules run in separate processes."""
+"""Runs the modules that compile kernels without a GPU in separate processes, and caches their reports."""
 
 import ast
 import functools

@@ -51,8 +51,7 @@ def is_ours(value):
 def collect(value, found):
     """Adds the code of `value`, a function or class of fa_kernels, to `found`.
 
-    For each name in the code of `value`, the function also adds the code of the named function or class, or the value
-    of the named constant.
+    Also adds everything that the code of `value` uses: the code of functions and classes, and the values of constants.
     """
     place = f"{value.__module__}.{value.__qualname__}"
     if place in found:
@@ -69,7 +68,10 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds `used`, which the code at `place` uses, to `found`. Skips objects of packages other than fa_kernels."""
+    """Adds the object `used` to `found`. Skips objects of packages other than fa_kernels.
+
+    place: the code that uses the object, and the object's name in that code.
+    """
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):
             collect(used, found)
@@ -82,8 +84,8 @@ def add(place, used, found):
 def parts_of(name):
     """Returns what determines the compiled code of a case, for example of `portable:sm90-128-128-fwd-2`.
 
-    The result has three parts: the GPU, the compile options with the kernel's arguments, and a dictionary. The
-    dictionary holds the code of each function and class, and the value of each constant, that the case uses.
+    The result has three parts: the GPU, a tuple of the compile options and the kernel's arguments, and a dictionary.
+    The dictionary holds the code of each function and class, and the value of each constant, that the case uses.
     """
     module, _, case = name.partition(":")
     source, capability, options = import_module(f"tests.kernels.aot.{module}").case_source(*case.split("-"))

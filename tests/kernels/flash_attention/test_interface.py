@@ -65,7 +65,7 @@ def test_positional_arguments_and_the_three_results_are_flash_attns():
     names = {"softmax_scale": 0.3, "causal": True, "window_size": (5, 0), "softcap": 4.0, "deterministic": True}
     expected, expected_lse = flash_attn_func(q, k, v, **names, return_lse=True)
     assert torch.equal(o, expected) and torch.equal(lse, expected_lse)
-    # without dropout, the function returns an empty tensor, as flash-attn does
+    # without dropout, the third result is an empty tensor, as in flash-attn
     assert probabilities.shape == (0,) and probabilities.dtype == q.dtype and probabilities.device == q.device
 
 
@@ -375,7 +375,7 @@ ANY = settings(max_examples=200 if GPU else 6, deadline=None, derandomize=True)
 @ANY
 @given(DOCUMENTS, st.booleans(), WINDOWS, WINDOWS, st.integers(0, 3), st.integers(0, 5), st.booleans())
 def test_any_documents_equal_the_reference(pairs, causal, left, right, padding, tail, capped):
-    """Both passes equal the reference for documents of any length.
+    """Outputs and gradients equal those of the reference for documents of any length.
 
     cu_seqlens may be padded, and tokens may follow the last document.
     """
@@ -432,7 +432,7 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """Only a max_seqlen that is an integer of at least `LONG_DOCUMENT` sets the length class."""
+    """max_seqlen is passed to build_schedule only if it is an integer of at least `LONG_DOCUMENT`."""
     asked = []
     build = interface.build_schedule
     monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))

@@ -8,7 +8,7 @@ run.
 
 In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
 the first step, in which the optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys.
-`keys` is given only if it is below the upper bound that the planner uses.
+A record has `keys` only if the number is below the upper bound that the planner uses.
 """
 
 import json
@@ -73,8 +73,8 @@ def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     """By default, the planner predicts the peak of the rank that gathers all keys.
 
     In the recorded runs, one document fills each row. One rank gathers all keys. All other ranks gather fewer keys, so
-    their peaks are lower. This test gives the planner the number of keys of each rank. The planner must predict the
-    difference between the highest peak and each rank's peak.
+    their peaks are lower. For each rank, this test tells the planner how many keys the rank gathers. The planner must
+    predict the difference between the highest peak and each rank's peak.
 
     `ranks_gib` lists the peaks of all ranks, and `ranks_keys` lists how many keys the buffers of each rank hold.
     """
@@ -161,8 +161,8 @@ def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)
 
 
-# The four settings are the model, the precision, checkpointing and the chunks of the FFN. For any two settings, all
-# pairs of values occur.
+# Each tuple chooses four settings: the model, the precision, checkpointing and the chunks of the FFN. For any two of
+# these settings, all pairs of values occur.
 PAIRWISE = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]
 
 
@@ -227,7 +227,7 @@ CASES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False},
     "capped-logits": {"vocab_size": 128256, "seq_len": 8192, "family": Family(logit_softcap=30.0)},
     # With fewer tokens or a larger vocabulary, the peak would be where autograd adds the two gradients of the tied
-    # embedding. The simulation is wrong there, because autograd does not add fake tensors in place.
+    # embedding. The simulation of this addition is wrong, because autograd does not add fake tensors in place.
     "few-tokens": {"seq_len": 4096, "vocab_size": 65536},
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
@@ -249,8 +249,8 @@ SIMULATED_LEVERS = {
     "offload": Levers("selective", True, 8192),
     "offload-all": Levers("none", "all", 8192),
 }
-# All cases run without levers. By default, a quarter of the cases also run with `offload`, and another quarter with
-# `offload-all`.
+# All cases run with the levers `none`. By default, a quarter of the cases also run with `offload`, and another quarter
+# with `offload-all`.
 SIMULATED = [
     pytest.param(levers, case, marks=slow_if(case not in ("default", "capped-logits")))
     for number, case in enumerate(CASES)
@@ -407,7 +407,8 @@ def test_the_host_memory_counts_offload_and_optimizer():
     assert predict(LLAMA_1B).host == 0
     host = predict(changed(LLAMA_1B, optimizer="adamw_offload")).host
     parameters = sum(parameter_sizes(LLAMA_1B.model))
-    # the host holds two moments, and pinned copies of weights and gradients, with sizes rounded up to powers of two
+    # the host holds AdamW's two moments, and pinned copies of weights and gradients, with sizes rounded up to powers of
+    # two
     assert 16 * parameters * 0.99 < host < 24 * parameters
 
 

@@ -3,8 +3,8 @@
 FSDP2 itself runs, with a process group that sends nothing. FSDP2 frees a gathered weight by resizing its storage to 0
 bytes, so `LiveShards` follows the sizes of storages.
 
-By default, the cases in `REST` are left out. The cases that run by default include every moment and every setting that
-occurs in `CASES`. With PLANNER_CASES=all, all cases run.
+By default, the cases in `REST` are left out. Every moment and every setting in `CASES` occurs in at least one case that
+runs by default. With PLANNER_CASES=all, all cases run.
 """
 
 import weakref
@@ -67,7 +67,7 @@ class LiveShards(Live):
 
 @contextmanager
 def two_ranks() -> Iterator[DeviceMesh]:
-    """Yields a mesh of two ranks. This process is rank 0, and no process is rank 1."""
+    """Yields a mesh of two ranks. This process is rank 0. No process runs as rank 1."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
@@ -132,7 +132,7 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
-# A case has the moment of the expected peak, and the changed fields of the plan. A tied embedding with few tokens and a
+# {name of a case: (moment of the expected peak, changed fields of the plan)}. A tied embedding with few tokens and a
 # large vocabulary is not tested, because autograd does not add the gradients of the embedding in place on fake tensors.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),

@@ -29,9 +29,9 @@ from tests.memory.support.small import VOCAB, compile_blocks, levers, small_gpt
 from tests.support.training import composed
 
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
-RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")  # the attributes of a Recorder
+RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")  # attributes of a Recorder that are saved
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
-COPIES = {2: "ddp", 4: "hsdp"}  # for 2 or 4 ranks, a strategy that keeps several copies of the model
+COPIES = {2: "ddp", 4: "hsdp"}  # {number of ranks: a strategy that keeps several copies of the model}
 MEMORIES: dict[str, Memory] = {
     "none": levers(),
     "selective": levers("selective", mlp_chunk=8),
@@ -196,7 +196,7 @@ def finetune(folder: Path) -> None:
 
 
 def difference(case: Case, rank: int, *callbacks: L.Callback) -> str:
-    """Trains, and compares the ranks' weights after each step. Returns "", or an error message if they differ."""
+    """Trains, and compares the ranks' weights after each step. Returns an error message, or "" if all are equal."""
     try:
         train(case, rank, *callbacks, EqualWeights(every_n_steps=1))
     except DivergedError as error:
@@ -215,7 +215,8 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     flipped = difference(copies, rank, FlipBit())
     Path(folder, f"flipped.{len(environments)}.{rank}.txt").write_text(flipped)
     if copies.strategy == "hsdp":
-        # makes the gradient norms of the two replicas differ, as different orders of additions would
+        # This patch makes the gradient norms of the two replicas differ. Different orders of additions would have the
+        # same effect.
         with patch("fa_train.lit_gpt.whole", lambda norm: whole(norm) * (1.001 if rank < 2 else 1)):
             Path(folder, f"norms.{rank}.txt").write_text(difference(copies, rank))
     if len(environments) == 2:

@@ -1,6 +1,6 @@
 """Tests scripts/bench/decode.py: its candidates compute the same result, and its arguments and report are right.
 
-The tests do not time the candidates, because timing needs a GPU.
+The tests measure no times, because timing needs a GPU.
 """
 
 import pytest

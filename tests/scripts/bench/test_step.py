@@ -58,7 +58,7 @@ def peer_in_this_process(case, timeout):
 
 @pytest.mark.slow
 def test_a_run_from_its_command_line(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides GPUs from the processes of the cases
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides GPUs from the processes that measure the cases
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(step, "run_apart", peer_in_this_process)
     monkeypatch.setattr(subprocess, "Popen", ForkedModule)

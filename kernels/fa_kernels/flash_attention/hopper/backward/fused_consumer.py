@@ -1,9 +1,9 @@
 """The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step also writes dS^T for the
-dQ warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S first. The function
-`_step_ahead` receives the S that the previous step has computed, and computes S of the next step. In `_step_ahead`, the
-tensor cores work while the consumer computes the exponentials and dS.
+dQ warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S, and then uses this S. The
+function `_step_ahead` receives the S that the previous step has computed, and computes S of the next step. In
+`_step_ahead`, the tensor cores work while the consumer computes the exponentials and dS.
 """
 
 from triton.experimental import gluon
@@ -68,7 +68,7 @@ class Work:
 class Keys:
     """K and V of a consumer's 64 keys, and the queries that see each key. All steps of an item use the same `Keys`."""
 
-    k: tuple  # [64, columns] for each column block, in registers or in shared memory
+    k: tuple  # one tile [64, columns] per column block, in registers or in shared memory
     v: tuple
     visible: Visible  # the queries that see each key
 
@@ -103,7 +103,7 @@ class Probabilities:
 
 @gluon.jit
 def _no_gradients(buffers, KEYS: gl.constexpr):
-    """Returns a tuple of `Gradients` that are 0, one for each column block."""
+    """Returns a tuple with one `Gradients` of zeros for each column block."""
     gradients = ()
     for i in gl.static_range(len(buffers.k)):
         gradients += (_zero_gradients(KEYS, buffers.k[i].shape[2]),)
@@ -177,7 +177,7 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits until all matmuls are complete, and returns (gradients, others) with the results.
+    """Waits until all matmuls are complete, and returns `gradients` and `others` with the results of the matmuls.
 
     `others` is a tuple of the accumulators of all matmuls except those for dK and dV.
     """
@@ -390,7 +390,7 @@ def _consume_item(
 
 @gluon.jit
 def _sums_of(gradients):
-    """Returns dK + dV for each column block. The sum is NaN where dK or dV is NaN."""
+    """Returns a tuple with the sum dK + dV of each column block. The sum is NaN where dK or dV is NaN."""
     sums = ()
     for i in gl.static_range(len(gradients) - 1, -1, -1):
         sums = (gradients[i].dk + gradients[i].dv,) + sums  # noqa: RUF005  Gluon knows no stars

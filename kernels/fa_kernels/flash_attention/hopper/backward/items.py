@@ -86,11 +86,11 @@ class Buffers:
 class Barriers:
     """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
 
-    kv_full: gl.shared_memory_descriptor  # K and V have arrived
-    kv_empty: gl.shared_memory_descriptor  # the buffers of K and V are free, because TMA has read dK and dV from them
-    q_full: gl.shared_memory_descriptor  # Q and lse have arrived
-    do_full: gl.shared_memory_descriptor  # dO and delta have arrived
-    empty: gl.shared_memory_descriptor  # both consumers have read Q and dO
+    kv_full: gl.shared_memory_descriptor  # signals that K and V have arrived in shared memory
+    kv_empty: gl.shared_memory_descriptor  # signals that TMA has read dK and dV from the buffers of K and V
+    q_full: gl.shared_memory_descriptor  # signals that Q and lse have arrived
+    do_full: gl.shared_memory_descriptor  # signals that dO and delta have arrived
+    empty: gl.shared_memory_descriptor  # signals that both consumers have read Q and dO
 
 
 @structure
@@ -145,8 +145,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head, or, after the last block, the first block
-    of the next head. With `BACKWARDS`, the next step is the same block of the next head, or, after the last head, the
-    preceding block of the first head.
+    of the next head. With `BACKWARDS`, the next step is the same block of the next head. After the last head, the next
+    step with `BACKWARDS` is the preceding block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -169,8 +169,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
 def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
     """Returns the range of queries that see each key, for `KEYS` keys from key `first` onwards.
 
-    `start` and `end` of the result have the given layout. Blocks of queries between whole_start and whole_end need no
-    mask, because their queries see all `KEYS` keys.
+    `start` and `end` of the result have the layout `layout`. Blocks of queries between whole_start and whole_end need
+    no mask, because their queries see all `KEYS` keys.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
     # Past the last key, TMA loads zeros, and P = 2^(0 - lse) might overflow. Keys that do not exist therefore get an
@@ -286,8 +286,8 @@ def _produce_item(
     """Fills the buffers for one item, in the order in which the consumers empty them. One warp calls this function.
 
     item_index: the number of items that this program has already loaded. done: the number of steps of all earlier items
-    of this program. Returns `done` plus the number of steps of this item. Also returns a ticket for another item
-    (queue.py), or 0 if counter_ptr is None.
+    of this program. Returns `done` plus the number of steps of this item, and a ticket for the next item of this
+    program (queue.py). The ticket is 0 if counter_ptr is None.
     """
     STAGES: gl.constexpr = buffers.q[0].shape[0]
     BLOCK_M: gl.constexpr = buffers.q[0].shape[1]

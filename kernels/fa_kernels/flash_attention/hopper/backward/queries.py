@@ -6,9 +6,9 @@ dS K to dQ. The matmul dS K reads dS from registers. Exactly one program writes 
 bits. The kernel of keys.py or wide.py computes dK and dV before the kernel for dQ runs. Both the kernel for dQ and the
 kernel for dK and dV compute the scores.
 
-The table gives lower bounds on the time, in cycles of a multiprocessor. wide.py gives the throughputs from which the
-bounds are computed. The bounds are for 128 queries and 128 keys at head_dim 128, and for 128 queries and 64 keys at
-head_dim 256. A soft cap doubles the time of the exponentials.
+The table gives lower bounds on the time, in cycles of a multiprocessor. The bounds are computed from the throughputs in
+wide.py. At head_dim 128, a bound is for 128 queries and 128 keys. At head_dim 256, a bound is for 128 queries and 64
+keys. A soft cap doubles the time of the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|
@@ -49,7 +49,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer then changes to 240 registers per
-# thread, and the producer to 24 (`REGISTERS`). The first consumer gets all other registers: 240 per thread.
+# thread, and the producer to 24 (`REGISTERS`). The first consumer gets the registers that are left: 240 per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -63,7 +63,7 @@ class QueryTiles:
 
 
 K_STAGES = 2  # the number of blocks of K that can be in shared memory at once
-TILES = {  # by head_dim; the kernel uses 192 KiB of shared memory at head_dim 128, and 224 KiB at 256
+TILES = {  # {head_dim: tile sizes}; the kernel uses 192 KiB of shared memory at head_dim 128, and 224 KiB at 256
     128: QueryTiles(128, v_stages=2, arrivals=WARPGROUP.value),
     256: QueryTiles(64, v_stages=1, arrivals=1),
 }
@@ -127,7 +127,7 @@ class _Queries:
     head: gl.tensor
     q: gl.shared_memory_descriptor  # [M, D]
     do: gl.shared_memory_descriptor
-    lse: gl.tensor  # [M, 1], in log2 units
+    lse: gl.tensor  # [M, 1], the log-sum-exp of each query's scores in log2 units
     delta: gl.tensor  # [M, 1]
     key_start: gl.tensor  # [M]; a query sees the keys from `key_start` to `key_end - 1`
     key_end: gl.tensor

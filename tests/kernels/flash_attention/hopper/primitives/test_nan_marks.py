@@ -1,6 +1,4 @@
-"""The Hopper kernels write one NaN mark for every 64 rows of a head. The mark is 1 if the rows contain NaN, and 0
-otherwise.
-"""
+"""For every 64 rows of a head, the Hopper kernels write one NaN mark: 1 if the 64 rows contain NaN, and 0 otherwise."""
 
 import pytest
 import torch
