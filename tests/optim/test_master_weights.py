@@ -92,7 +92,7 @@ def masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def test_master_weights_are_those_of_adamw_in_fp32():
-    """bf16 weights without low bits would differ by about 2**-9 of their size."""
+    """Without their low 16 bits, master weights would differ from AdamW's fp32 weights by about 2**-9 of their size."""
     model, exact = new_model(), new_model().float()
     with torch.no_grad():
         for weight, master in zip(model.parameters(), exact.parameters(), strict=True):
@@ -113,7 +113,7 @@ def test_master_weights_are_those_of_adamw_in_fp32():
 
 
 def test_small_updates_change_the_weights_on_average():
-    """Each step moves the master weights by a tenth of the distance between neighbouring bf16 weights."""
+    """Each step moves the master weights by a tenth of the distance between two neighbouring bf16 numbers."""
     weight = nn.Parameter(
         torch.empty(100_000).uniform_(0.5, 0.99, generator=torch.Generator().manual_seed(0)).bfloat16()
     )
@@ -171,7 +171,7 @@ def test_a_loaded_state_has_every_bit():
 
 
 def test_two_compiled_updates_serve_all_shapes(monkeypatch):
-    """The first compiled update serves one size. The second one serves all sizes that are multiples of 16."""
+    """The update is compiled for one size first, and then a second time for all sizes that are multiples of 16."""
     counter = CompileCounter()
     compiled = torch.compile(master_weights._update, fullgraph=True, backend=counter)
     monkeypatch.setattr(master_weights, "_compiled_update", compiled)

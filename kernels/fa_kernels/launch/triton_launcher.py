@@ -4,8 +4,8 @@ This module relies on the following private details of Triton. A kernel launch r
 CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes a new launcher. `prepared` binds
 the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and calls
 the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes descriptors
-at each launch, but record.py caches one encoding for each address. A launcher from `_launcher` accepts an encoded
-descriptor, its sizes and its strides as separate arguments.
+at each launch, but record.py caches one encoding for each address. In place of a descriptor, a
+launcher from `_launcher` accepts several arguments: the encoded descriptor, its sizes and its strides.
 """
 
 import re
