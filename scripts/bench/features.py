@@ -231,7 +231,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # `captured` first calls the function without a graph; this frees the call's memory
+        torch.cuda.empty_cache()  # frees the memory of the first call in `captured`, which runs without a graph
     return median_ms(runs, rep=rep)
 
 

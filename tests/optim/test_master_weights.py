@@ -92,7 +92,7 @@ def masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def test_master_weights_are_those_of_adamw_in_fp32():
-    """Without their low 16 bits, master weights would differ from AdamW's fp32 weights by about 2**-9 of their size."""
+    """Without the low 16 bits, the weights would have a relative error of about 2**-9 compared with fp32 weights."""
     model, exact = new_model(), new_model().float()
     with torch.no_grad():
         for weight, master in zip(model.parameters(), exact.parameters(), strict=True):

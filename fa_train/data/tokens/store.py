@@ -40,7 +40,7 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
-    document is held out. In a small corpus, the hashes may select all documents or none. Two rules then replace hashes:
+    document is held out. In a small corpus, the hashes may select all documents or none. Two rules replace such hashes:
     - If the corpus has several chats, its last chat is held out.
     - If the corpus has one chat or documents of another kind, the last part of its longest document is held out, unless
       that part has fewer than SHORTEST_TAIL tokens.

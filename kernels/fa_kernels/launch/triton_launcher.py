@@ -81,8 +81,8 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return partial(launcher, *where, *how)
-    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. The code below
-    # adds the constants once, and skips the launcher at each launch.
+    # If a kernel needs no scratch memory, Triton's launcher only adds constant arguments, which takes 1 us per launch.
+    # The returned function holds the constants, and calls `launcher.launch` directly.
     where += launcher.launch_cooperative_grid, launcher.launch_pdl
     launch, no_scratch = launcher.launch, (None, None)
     if triton.__version__.startswith("3.6."):

@@ -279,7 +279,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
         outputs: Any = graphs[0].graph.output_node().args[0]
         for node in outputs[num_fwd_outputs:]:
             value = node.meta["val"]
-            # leave out weights, the attention schedule and the rotary table
+            # do not count weights, the attention schedule and the rotary table
             if node.op != "placeholder" or value.shape == x.shape:
                 storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
         return graphs

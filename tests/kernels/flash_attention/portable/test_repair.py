@@ -106,7 +106,7 @@ def in_order_of_threads(sums):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     total, n_heads = 150, 3
-    sums = torch.randn(192, n_heads, head_dim, device=device)  # whole blocks of 64 tokens; the last tokens are padding
+    sums = torch.randn(192, n_heads, head_dim, device=device)  # 150 tokens, padded to whole blocks of 64 tokens
     sums[total:] = torch.nan
     for token, head, column, value in ((0, 1, 0, torch.nan), (63, 2, head_dim - 1, torch.inf), (149, 0, 7, torch.nan)):
         sums[token, head, column] = value
