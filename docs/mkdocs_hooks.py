@@ -1,7 +1,6 @@
 """Adds pages from outside docs/ to the site that mkdocs builds.
 
-README.md becomes the home page. The other pages from outside docs/ are CONTRIBUTING.md, CHANGELOG.md and
-scripts/results.
+The added pages are CONTRIBUTING.md, CHANGELOG.md, scripts/results, and README.md, which becomes the home page.
 """
 
 import re
@@ -20,7 +19,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 def on_config(config: Any) -> Any:
     """Removes the script that mkdocs' offline plugin loads from the network.
 
-    The script is needed only to search on file:// pages.
+    Without this script, only the search on file:// pages does not work.
     """
     config.extra["polyfills"] = []
     return config

@@ -54,13 +54,14 @@ COMMANDS = {
         "optimizer=adamw_offload",
     ],
 }
-NOT_OVERRIDDEN = {"_target_", "_args_"}  # the class or function that a node calls, and its positional arguments
+NOT_OVERRIDDEN = {"_target_", "_args_"}  # keys that hold the class or function of a node, and its positional arguments
 
 
 def is_own(raw: Any, key: str) -> bool:
     """Returns whether the key has its own value, and does not copy another key.
 
-    An interpolation copies another key. If an interpolation copies a whole node, no key in the node is its own.
+    An interpolation copies another key. If the value of a node is an interpolation, every key in the node
+    is a copy.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -136,7 +137,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             values = wrong_values(hint)
             for number, value in enumerate(values):
                 with pytest.raises(ValueError) as raised:
-                    if number == 0 and f"${{{key}}}" in str(raw):  # the keys that copy the changed key are wrong, too
+                    if number == 0 and f"${{{key}}}" in str(raw):  # other keys copy this key, so they are wrong too
                         wrong, came = overridden(cfg, key, value)
                         run_config.check(wrong)
                     else:
@@ -424,7 +425,7 @@ def test_other_names_lead_to_keys(tmp_path):
     ],
 )
 def test_why_a_target_cannot_be_imported_is_said(module, reason, tmp_path, monkeypatch):
-    shorter = tmp_path.name[:-1]  # a prefix of the package's name, which is the name of no module
+    shorter = tmp_path.name[:-1]  # the package's name without its last character; no module has this name
     texts = {"__init__": "", "needs": "import not_installed", "shorter": f"import {shorter}"}
     texts |= {"wrong": "from json import nothing", "fine": ""}
     for name, text in texts.items():

@@ -113,9 +113,9 @@ def copies(trainer: L.Trainer) -> int:
 
 
 def differences(hashes: list[int], copies: int) -> list[tuple[int, int]]:
-    """Returns the pairs (rank, reference) whose hashes differ.
+    """Returns a pair (rank, reference rank) for each rank whose hash differs from that of its reference rank.
 
-    A rank's reference is the rank that holds the same shard in the first copy of the model.
+    The reference rank of a rank holds the same shard in the first copy of the model.
     hashes: one per rank. Each copy of the model is sharded over consecutive ranks.
     """
     ranks_per_copy = len(hashes) // copies

@@ -88,8 +88,8 @@ class PackedRows:
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows. The mean is weighted by length.
 
-        The mean determines which attention kernels run. The mean must be equal in all steps and on all ranks, because
-        the model is compiled for one choice of kernels.
+        The mean document length determines which attention kernels run. The mean document length must be equal in all
+        steps and on all ranks, because the model is compiled for one choice of attention kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:

@@ -6,8 +6,8 @@ import triton
 def split_columns(width: int, itemsize: int = 2) -> tuple[int, int]:
     """Returns the widths of one or two blocks that hold `width` columns with the least padding.
 
-    With one block, the second width is 0. A block has at least 16 columns, or 32 in fp8 (itemsize 1), because tl.dot
-    accepts no fewer.
+    If one block is enough, the second width is 0. A block has at least 16 columns, or 32 in fp8 (itemsize 1), because
+    tl.dot accepts no fewer.
 
     Examples:
 

@@ -344,7 +344,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
         if direction == "backward":
             torch.autograd.grad(o, (q, k, v), do)
 
-    run()  # compiles kernels; not measured, because compilation needs additional memory
+    run()  # this run is not measured, because it compiles kernels, which needs additional memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     run()

@@ -4,25 +4,25 @@
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
     python -m scripts.bench.context --lengths lengths.txt --streams file    # lengths from a file.
 
-The stream `one` is one document. The stream `window` is one document with an attention window of 4096 tokens. The
-stream `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. The stream
-`file` draws lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
+The token stream `one` is one document. The token stream `window` is one document with an attention window of 4096
+tokens. `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. `file` draws
+lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-The benchmark times five parts. In the part `one`, each rank computes the attention of the whole stream. More than 512k
-tokens do not fit on one GPU, so each rank then computes an equal part of the heads, and the time of `one` is multiplied
-by the number of ranks. In the part `shared`, all ranks compute the attention together (fa_train.parallel.context). The
-part `forward` times only the forward pass of the part `shared`. In the part `alone`, each rank computes its share of
-`shared` in one call, without communication. In the part `moved`, the ranks only exchange keys, values and their
-gradients. If no document is cut, the ranks exchange nothing.
+The benchmark times five computations, called parts:
+- `one`: each rank computes the attention of the whole stream. If the stream has more than 512k tokens, each rank
+  computes an equal part of the heads, and the measured time is multiplied by the number of ranks.
+- `shared`: all ranks compute the attention of the stream together (fa_train.parallel.context).
+- `forward`: all ranks compute only the forward pass of this attention together.
+- `alone`: each rank computes its share of the attention in one call, without communication.
+- `moved`: the ranks only exchange keys, values and their gradients. If no document is cut, they exchange nothing.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents, because all layers of a model process the same documents. The first run of a part is timed too, although it
-needs more host time. The time of a part is the mean time per run on the slowest rank. The time of `one` is the mean
-time over all ranks. The script reports medians over the repetitions. The times of all parts except `forward` cover both
-passes. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is that of `one`, divided by the number of ranks.
-
-The script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the
-script also times torch's attention and torch's context parallelism on the stream `one` (scripts/bench/context_peer.py).
+documents, because all layers of a model process the same documents. The time of a part is the mean time per run on the
+slowest rank, and includes the first run, which needs more host time. The time of `one` is the mean over all ranks. The
+script reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16, or
+fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks. The script writes OUT.md
+with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's
+attention and torch's context parallelism on one long document (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -71,9 +71,9 @@ START_METHOD = "spawn"
 class Setting:
     """The settings of all cases.
 
-    layers: number of calls of a part that are timed together. device: cuda or cpu. peer: whether to measure torch's
-    context parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions. head_groups: as
-    in ContextAttention, for the parts `shared` and `forward`.
+    layers: the number of runs of a part in one timing. device: cuda or cpu. peer: whether to measure torch's context
+    parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions. head_groups: as in
+    ContextAttention, for the parts `shared` and `forward`.
     """
 
     n_heads: int
@@ -118,7 +118,7 @@ def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
 
 
 class Case:
-    """One random stream on this rank. `parts` maps the name of each part to a function that runs the part."""
+    """The inputs of one repetition on this rank. `parts` maps the name of a part to a function that runs the part."""
 
     def __init__(self, stream: str, tokens: int, seed: int, setting: Setting) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -126,7 +126,8 @@ class Case:
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
-        mean = round(sum(length**2 for length in lengths) / tokens)  # in tokens: the document length of a mean token
+        # the mean document length, in which a document counts once for each of its tokens, as in training
+        mean = round(sum(length**2 for length in lengths) / tokens)
         self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
@@ -146,8 +147,8 @@ class Case:
         whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
         heads = _divided(setting, ranks) if tokens > FITS_ONE_GPU else setting
         q, k, v, do = _inputs(heads, device, tokens, tokens)
-        # All ranks compute the part `one`. If one GPU computed `one` alone, this GPU would become hotter than the
-        # other GPUs, and would then be slower in the next part.
+        # All ranks compute the attention of the whole stream. If only one GPU did, it would become hotter than the
+        # other GPUs, and would be slower than them in the next part.
         self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
         if PEER_PARTS[0] in setting.parts(stream):
             self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)

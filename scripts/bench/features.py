@@ -177,7 +177,7 @@ def gradients(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> 
 def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
     """Compiles the forward and backward kernels of a feature into Triton's cache.
 
-    Returns the first line of an error, or an empty string.
+    Returns the first line of the error message if a kernel fails, or else an empty string.
 
     case: a pair of the feature's index and a head_dim. The inputs have full size, because their size determines which
     kernels run.
@@ -231,7 +231,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # frees the memory of the call that `captured` makes before it captures the graph
+        torch.cuda.empty_cache()  # frees the memory of the first call in `captured`, which runs without a graph
     return median_ms(runs, rep=rep)
 
 

@@ -110,7 +110,7 @@ def calls_of(
 ) -> dict[str, Callable[[], None]]:
     """Returns a function for each pass (forward, and forward + backward).
 
-    Each call of a returned function uses the next batch of documents.
+    Each time one of these functions is called, it takes the next batch of documents from `batches`.
     """
     q, k, v, do = (
         torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")

@@ -59,8 +59,8 @@ ROW_RANGE = 8  # bytes for the start and the end of a row's visible range (two i
 PEAK_TFLOPS, BANDWIDTH_TBS = 989.0, 4.8  # dense bf16 TFLOP/s, and memory bandwidth in TB/s, of an H200
 Direction = Literal["forward", "backward"]
 METHODS = ("naive", "portable", "hopper")
-# For each pass: the tensors that a key tile reads once, the fp32 values that a key tile reads for each row of Q, and
-# the outputs. The pass `dv` needs neither V nor delta, because dV = P^T dO.
+# {pass: (tensors that a key tile reads once, fp32 values that a key tile reads for each row of Q, output tensors)}.
+# The pass `dv` needs neither V nor delta, because dV = P^T dO.
 KEY_PASSES: dict[Pass, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "dkdv": (("K", "V"), ("lse", "delta"), ("dK", "dV")),
     "dk": (("K", "V"), ("lse", "delta"), ("dK",)),
@@ -233,7 +233,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of K a head's query tiles load in total. Rows after the last key are not counted."""
+    """Returns how many rows of K a head's query tiles load in total. Rows past the end of K are not counted."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -255,8 +255,8 @@ def least_bytes(case: Case) -> int:
 def order_bytes(case: Case, arch: Arch) -> float:
     """Returns the theoretical lower bound of the traffic in bytes, without its constant factor.
 
-    For naive attention, the lower bound is `N**2 + N * d` elements. For flash attention with M elements in shared
-    memory, the lower bound is `N**2 * d**2 / M` elements.
+    The lower bound of the traffic is `N**2 + N * d` elements for naive attention, and `N**2 * d**2 / M` elements for
+    flash attention with M elements in shared memory.
     """
     n, d = case.seqlen, case.head_dim
     elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)
@@ -290,9 +290,9 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def prepared(case: Case) -> Callable[[], object]:
-    """Returns a function that runs the pass of the case.
+    """Creates the inputs of a case, and returns a function that runs the forward or the backward pass.
 
-    Before `prepared` returns, it creates the inputs. For a backward pass, it also runs the forward pass.
+    If the case is a backward pass, `prepared` itself runs the forward pass once.
     """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)
@@ -320,7 +320,7 @@ def run_under_ncu(cases: list[Case]) -> None:
     """Runs each case once while ncu records, and ends each case with a separator kernel."""
     for case in cases:
         work = prepared(case)
-        work()  # not recorded, because the first call also compiles or selects kernels
+        work()  # ncu does not record this first call, which also compiles or selects kernels
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaProfilerStart()
         work()

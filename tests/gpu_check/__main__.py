@@ -3,9 +3,9 @@ tests.gpu_check).
 
 The cases of attention come from the tile tables. The portable kernels run with the tile sizes of every GPU in the
 tables. The portable kernels also run with smaller tile sizes, which `fit` finds for GPUs with less shared memory.
-Hopper's kernels run in each of their compiled forms. The decoding kernels, the fused operations and the kernel that
-builds schedules run too. Tests on a CPU never run compiled machine code, so a change of a kernel is finished only after
-`make gpu-check` has passed on a GPU.
+Hopper's kernels run in each of their compiled forms. Separate cases run the decoding kernels, the fused operations and
+the kernel that builds schedules. Tests on a CPU never run compiled machine code, so a change of a kernel is finished
+only after `make gpu-check` has passed on a GPU.
 """
 
 import argparse

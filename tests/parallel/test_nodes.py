@@ -33,7 +33,7 @@ def on_two_nodes(tmp_path, *overrides):
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1", str(REPOSITORY / "train.py"),
     ]  # fmt: skip
     settings = tiny(tmp_path, *DATA, "trainer.num_nodes=2", "trainer.devices=1", "strategy=fsdp")
-    processes.start_server()  # otherwise, each of the two threads would start its own server
+    processes.start_server()  # without a running server, each of the two threads would start one
     with ThreadPoolExecutor(2) as pool:
         nodes = [pool.submit(forked, tmp_path, *agent, *settings, *overrides) for _ in range(2)]
     return [node.result() for node in nodes]
@@ -53,7 +53,7 @@ def test_two_nodes_train_as_one_process_does(tmp_path):
 
 @pytest.mark.skipif("SHARDING_CASES" not in os.environ, reason="takes 10 seconds: choose SHARDING_CASES=pairwise")
 def test_both_nodes_end_with_the_reason_if_a_rank_of_one_fails(tmp_path):
-    """The last two lines come from torchrun: the reason, and a line of equals signs."""
+    """The last two lines of stderr come from torchrun: the reason of the failure, and a line of equals signs."""
     fails = ["+callbacks.fails._target_=tests.parallel.support.runs.Fails", "+callbacks.fails.rank=1"]
     for node in on_two_nodes(tmp_path, "max_steps=4", *fails, "+callbacks.fails.how=oom"):
         assert node.returncode == 1

@@ -34,9 +34,9 @@ def collate(
 ) -> Batch:
     """Concatenates rows into one stream. cu_seqlens holds the document boundaries.
 
-    cu_seqlens always has `len(rows) * max_documents + 1` entries, so that its shape never changes. Unused entries
-    repeat the last boundary. Without document_mask, cu_seqlens holds only the row boundaries. Without reset_positions,
-    positions start at 0 in each row, and not in each document.
+    cu_seqlens always has `len(rows) * max_documents + 1` entries, so that its shape never changes. The unused
+    entries of cu_seqlens repeat the last boundary. Without document_mask, cu_seqlens holds only the row boundaries.
+    Without reset_positions, positions start at 0 in each row, and not in each document.
     """
     seq_len = len(rows[0].tokens)
     edges = [row.boundaries if document_mask else np.array([0, seq_len]) for row in rows]

@@ -40,11 +40,11 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
-    document is held out. In a small corpus, the hashes may select all documents or none. If the hashes select all
-    or none of several chats, the last chat is held out. If the hashes select all or none of the documents of another
-    corpus, the last part of its longest document is held out. A last part of fewer than SHORTEST_TAIL tokens is not
-    held out. If `divided` is true, the user has named the held-out documents, and the rules for small corpora do not
-    apply.
+    document is held out. In a small corpus, the hashes may select all documents or none. Two rules replace such hashes:
+    - If the corpus has several chats, its last chat is held out.
+    - If the corpus has one chat or documents of another kind, the last part of its longest document is held out, unless
+      that part has fewer than SHORTEST_TAIL tokens.
+    If `divided` is true, the user has named the held-out documents, and these two rules do not apply.
     is_tail: whether the held-out document is the last part of a training document.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
@@ -111,7 +111,7 @@ class Documents:
 
 
 def _whole_shards(folder: Path) -> list[Path]:
-    """Returns the shards of a finished folder. Raises: ValueError if a shard is missing or has the wrong size."""
+    """Returns the paths of all shards in a folder. Raises: ValueError if a shard is missing or has the wrong size."""
     try:
         sizes = json.loads((folder / SHARDS).read_text())
     except (OSError, ValueError) as error:

@@ -25,13 +25,13 @@ def require_precision(precision: str) -> None:
 class Adapters:
     """The sizes of a model's LoRA adapters (fa_train.models.lora).
 
-    sizes: the number of elements of each matrix A and each matrix B. All are in fp32.
+    sizes: the number of elements of each low-rank matrix A and B of each adapter. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
-    attention_joined, ffn_joined: the number of elements of a block's matrices A and B, in attention and in the FFN. The
-    elements are counted after all adapters of a linear layer are joined into one matrix A and one matrix B.
+    attention_joined, ffn_joined: the number of elements of a block's low-rank matrices, in attention and in the FFN,
+    if the adapters of each linear layer are joined into one matrix A and one matrix B.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
-    has_dropout: whether lora_dropout is above 0. Levers that recompute do not work with dropout. The formulas ignore
-    dropout.
+    has_dropout: whether lora_dropout is above 0. Memory levers that recompute activations do not work with dropout.
+    The formulas ignore dropout.
     """
 
     sizes: tuple[int, ...]
@@ -99,7 +99,7 @@ class RunSize:
 
     @property
     def gradient_copies(self) -> int:
-        """The number of copies of all gradients: 2 if DDP's buckets are separate tensors, otherwise 1.
+        """How many copies of each gradient exist: 2 if DDP's buckets are separate tensors, otherwise 1.
 
         DDP moves gradients to its buckets only in the last micro-batch of a step. In a step of several micro-batches,
         gradients and buckets are separate tensors until the last micro-batch.
@@ -110,8 +110,8 @@ class RunSize:
     def gradients_in_place(self) -> bool:
         """Whether the memory of all gradients is allocated before the backward pass starts.
 
-        If gradients_in_place is true, the backward pass adds or copies each new gradient to the allocated memory, and
-        then frees the new gradient.
+        If gradients_in_place is true, the backward pass computes each gradient in temporary memory, adds or copies it
+        to the allocated memory, and frees the temporary memory.
         """
         return self.accumulates or self.buckets == "views"
 

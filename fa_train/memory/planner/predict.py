@@ -30,8 +30,9 @@ class Prediction:
     moment: the name of the moment at which memory use peaks.
     weights: includes the weights that FSDP2 has gathered. gradients: includes the buffers of DDP and FSDP2.
     rounded_weights: autocast's copies of weights. activations: tensors that blocks save for the backward pass.
-    outside: the batch, the ranges of attention, the rotary table, and the tensors of the last norm.
-    loss: logits and gradients of the head.
+    outside: tensors that belong to no block: the batch, the ranges of tokens that attention needs, the rotary table,
+    and the tensors of the last norm.
+    loss: the logits and other tensors of the loss, and the gradient of the head's weight.
     working: temporary tensors at the moment of the peak.
     libraries: cuBLAS's workspaces.
     overhead: the CUDA context, the code of kernels, and memory that the caching allocator cannot use.

@@ -22,8 +22,8 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
     Consecutive programs process one tile for all heads of a section, then the next tile for the same heads, and so on.
     After the last tile, the programs continue with the next section of heads. The argument `section` is the number of
     heads per section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending
-    order. One tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel, which programs process from
-    the last to the first.
+    order. One tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel. The last of these tiles is
+    processed first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -62,8 +62,8 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, fewest: int = 1) -> int:
     """Returns the number of KV heads in a section. If possible, Q, dO and dQ of a section fit in L2.
 
-    A section has at least `fewest` KV heads, and at least about two tiles per program. With fewer tiles per program,
-    the longest tiles of the last section would start late, and most programs would wait for the longest tiles.
+    A section has at least `fewest` KV heads, and at least about two tiles per program. If a section had fewer tiles
+    per program, the longest tiles of the last section would start late, and most programs would wait for them.
     `programs` is the number of programs that run at the same time. n_tiles is the number of tiles per KV head.
     """
     total, n_heads, head_dim = q.shape
@@ -76,12 +76,12 @@ def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int
 
 
 def fewest_kv_heads(total_k: int, total_q: int, crosses_documents: bool) -> int:
-    """Returns the argument `fewest` of kv_heads_per_section for the fused backward.
+    """Returns the minimum number of KV heads in a section of the fused backward: `fewest` of kv_heads_per_section.
 
     With one KV head at a time, all running tiles of a document compete for the same rows of dQ. Packed documents are
     faster with sections of at least two KV heads (scripts/results/key_order_h100_202611.md). If the queries are one
     rank's part of a long document, sections of one KV head are faster (scripts/results/context_shares_h100_202611.md).
-    Many tiles of keys read the queries of one rank. With sections of two KV heads, the rows of Q, dO and dQ that
+    The queries of one rank are read by many tiles of keys. With sections of two KV heads, the rows of Q, dO and dQ that
     running tiles use probably do not fit in L2.
     """
     is_part_of_document = 2 * total_k >= 3 * total_q

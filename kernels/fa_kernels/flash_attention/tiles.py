@@ -133,12 +133,12 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
     Two passes compute the scores twice, so they need five matmuls instead of four. The pass for dK and the pass for dV
-    each have half as many accumulators as one pass that computes both. With half as many accumulators, tiles can be
+    each have half as many accumulators as one pass that computes both. The tiles of these two passes can therefore be
     twice as long, and two warpgroups can divide the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
-    # in the interpreter, the table of sm90 makes tests run dkdv for some head_dims, and dk and dv for others
+    # The interpreter uses the table of sm90, so that tests run both choices of passes, depending on head_dim.
     table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}
     known = table.get(arch, arch)
     apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
@@ -239,12 +239,12 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
     """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
-    Each fp32 value is split into an upper and a lower half. Blocks are prefetched in fp32, and split into halves in
-    registers, one column block at a time. In shared memory, both halves of an element together need 8 bytes. Shared
-    memory holds both halves of the tiles that a program keeps, and both halves of the current block. With mma.sync, the
-    halves of the current block are in registers instead, and the current block needs only 4 bytes of shared memory per
-    element. For dK and dV, the current block needs 8 bytes per element even with mma.sync, because kernels for dK and
-    dV also store the current block transposed.
+    Each fp32 value is split into an upper and a lower half. A half takes 4 bytes of shared memory. Blocks are
+    prefetched in fp32, and split into halves in registers, one column block at a time. The current block is the block
+    that the program multiplies. Shared memory holds both halves of the tiles that a program keeps, and both halves of
+    the current block, 8 bytes per element. With mma.sync, registers hold the halves of the current block, and shared
+    memory holds only the current block in fp32, 4 bytes per element. Kernels for dK and dV need 8 bytes per element of
+    the current block even with mma.sync, because they store the block a second time, transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """
@@ -268,7 +268,8 @@ def _shared_of_one_product(
 ) -> int:
     """Returns the bytes of shared memory, if no matmul is computed as three TF32 products.
 
-    The sum counts the tiles that a program keeps, the blocks that it loads, and the memory for changes of layout.
+    The returned bytes include the tiles that a program keeps, the blocks that the program loads, and the memory in
+    which the program converts tensors to another layout.
 
     A program keeps Q in the forward pass, Q and dO for dQ, K and V for dK, and K for dV.
     """
@@ -301,7 +302,7 @@ def _shared_of_one_product(
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
     """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
 
-    The operands are P and dS, which the program computes, and loaded blocks in which the program replaces NaN by 0.
+    The operands of tcgen05 that a program fills are P and dS, and copies of loaded blocks with 0 instead of NaN.
     """
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory

@@ -4,8 +4,8 @@ This module relies on the following private details of Triton. A kernel launch r
 CompiledKernel.run is a launcher. `driver.active.launcher_cls(source, metadata)` makes a new launcher. `prepared` binds
 the first nine arguments of a launcher. If the kernel needs no scratch memory, `prepared` skips the launcher and calls
 the function `launcher.launch` directly. `make_tensordesc_arg` encodes a descriptor for TMA. Triton encodes descriptors
-at each launch, but record.py caches one encoding for each address. A launcher from `_launcher` accepts an encoded
-descriptor, its sizes and its strides as separate arguments.
+at each launch, but record.py caches one encoding for each address. In place of a descriptor, a
+launcher from `_launcher` accepts several arguments: the encoded descriptor, its sizes and its strides.
 """
 
 import re
@@ -81,8 +81,8 @@ def prepared(compiled: Any, grid: tuple[int, ...], stream: int) -> Callable[...,
     where, how = (*grid, stream, compiled.function), (compiled.packed_metadata, None, None, None)
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return partial(launcher, *where, *how)
-    # Without scratch memory, Triton's launcher only adds constant arguments, which takes 1 us. The code below
-    # adds the constants once, and skips the launcher at each launch.
+    # If a kernel needs no scratch memory, Triton's launcher only adds constant arguments, which takes 1 us per launch.
+    # The returned function holds the constants, and calls `launcher.launch` directly.
     where += launcher.launch_cooperative_grid, launcher.launch_pdl
     launch, no_scratch = launcher.launch, (None, None)
     if triton.__version__.startswith("3.6."):

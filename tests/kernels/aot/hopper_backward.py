@@ -1,10 +1,10 @@
 """Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
 
-The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A case compiles the kernel that
-attention launches for the values in the name of the case. A suffix after head_dim, as in fp16-128dkdv-1-1-0, selects
-another kernel. The suffix `ordered` means the kernel that sums dQ in a fixed order. The suffixes `dkdv` and `dq` mean
-the two kernels of the two-pass backward. The kernel 128dkdv is always compiled with a soft cap. For head_dim 256, only
-the two kernels of the two-pass backward exist.
+The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. For each case, the script compiles
+the kernel that attention launches for the five values in the case's name. A suffix after head_dim, as in
+fp16-128dkdv-1-1-0, selects another kernel. The suffix `ordered` means the kernel that sums dQ in a fixed order. The
+suffixes `dkdv` and `dq` mean the two kernels of the two-pass backward. The kernel 128dkdv is always compiled with a
+soft cap. For head_dim 256, only the two kernels of the two-pass backward exist.
 """
 
 import json

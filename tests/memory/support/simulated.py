@@ -94,7 +94,7 @@ def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
     return dq, dk, dv, lse.new_empty(0)
 
 
-HOST = "meta"  # this device represents the host, because the CPU represents the GPU
+HOST = "meta"  # in the simulation, the device "cpu" stands for the GPU, and the device "meta" for the host
 
 INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.linear_cross_entropy.default: linear_cross_entropy._init_fn,
@@ -144,10 +144,10 @@ class Live(TorchDispatchMode):
 class Step:
     """The memory of a training step, in bytes.
 
-    DDP's buckets are included. Weights, optimizer states and gradients of earlier micro-batches are not included.
+    DDP's buckets are included. Weights, optimizer states, and the gradients of earlier micro-batches are left out.
     """
 
-    kept: int  # kept between forward and backward
+    kept: int  # the bytes that the forward pass keeps for the backward pass
     forward: int  # the peak in the forward pass
     forward_where: str
     backward: int  # the peak in the backward pass
@@ -279,7 +279,7 @@ def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str
         outputs: Any = graphs[0].graph.output_node().args[0]
         for node in outputs[num_fwd_outputs:]:
             value = node.meta["val"]
-            # leave out weights, the attention schedule and the rotary table
+            # do not count weights, the attention schedule and the rotary table
             if node.op != "placeholder" or value.shape == x.shape:
                 storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
         return graphs

@@ -70,7 +70,7 @@ def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monk
 
 
 def use_naive_attention(monkeypatch):
-    """Replaces flash attention, which is slow in Triton's interpreter. Naive attention cannot run in two parts."""
+    """Replaces flash attention, which is slow in Triton's interpreter. Naive attention requires may_split=False."""
     monkeypatch.setattr(context, "flash_attention", naive_attention)
     monkeypatch.setattr(context, "traffic", partial(context.traffic, may_split=False))
 

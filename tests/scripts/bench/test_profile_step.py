@@ -161,7 +161,7 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """Attention's kernels belong to the backward pass, except those in `forward`."""
+    """Attention kernels in the set `forward` belong to the forward pass. All others belong to the backward pass."""
     forward = {
         "_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel", "_schedule_kernel",
     }  # fmt: skip
@@ -274,7 +274,7 @@ def test_memory_by_component():
         changed(41, 50, -64, 1000 - 8),  # frees the gradient of the previous step
         changed(45, 200, 64, 1000 + 56, tid=2),  # allocates the new gradient at the address of a freed tensor
         changed(50, 100, -8, 1000 + 48, tid=2),
-        changed(60, 999, -20, 1000 + 28, tid=2),  # frees memory that an unknown component allocated before the step
+        changed(60, 999, -20, 1000 + 28, tid=2),  # frees memory of unknown origin, allocated before the step
         changed(96, 200, -64, 1000 - 36),  # zero_grad
     ]
     before = {1: (WEIGHTS, 500), 50: (GRADIENTS, 64)}

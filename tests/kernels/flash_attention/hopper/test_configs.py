@@ -1,7 +1,7 @@
 """Tests what the host chooses for the Hopper kernels.
 
-Configurations are arguments of kernels. Triton's compilation hooks, such as `jit_post_compile_hook`, receive the
-arguments of a kernel as JSON.
+A kernel receives its configuration as an argument. Triton's compilation hooks, such as `jit_post_compile_hook`,
+receive the arguments of a kernel as JSON.
 """
 
 import json

@@ -29,8 +29,8 @@ NONE = [pytest.param([], id="none")]
 def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    If `request.param` is true, the last row of the first document contains NaN. Each NaN mark belongs to
-    64 rows, so the row with NaN shares a mark with the first rows of the third document.
+    If `request.param` is true, the last row of the first document contains NaN. The NaN mark of this row covers 64
+    rows, which include the first rows of the third document.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -106,7 +106,7 @@ def in_order_of_threads(sums):
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dq_is_marked_where_its_sum_is_not_finite(device, head_dim):
     total, n_heads = 150, 3
-    sums = torch.randn(192, n_heads, head_dim, device=device)  # whole blocks of 64 tokens; the last tokens are padding
+    sums = torch.randn(192, n_heads, head_dim, device=device)  # 150 tokens, padded to whole blocks of 64 tokens
     sums[total:] = torch.nan
     for token, head, column, value in ((0, 1, 0, torch.nan), (63, 2, head_dim - 1, torch.inf), (149, 0, 7, torch.nan)):
         sums[token, head, column] = value
@@ -126,8 +126,8 @@ def test_empty_inputs_launch_no_program(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
-    """Programs check a limited number of tiles for marks in each step. The other tests in this file have more tiles, so
-    that their programs need several steps.
+    """In one step, a program reads the NaN marks of a limited number of tiles. The tensors of this file have so many
+    tiles that programs need several steps.
     """
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)

@@ -3,21 +3,21 @@
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
 one tile of keys. The program adds the tile's part to dQ of a block, waits until the sum is in memory, and then writes
 the number of the tile to the block's semaphore. Tile t adds to dQ only after the semaphore is at least t - 1.
-Each key is seen by one range of queries. The start and the end of the range never decrease from one key to the next,
-so the tiles that add to dQ of one block have consecutive numbers. Tile t waits only if tile t - 1 adds to the same
-block.
+Each key is seen by one range of queries. The start and the end of a key's range of queries never decrease from one key
+to the next, so the tiles that add to dQ of one block have consecutive numbers. Tile t waits at a block only if tile
+t - 1 adds to dQ of that block.
 
 The kernel cannot deadlock, because a tile waits only for the tile before it, and semaphores never decrease. Each
 program has one tile, and programs start in ascending order. The unfinished tile with the lowest number never waits,
 because the tile before it is finished.
 
 A program visits blocks of queries from the last to the first. For each block, the program visits all query heads of the
-KV head. With descending blocks, the tiles of a document run shortly after one another, and the data that these tiles
-share stays in L2. With ascending blocks, a tile could begin with the block that the previous tile visits last. In a
-batch of short documents, this order would make the tiles run almost one after another.
+KV head. Because blocks are visited from the last to the first, the tiles of a document run shortly after one another,
+and the data that these tiles share stays in L2. If blocks were visited from the first to the last, a tile could begin
+with the block that the tile before it visits last. The tiles of short documents would then run almost one by one.
 
 Two extra warps handle the semaphores. `wait_for_order` waits for semaphores, and `raise_semaphores` sets semaphores.
-Without the extra warps, the dQ warpgroup would wait for global memory and for a fence in each step.
+If the dQ warpgroup handled the semaphores, it would wait for global memory and for a fence in each step.
 
 A step has 64 queries of one head, so each step needs only one semaphore.
 
@@ -38,11 +38,16 @@ _PLACES = gl.constexpr(2)  # the maximum number of `added` signals that `raise_s
 
 @structure
 class OrderBarriers:
-    """The mbarriers by which warps of a program keep the dQ order."""
+    """The mbarriers with which the warps of one program keep the dQ order.
 
-    due: gl.shared_memory_descriptor  # [DS_STAGES] (one per place in the ring of dS): the step may add to dQ in memory
-    added: gl.shared_memory_descriptor  # [_PLACES]: dQ in memory includes the step's part (place = step % _PLACES)
-    noted: gl.shared_memory_descriptor  # [_PLACES]: `raise_semaphores` has seen `added`
+    due: one mbarrier for each place in the ring of dS. It signals that a step is allowed to add its part to dQ.
+    added: `_PLACES` mbarriers, which steps use in turn. They signal that dQ in memory includes the step's part.
+    noted: `_PLACES` mbarriers. They signal that `raise_semaphores` has seen the signal of `added`.
+    """
+
+    due: gl.shared_memory_descriptor  # [DS_STAGES]
+    added: gl.shared_memory_descriptor  # [_PLACES]; step i uses mbarrier i % _PLACES
+    noted: gl.shared_memory_descriptor  # [_PLACES]; step i uses mbarrier i % _PLACES
 
 
 @gluon.jit
@@ -64,13 +69,13 @@ def wait_for_order(
     dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs the warp that signals `due` once per step. The signal allows the program to add the step's part to dQ.
+    """Runs one warp, which signals `due` for each step. The signal allows the program to add the step's part to dQ.
 
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp also waits until the previous tile's part is in memory.
 
-    The dQ warpgroup empties a place of the ring only after `due` was signalled for the step in the place. The phases of
-    `due` and of the ring of dS therefore differ by at most one.
+    The dQ warpgroup waits for the signal `due` of a place in the ring before it empties the place. Therefore, `due` is
+    not signalled again for a place before the dQ warpgroup has seen the signal of the step before.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
@@ -99,7 +104,8 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
     place, phase = place_of(step + _PLACES, _PLACES)  # adding _PLACES avoids a negative index for step -1
-    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)  # raise_semaphores has seen the previous signal
+    # Wait until raise_semaphores has seen the signal of step - _PLACES, which used the same mbarrier of `added`.
+    mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)
     mbarrier.arrive(dq_order.added.index(place), count=1, pred=step >= 0)
 
 
@@ -141,7 +147,7 @@ def _wait_for(semaphore, number):
 def _raise(semaphore, number):
     """Raises a semaphore to `number`. One warp calls this function.
 
-    A program that waits until the semaphore is at least `number` then sees all writes that this warp saw earlier.
+    After `_wait_for(semaphore, number)`, a program sees all writes that this warp saw before it raised the semaphore.
     """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0; }"

@@ -23,8 +23,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# The backward kernels draw a ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. Earlier draws would
-# balance the load of the programs less well. Later draws would delay the loads of the next item.
+# Backward kernels draw the next ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. If they drew it
+# earlier, work would be balanced less well. If they drew it later, the next item would be loaded late.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -33,8 +33,8 @@ def counter(device: torch.device) -> Tensor:
     """Returns the counter for the next launch on the current stream: (1,) int32, 0 before and after each launch.
 
     Each stream has its own counter, because launches on two streams may run at the same time. During the capture of a
-    CUDA graph, each launch gets a new counter, because the graph may be replayed on any stream. The graph sets the new
-    counter to 0. A call of `counter` never waits for the GPU.
+    CUDA graph, each launch gets a new counter, because the graph may be replayed on any stream. Each replay of the CUDA
+    graph sets this new counter to 0. A call of `counter` never waits for the GPU.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
