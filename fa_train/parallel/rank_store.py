@@ -17,7 +17,7 @@ from torch.distributed import DistError, DistStoreError, TCPStore
 
 PATIENCE = timedelta(minutes=10)  # other ranks wait at most this long for the store of rank 0, which may start later
 GOODBYE = timedelta(seconds=10)  # rank 0 waits at most this long for other ranks to read its error
-CONSEQUENCE = timedelta(seconds=1)  # after a lost connection, a rank waits at most this long for another rank's reason
+CONSEQUENCE = timedelta(seconds=1)  # after a lost connection, a rank waits at most this long for another rank's error
 _ASKED: Counter[str] = Counter()  # the number of calls of decided_through_store for each question
 
 
