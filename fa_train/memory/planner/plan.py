@@ -55,8 +55,8 @@ class RunSize:
     context: the number of GPUs that share each micro-batch (fa_train.parallel.context). head_groups: the number of
     groups of KV heads (strategy.head_groups).
     buckets: how the run uses DDP's communication buckets, which together have the size of all gradients.
-    "none": the run does not use DDP, and has no buckets. "views": at the end of a step, the gradients are views of the buckets
-    (gradient_as_bucket_view=true). "copies": gradients and buckets are always separate tensors.
+    "none": the run does not use DDP, and has no buckets. "views": at the end of a step, the gradients are views of the
+    buckets (gradient_as_bucket_view=true). "copies": gradients and buckets are always separate tensors.
     arch: the GPU's architecture, which determines the attention kernels.
     float8: whether the blocks' linear layers compute in float8. Some levers do not work with float8. The formulas
     ignore float8.

@@ -1,8 +1,9 @@
 """Records the kernel launches of a call once, and repeats them for other tensors of the same shapes.
 
-Repeated launches save most of the host time of a call. In a normal call, the host chooses kernels and tiles, and Triton
-finds the compiled kernel from about 30 arguments. The chosen kernels and tiles depend only on shapes, strides, dtypes
-and options, which form the key of the call. Two calls with the same key differ only in the addresses of their tensors.
+Repeating the recorded launches takes much less host time than a normal call. In a normal call, the host chooses kernels
+and tiles, and Triton finds the compiled kernel from about 30 arguments. The chosen kernels and tiles depend only on
+shapes, strides, dtypes and options, which form the key of the call. Two calls with the same key differ only in the
+addresses of their tensors.
 
 `recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes each tensor that
 the call allocates, and the arguments of each `launch`. For each address in the arguments, the recorder finds the tensor
