@@ -1,7 +1,4 @@
-"""Compares one case of attention on a GPU, forward and backward, with dense attention.
-
-A case sets the tile sizes of the portable kernels, or the length class of the Hopper kernels.
-"""
+"""Compares one case of attention on a GPU, forward and backward, with dense attention."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +21,7 @@ from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.support.attention_check import DEVICE, attend, compare, cumulative
 
 HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
-# Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part. Some
-# documents are empty, and some share a tile.
+# Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
 # Documents that are so long that a kernel uses each buffer of its shared-memory rings more than once.
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]
@@ -53,7 +49,7 @@ def check_hopper(
 ) -> None:
     """Checks Hopper's kernels for one length class of documents.
 
-    several: whether the stream has several documents. If it does, NaN in one document must not spread to the others.
+    several: whether the stream has several documents.
     """
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
@@ -78,7 +74,6 @@ def portable_kernels(tiles: Tiles) -> Iterator[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
-    """Inside this context manager, attention uses the kernels of one backend and does not record launches."""
     with (
         patch.dict(os.environ, {backend.VARIABLE: name}),
         patch.object(record, "_may_record", lambda: False),

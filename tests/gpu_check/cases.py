@@ -1,7 +1,4 @@
-"""Lists all cases of the GPU check. The cases of attention come from the tile tables of the kernels.
-
-Each case has a name and a function to call.
-"""
+"""Lists all cases of the GPU check."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -72,10 +69,7 @@ def _portable_case(
 
 
 def hopper_cases() -> Iterator[Case]:
-    """Yields a case for each variant of Hopper's kernels.
-
-    Variants differ in dtype, head_dim, tile sizes, number of documents, features, and the order in which dQ is summed.
-    """
+    """Yields a case for each variant of Hopper's kernels."""
     heads = cycle(HEADS)
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):
         seen = set()
@@ -96,15 +90,13 @@ def hopper_cases() -> Iterator[Case]:
 
 
 def decode_cases(device: torch.device) -> Iterator[Case]:
-    """Yields cases of the decoding kernel for each dtype, each width, both kinds of cache (dense and paged) and each
-    tile size.
-    """
+    """Yields cases of the decoding kernel."""
     page_sizes, options = cycle(PAGE_SIZES), cycle(range(4))
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)
         others = other_decode_tiles(width, dtype.itemsize, paged, device)
-        # If `device` uses a tile size, two sets of features are checked with the tile size, and one of these sets has
-        # left padding. Tile sizes that `device` does not use are checked with one set of features.
+        # Two sets of features are checked with each tile size that `device` uses, and one of these sets has left
+        # padding.
         for rows, tiles in [case for case in own for _ in range(2)] + others:
             page_size, option = next(page_sizes) if paged else None, next(options)
             sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"

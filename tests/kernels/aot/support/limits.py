@@ -87,7 +87,7 @@ REPAIRS = {
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
 # {(arch, head_dim, pass): (bytes of spill stores, tensor-core instruction)} of fp32 kernels with three TF32 matmuls per
-# product. `OF_4_BYTES` has no limits on registers. Kernels whose tiles have fewer than 64 rows use HMMA on every GPU.
+# product. Kernels whose tiles have fewer than 64 rows use HMMA on every GPU.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),
@@ -219,5 +219,4 @@ BACKWARD_SPILLS = {
 
 
 def case_of(arch: str, head_dim: int, direction: str, itemsize: int = 2) -> str:
-    """Returns the name of a case of the portable kernels."""
     return f"{arch}-{head_dim}-{head_dim}-{direction}-{itemsize}"
