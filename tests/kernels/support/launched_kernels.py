@@ -1,6 +1,6 @@
 """Makes public calls as on an H200, and compiles the kernels that they launch to PTX.
 
-No GPU is needed. TRITON_INTERPRET must be unset.
+TRITON_INTERPRET must be unset.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,6 @@ def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **option
 
 
 def _cached_attention(**options: Any) -> None:
-    """Appends two tokens to each of 4 sequences in a paged cache, and attends with two queries per sequence."""
     q, k, v = (torch.zeros(4, 2, n_heads, 128, dtype=BF16) for n_heads in (8, 2, 2))
     k_cache, v_cache = torch.zeros(2, 64, 64, 2, 128, dtype=BF16)
     table = torch.arange(64, dtype=torch.int32).view(4, 16)

@@ -141,8 +141,6 @@ def with_numbered_functions(ir: str) -> str:
 def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
     """Returns a record of the PTX: the hash of each case, and for each compiled source, the hash of the source's PTX.
 
-    The function uses all CPU cores.
-
     known: a dictionary from source hash to code hash, from an earlier record. Sources in `known` are not compiled
     again, because equal sources and options give equal code.
     """
@@ -162,7 +160,6 @@ def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Returns one line for each case whose hash differs."""
     return [
         f"{'vanished' if case not in after else 'appeared' if case not in before else 'differs'}: {case}"
         for case in {**before, **after}
