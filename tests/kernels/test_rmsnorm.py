@@ -1,4 +1,4 @@
-"""Compares RMSNorm of a sum with autograd in fp64. The RMSNorm kernels run in the interpreter or on a GPU."""
+"""Compares RMSNorm of a sum with autograd in fp64."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels.
 
     On the CPU, add_rms_norm uses torch's implementation, unless this fixture substitutes the kernels.
     """
@@ -87,10 +87,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
 @pytest.mark.parametrize("dim", [768, 2048, 5120, 16384])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bf16_is_accurate_at_the_sizes_of_models(x_dtype, dim, keep_sum, device):
-    """The row widths are those of real models.
-
-    The test needs a GPU, because Triton's interpreter computes bf16 incorrectly.
-    """
+    """The test needs a GPU, because Triton's interpreter computes bf16 incorrectly."""
     arguments = draw(3000, dim, (x_dtype, torch.bfloat16, torch.bfloat16), device)
     for ours, exact in zip(results(*arguments, keep_sum), exactly(*arguments), strict=True):
         eps = torch.finfo(ours.dtype).eps
@@ -109,7 +106,6 @@ def test_gradients_may_have_any_layout(keep_sum, device):
 
 @pytest.mark.usefixtures("implementation")
 def test_one_output_alone_may_have_a_gradient(device):
-    """Only one of the two outputs has a gradient: the sum, or the norm of the sum."""
     x, added, weight, d_sum, dy = draw(4, 16, (torch.float32,) * 3, device)
     zeros = torch.zeros_like(d_sum)
     for place, arguments in enumerate(((d_sum, zeros), (zeros, dy))):

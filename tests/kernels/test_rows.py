@@ -1,4 +1,4 @@
-"""Compares copies and sums of rows with torch. The kernels run in the interpreter or on a GPU."""
+"""Compares copies and sums of rows with torch."""
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ ROWS = 37
 
 @pytest.fixture(params=["torch", "kernel"], autouse=True)
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels.
 
-    On the CPU, copy_rows and add_rows use torch's implementation. For a run with the kernels, the fixture replaces
-    torch's implementation by the kernels.
+    For a run with the kernels, the fixture replaces torch's implementation by the kernels.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_copy_plainly", module._copy_in_kernel)

@@ -1,4 +1,4 @@
-"""Compares SwiGLU with autograd in fp64. The SwiGLU kernels run in the interpreter or on a GPU."""
+"""Compares SwiGLU with autograd in fp64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projec
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels.
 
     To run the kernels on the CPU, this fixture puts the kernels in the place of torch's implementation.
     """

@@ -1,6 +1,4 @@
-"""Tests runs with several ranks, started by `python train.py` or torchrun. After a failure, the last line of the output
-names the failure.
-"""
+"""Tests runs with several ranks, started by `python train.py` or torchrun."""
 
 import json
 import os

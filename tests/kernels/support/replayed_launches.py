@@ -188,8 +188,6 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
 
 
 class Case(NamedTuple):
-    """One call of attention together with its gradients."""
-
     head_dim: int
     several: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -252,11 +250,7 @@ CASES = [
 
 
 def differences() -> list[str]:
-    """Returns an error message for each case whose launches differ from Triton's.
-
-    Calls each case four times. If the third or the fourth call is not replayed, the result has an error message for the
-    case.
-    """
+    """Returns an error message for each case whose launches differ from Triton's."""
     found = []
     for case in CASES:
         record.forget()

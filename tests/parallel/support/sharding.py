@@ -62,7 +62,6 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches that all ranks together process in a step."""
         return self.ranks * self.accumulation
 
     def __str__(self) -> str:
@@ -168,7 +167,6 @@ def train(case: Case, rank: int = 0, *callbacks: L.Callback) -> Recorder:
 
 
 def finetune_overrides(folder: Path) -> list[str]:
-    """Returns overrides for experiment=finetune with the chats and the checkpoint in `folder`."""
     return [
         "experiment=finetune", "preset=cpu", f"data.path={folder}/chats.jsonl", f"model.pretrained={folder}/base",
         f"data.cache_dir={folder}/cache", "data.num_workers=0", "data.micro_batch_size=2", "seq_len=64", "batch_size=4",
