@@ -47,10 +47,7 @@ def check_hopper(
     heads: tuple[int, int],
     options: dict[str, Any],
 ) -> None:
-    """Checks Hopper's kernels for one length class of documents.
-
-    several: whether the stream has several documents.
-    """
+    """Checks Hopper's kernels for one length class of documents."""
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
         _backend("hopper"),
@@ -160,7 +157,6 @@ def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int
 
 
 def _shapes(total: int, heads: tuple[int, int], width: Width) -> list[tuple[int, int, int]]:
-    """Returns the shapes of q, k, v and do."""
     (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
     columns = (n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, v_head_dim), (n_heads, v_head_dim)
     return [(total, *shape) for shape in columns]

@@ -45,8 +45,7 @@ def portable_cases(device: torch.device) -> Iterator[Case]:
     """Yields cases that use each tile size of each pass, for each dtype and width.
 
     The tile sizes that `device` uses run once with one document and once with several documents. Except in fp8, they
-    also run once with unaligned rows, which need different load instructions. Tile sizes of other GPUs run only once,
-    with either one document or several documents.
+    also run once with unaligned rows, which need different load instructions.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
@@ -105,7 +104,7 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
 
 
 def fused_cases() -> Iterator[Case]:
-    """Yields a case for each block size of each fused operation. A block can be as wide as a row, or wider."""
+    """Yields a case for each block size of each fused operation."""
     for dtype, dim in product(DTYPES, (16, 100, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 16384)):
         yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
     for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):

@@ -57,7 +57,6 @@ def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
-    """Checks the output of SwiGLU (the activations), and the gradient of its input."""
     projected = _draw(ROWS, 2 * ffn_dim, dtype=dtype)
     d_activated = torch.randn(ROWS, ffn_dim, device=DEVICE).to(dtype)
 

@@ -37,7 +37,6 @@ def short(monkeypatch):
 
 
 def choices(width, itemsize):
-    """Returns all tile sizes that the check tries for one call."""
     return [variants.own_tiles(width, itemsize, DEVICE), *variants.other_tiles(width, itemsize, DEVICE)]
 
 

@@ -24,7 +24,6 @@ from fa_kernels.flash_attention.tiles import (
 Width = tuple[int, int]  # head_dim of q and k, and head_dim of v
 Tiles = Mapping[Pass, TileConfig]
 
-# Some head_dims fill their tile, and others leave columns unused.
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160, 176, 192, 200, 256)
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))

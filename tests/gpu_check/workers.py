@@ -110,7 +110,6 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can use the GPU."""
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -31,10 +31,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernels.
-
-    On the CPU, add_rms_norm uses torch's implementation, unless this fixture substitutes the kernels.
-    """
+    """On the CPU, runs a test with torch's implementation and with the kernels."""
     # pretend that the device has one multiprocessor, so that each program has several rows
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
     if request.param == "kernel" and device.type == "cpu":
@@ -152,7 +149,6 @@ def test_there_may_be_no_rows(device):
 
 @pytest.mark.gpu
 def test_offsets_may_exceed_31_bits(device):
-    """The 1,048,577 rows have 2048 elements each, so the offset of the last row is 2**31."""
     rows, dim = 2**20 + 1, 2048
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB")

@@ -110,7 +110,6 @@ def test_bf16_rows_are_copied_and_added(heads, device):
 
 @pytest.mark.gpu
 def test_offsets_may_exceed_31_bits(device):
-    """The tensor has 2**20 + 1 rows with 2048 elements each, so its last row starts at offset 2**31."""
     n = 2**20 + 1
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("needs 9 GiB")

@@ -103,7 +103,6 @@ def test_operators_pass_opcheck(operator, device):
 
 @pytest.mark.gpu
 def test_offsets_may_exceed_31_bits(device):
-    """The 131,073 rows have 2 x 8192 elements each, so the offset of the last row is 2**31."""
     rows, ffn_dim = 2**17 + 1, 8192
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("needs 9 GiB")

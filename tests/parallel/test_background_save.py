@@ -205,7 +205,6 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 
 
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
-    """Resumes the run of four ranks, and kills the rank `killed` during a save."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     shared, ranks = Path(folder), (*FSDP, f"trainer.devices={number}")

@@ -105,10 +105,7 @@ def two_ranks(shared, whole_run, adapter_run) -> Path:
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Trains as one of two ranks, and makes the checks that need two ranks.
-
-    All tests with two ranks use the same two processes, because each process takes seconds to start.
-    """
+    """All tests with two ranks use the same two processes, because each process takes seconds to start."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     shared = Path(folder)
@@ -152,7 +149,6 @@ def refuse(shared: Path, case: str) -> None:
 
 
 def fill_the_disk(shared: Path, strategy: str) -> None:
-    """If the disk is full, all ranks raise the same error, and the older checkpoint stays."""
     run = shared / f"full_{strategy}"
     full = ("+callbacks.full._target_=tests.checkpoints.support.callbacks.FullDisk", "+callbacks.full.step=6")
     with pytest.MonkeyPatch.context() as patch:
@@ -164,7 +160,6 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
 
 
 def spoil_one_rank(shared: Path) -> None:
-    """If the weights on one rank contain NaN, no rank saves a checkpoint."""
     train_in(shared / "spoilt", shared, *RANKS, "+callbacks.spoil._target_=tests.parallel.test_fsdp.SpoilRankOne")
     assert [path.name for path in (shared / "spoilt" / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
 
@@ -370,7 +365,6 @@ def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, sh
 
 
 def small_gpt(tied: bool, memory: Memory) -> GPT:
-    """Builds a model that has equal weights on every rank."""
     torch.manual_seed(0)
     return GPT(
         vocab_size=67, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, head_dim=None, ffn_dim=24, norm="rmsnorm",

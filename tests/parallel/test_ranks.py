@@ -188,7 +188,6 @@ def test_a_lost_connection_ends_the_rank_before_lightning_waits_for_the_gpu(erro
 
 @pytest.fixture
 def store(environment):
-    """Pretends that torchrun has started the ranks, and returns their store."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment.setattr(rank_store, "_store", lambda: store)
     environment.setattr(rank_store, "_ASKED", {"folder": 1})

@@ -1,7 +1,7 @@
 """Compiles the decoding kernels without a GPU and prints the report of ptxas as JSON.
 
 The name of a case is GPU-head_dim-rows-cache, for example sm90-128-1-paged. `rows` is the number of queries per KV
-head. The cache is `dense` or `paged`. The kernels for a paged cache are compiled with every feature.
+head. The kernels for a paged cache are compiled with every feature.
 """
 
 import json

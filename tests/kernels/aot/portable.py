@@ -156,10 +156,7 @@ def misplaced_descriptors_of(cubin):
 
 
 def compile_to_ptx(source, capability, options):
-    """Compiles to PTX and keeps Triton from running ptxas.
-
-    To get a report, call ptxas() on the PTX.
-    """
+    """Compiles to PTX and keeps Triton from running ptxas."""
 
     def hook(*arguments):
         if not arguments:  # to get a cache key, Triton calls `hook` without arguments

@@ -112,7 +112,7 @@ def without_source(report: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def recorded() -> dict[str, Reports]:
-    """Returns the recorded reports of each module for this Triton version. Each report has a hash of its source."""
+    """Returns the recorded reports of each module for this Triton version."""
     file = RECORDED / f"{triton.__version__}.json"
     if not file.exists():
         return {}

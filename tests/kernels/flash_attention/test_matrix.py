@@ -1,11 +1,10 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see tests/kernels/support/attention_check.py).
-Every pair of lengths is tested with every mask. Features, head counts and layouts come from a fixed list: the next pair
-and mask are tested with the next entry of the list. The head_dims of Hopper's kernels are tested with all combinations
-of features, head counts and layouts. Other head_dims are tested with fewer combinations, because each combination is
-compiled separately. If the environment variable MATRIX_REPORT names a folder, our largest errors are written to this
-folder, next to torch's.
+Features, head counts and layouts come from a fixed list: the next pair and mask are tested with the next entry of the
+list. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other
+head_dims are tested with fewer combinations, because each combination is compiled separately. If the environment
+variable MATRIX_REPORT names a folder, our largest errors are written to this folder, next to torch's.
 """
 
 import itertools

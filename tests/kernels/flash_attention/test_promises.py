@@ -102,7 +102,7 @@ def test_tensors_may_have_more_than_two_to_the_31_elements():
     q, k, v = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x.requires_grad_()
-    window = (128, 0)  # with a window, the kernels take less time
+    window = (128, 0)
     o = flash_attn_varlen_func(q, k, v, cu, cu, 2**18, 2**18, causal=True, window_size=window)
     do = torch.ones_like(o)
     gradients = torch.autograd.grad(o, (q, k, v), do)

@@ -77,7 +77,6 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """The recorder fails once for each of the two keys, and does not try a key again."""
     failed = []
 
     def fail(*arguments, **options):

@@ -101,8 +101,6 @@ def check(
 ) -> None:
     """Calls flash_attn_with_kvcache, and checks its outputs and the cache.
 
-    The cache must contain the new keys and values, and all its other elements must keep every bit.
-
     Before the call, the cache holds NaN before leftpad and after length. The reference is computed on the CPU, so that
     many test processes can share a GPU.
     """
@@ -149,7 +147,7 @@ class Stored:
 
     caches: list[Tensor]  # k and v: (rows or pages, tokens in one row or page, n_kv_heads, D)
     table: Tensor | None
-    places: list[list[int]]  # the row or the pages of each sequence
+    places: list[list[int]]
 
 
 def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, batch_idx: list[int] | None) -> Stored:

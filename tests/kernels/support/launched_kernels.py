@@ -55,7 +55,6 @@ def _leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **options: Any) -> None:
-    """Runs both passes of attention over packed documents, with 4 query heads and 2 KV heads."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     total = sum(lengths)
     schedule = build_schedule(ends, ends, total, total, causal=True, padded=False)

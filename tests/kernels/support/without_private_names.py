@@ -60,7 +60,6 @@ def check(path):
 
 
 def passes(path: str) -> bool:
-    """Runs `check` in a new process and returns whether it passes."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0

@@ -83,7 +83,6 @@ def test_query_heads_may_share_kv_heads(n_heads, n_kv_heads):
     check(*draw(49, 49, n_heads, n_kv_heads, 16), cu, cu, causal=True)
 
 
-# Documents have different numbers of queries and keys.
 UNEVEN = ([5, 40, 3, 0, 7], [9, 20, 0, 4, 70])
 
 
@@ -157,7 +156,6 @@ def test_rows_outside_every_document_give_zero():
 
 @pytest.mark.slow
 def test_partial_outputs_in_fp32_merge_to_the_whole():
-    """Each half of the keys gives an output, and the two outputs are merged by their lse."""
     q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
     cu_q = cumulative([40])
     whole = flash_attn_varlen_func(q, k, v, cu_q, cumulative([64]), 40, 64, out_dtype=torch.float32)

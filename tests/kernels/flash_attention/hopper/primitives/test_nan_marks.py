@@ -33,9 +33,7 @@ def marks(monkeypatch):
 
 
 def problem(head_dim, nan_in, dtype=torch.bfloat16, causal=True):
-    """Returns q, k, v and do of several documents, and their schedule.
-
-    One row of q or v contains NaN, unless `nan_in` is "nothing".
+    """One row of q or v contains NaN, unless `nan_in` is "nothing".
 
     The block of 64 rows that contains the row with NaN also contains the first rows of the fifth document.
     """
