@@ -1,11 +1,9 @@
 """Runs every compiled variant of every kernel on a GPU, and compares the results with torch's (python -m
 tests.gpu_check).
 
-The cases of attention come from the tile tables. The portable kernels run with the tile sizes of every GPU in the
-tables. The portable kernels also run with smaller tile sizes, which `fit` finds for GPUs with less shared memory.
-Hopper's kernels run in each of their compiled forms. Separate cases run the decoding kernels, the fused operations and
-the kernel that builds schedules. Tests on a CPU never run compiled machine code, so a change of a kernel is finished
-only after `make gpu-check` has passed on a GPU.
+The portable kernels run with the tile sizes of every GPU in the tables. The portable kernels also run with smaller tile
+sizes, which `fit` finds for GPUs with less shared memory. Tests on a CPU never run compiled machine code, so a change
+of a kernel is finished only after `make gpu-check` has passed on a GPU.
 """
 
 import argparse

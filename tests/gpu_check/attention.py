@@ -1,7 +1,4 @@
-"""Compares one case of attention on a GPU, forward and backward, with dense attention.
-
-A case sets the tile sizes of the portable kernels, or the length class of the Hopper kernels.
-"""
+"""Compares one case of attention on a GPU, forward and backward, with dense attention."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +21,7 @@ from tests.gpu_check.variants import Tiles, Width
 from tests.kernels.support.attention_check import DEVICE, attend, compare, cumulative
 
 HEADS = (4, 4), (4, 2), (4, 1)  # query heads, KV heads
-# Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part. Some
-# documents are empty, and some share a tile.
+# Some documents are shorter than a block, some fill whole blocks, and some fill their last block only in part.
 SEVERAL, ONE = [300, 1, 0, 213, 64, 131], [417]
 # Documents that are so long that a kernel uses each buffer of its shared-memory rings more than once.
 LONGER_SEVERAL, LONGER_ONE = [1000, 1, 30, 400, 139], [1500]
@@ -51,10 +47,7 @@ def check_hopper(
     heads: tuple[int, int],
     options: dict[str, Any],
 ) -> None:
-    """Checks Hopper's kernels for one length class of documents.
-
-    several: whether the stream has several documents. If it does, NaN in one document must not spread to the others.
-    """
+    """Checks Hopper's kernels for one length class of documents."""
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
         _backend("hopper"),
@@ -78,7 +71,6 @@ def portable_kernels(tiles: Tiles) -> Iterator[None]:
 
 @contextmanager
 def _backend(name: str) -> Iterator[None]:
-    """Inside this context manager, attention uses the kernels of one backend and does not record launches."""
     with (
         patch.dict(os.environ, {backend.VARIABLE: name}),
         patch.object(record, "_may_record", lambda: False),
@@ -165,7 +157,6 @@ def _check_fp8(width: Width, lengths: list[int], several: bool, heads: tuple[int
 
 
 def _shapes(total: int, heads: tuple[int, int], width: Width) -> list[tuple[int, int, int]]:
-    """Returns the shapes of q, k, v and do."""
     (n_heads, n_kv_heads), (head_dim, v_head_dim) = heads, width
     columns = (n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, v_head_dim), (n_heads, v_head_dim)
     return [(total, *shape) for shape in columns]

@@ -1,7 +1,4 @@
-"""Lists all cases of the GPU check. The cases of attention come from the tile tables of the kernels.
-
-Each case has a name and a function to call.
-"""
+"""Lists all cases of the GPU check."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,9 +44,8 @@ def all_cases(device: torch.device) -> list[Case]:
 def portable_cases(device: torch.device) -> Iterator[Case]:
     """Yields cases that use each tile size of each pass, for each dtype and width.
 
-    The tile sizes that `device` uses run once with one document and once with several documents. Except in fp8, they
-    also run once with unaligned rows, which need different load instructions. Tile sizes of other GPUs run only once,
-    with either one document or several documents.
+    The tile sizes that `device` uses run once with one document and once with several documents. Except in fp8, the
+    tile sizes that `device` uses also run once with unaligned rows, which need different load instructions.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES
@@ -72,10 +68,7 @@ def _portable_case(
 
 
 def hopper_cases() -> Iterator[Case]:
-    """Yields a case for each variant of Hopper's kernels.
-
-    Variants differ in dtype, head_dim, tile sizes, number of documents, features, and the order in which dQ is summed.
-    """
+    """Yields a case for each variant of Hopper's kernels."""
     heads = cycle(HEADS)
     for dtype, head_dim in product(HALF, HOPPER_HEAD_DIMS):
         seen = set()
@@ -96,15 +89,13 @@ def hopper_cases() -> Iterator[Case]:
 
 
 def decode_cases(device: torch.device) -> Iterator[Case]:
-    """Yields cases of the decoding kernel for each dtype, each width, both kinds of cache (dense and paged) and each
-    tile size.
-    """
+    """Yields cases of the decoding kernel."""
     page_sizes, options = cycle(PAGE_SIZES), cycle(range(4))
     for dtype, width, paged in product(DTYPES, WIDTHS, (False, True)):
         own = own_decode_tiles(width, dtype.itemsize, paged, device)
         others = other_decode_tiles(width, dtype.itemsize, paged, device)
-        # If `device` uses a tile size, two sets of features are checked with the tile size, and one of these sets has
-        # left padding. Tile sizes that `device` does not use are checked with one set of features.
+        # Two sets of features are checked with each tile size that `device` uses, and one of these sets has left
+        # padding.
         for rows, tiles in [case for case in own for _ in range(2)] + others:
             page_size, option = next(page_sizes) if paged else None, next(options)
             sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"
@@ -113,7 +104,7 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
 
 
 def fused_cases() -> Iterator[Case]:
-    """Yields a case for each block size of each fused operation. A block can be as wide as a row, or wider."""
+    """Yields a case for each block size of each fused operation."""
     for dtype, dim in product(DTYPES, (16, 100, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 16384)):
         yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
     for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):

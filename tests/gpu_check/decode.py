@@ -1,4 +1,4 @@
-"""Checks one case of flash_attn_with_kvcache on a GPU. The caller gives the tile sizes of the kernel."""
+"""Checks one case of flash_attn_with_kvcache on a GPU."""
 
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,6 @@ def check_decode(
     """Checks the decoding kernel with the given tile sizes.
 
     rows: the number of queries per KV head, which is (query tokens) * (query heads per KV head).
-    option: the index of one of four sets of features.
     """
     group = 1 + option % 2 if rows > 1 else 1
     head_dim, v_head_dim = width

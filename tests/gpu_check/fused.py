@@ -17,8 +17,7 @@ ROWS = 130  # with this number of rows, every operation needs several programs
 def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
     """Checks the RMSNorm of the sum of two tensors, for a residual stream in fp32 and for one in `dtype`.
 
-    If the residual stream is fp32, the forward pass stores the sum of the two tensors. If the residual stream has the
-    dtype `dtype`, the backward pass computes the sum of the two tensors again.
+    If the residual stream is fp32, the forward pass stores the sum of the two tensors.
     """
     for stream, keep_sum in ((torch.float32, True), (dtype, False)):
         x, added = _draw(ROWS, dim, dtype=stream), _draw(ROWS, dim, dtype=dtype)
@@ -27,7 +26,7 @@ def check_rmsnorm(dtype: torch.dtype, dim: int) -> None:
 
         def exact(x: Tensor, added: Tensor, weight: Tensor, stream: torch.dtype = stream) -> tuple[Tensor, Tensor]:
             total = x + added
-            rounded = total + (total.to(stream).to(x.dtype) - total).detach()  # rounded to the residual stream's dtype
+            rounded = total + (total.to(stream).to(x.dtype) - total).detach()
             return rounded, F.rms_norm(rounded, weight.shape, weight, 1e-5)
 
         ours = add_rms_norm(x, added, weight, 1e-5, dtype, keep_sum=keep_sum)
@@ -58,7 +57,6 @@ def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
 
 
 def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
-    """Checks the output of SwiGLU (the activations), and the gradient of its input."""
     projected = _draw(ROWS, 2 * ffn_dim, dtype=dtype)
     d_activated = torch.randn(ROWS, ffn_dim, device=DEVICE).to(dtype)
 
@@ -80,10 +78,7 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 
 
 def check_rows(dtype: torch.dtype, n_heads: int, head_dim: int) -> None:
-    """Checks add_rows, and checks copy_rows with all combinations of indices.
-
-    Each call gets two tensors with different numbers of heads.
-    """
+    """Checks add_rows, and checks copy_rows with all combinations of indices."""
     sources = [_draw(ROWS, n, head_dim, dtype=dtype).detach() for n in (n_heads, 2)]
     order, half = torch.randperm(ROWS, device=DEVICE), ROWS // 2
     for from_rows, to_rows in ((None, None), (order[:half], None), (None, order), (order[:half], order[-half:])):

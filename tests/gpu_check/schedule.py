@@ -10,7 +10,6 @@ MOST_TOKENS = 400  # in a document
 
 
 def check_schedule(n_docs: int, window: tuple[int, int], keys_in_order: bool) -> None:
-    """Checks the schedule of random documents. Some documents are empty, and the lengths of queries and keys differ."""
     cu_seqlens_q, cu_seqlens_k = (cumulative(_lengths(n_docs)) for _ in range(2))
     total_q, total_k = int(cu_seqlens_q[-1]) + 5, int(cu_seqlens_k[-1])
     documents = cu_seqlens_q, cu_seqlens_k, total_q, total_k, window

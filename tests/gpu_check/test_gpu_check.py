@@ -21,7 +21,6 @@ H100_BYTES = 227 * 1024  # bytes of shared memory
 
 @pytest.fixture
 def h100(monkeypatch):
-    """Pretends that the GPU is an H100."""
     properties = SimpleNamespace(shared_memory_per_block_optin=H100_BYTES)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -38,13 +37,11 @@ def short(monkeypatch):
 
 
 def choices(width, itemsize):
-    """Returns all tile sizes that the check tries for one call."""
     return [variants.own_tiles(width, itemsize, DEVICE), *variants.other_tiles(width, itemsize, DEVICE)]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_entry_of_the_tables_is_run(h100, itemsize):
-    """The check runs every entry of the tile tables that fits into the shared memory of an H100."""
     table = _TILES if itemsize == 2 else _TILES_OF_4_BYTES
     for (arch, head_dim, direction), tiles in table.items():
         width = (head_dim, head_dim)
@@ -172,7 +169,6 @@ def fails():
 
 @pytest.mark.slow
 def test_a_process_that_dies_is_replaced():
-    """The first case ends its process, and a new process runs the other two cases."""
     cases = [Case("dies", partial(os._exit, 3)), Case("fails", fails), Case("passes", partial(int, 0))]
     errors = {result.case.name: result.error for result in run_all(cases, jobs=1)}
     assert errors == {"dies": "the process ended with 3", "fails": "AssertionError: wrong by much", "passes": ""}

@@ -24,7 +24,6 @@ from fa_kernels.flash_attention.tiles import (
 Width = tuple[int, int]  # head_dim of q and k, and head_dim of v
 Tiles = Mapping[Pass, TileConfig]
 
-# Some head_dims fill their tile, and others leave columns unused. Tiles have one or two blocks of head columns.
 HEAD_DIMS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 104, 128, 136, 144, 160, 176, 192, 200, 256)
 WIDTHS: list[Width] = [*((d, d) for d in HEAD_DIMS), (192, 128), (64, 128), (24, 80)]
 KEY_PASSES: tuple[tuple[Pass, ...], ...] = (("dkdv",), ("dk", "dv"))
@@ -71,10 +70,7 @@ def _passes(keys: Sequence[Pass], itemsize: int) -> list[Pass]:
 
 
 def distinct_tiles(width: Width, direction: Pass, itemsize: int, device: torch.device) -> list[TileConfig]:
-    """Returns all tile sizes of one pass that `device` can run, without duplicates.
-
-    The tile sizes for the architecture of `device` come first.
-    """
+    """Returns all tile sizes of one pass that `device` can run, without duplicates."""
     archs = [arch_of(device), *ARCHS]
     found = [
         smaller(arch, tile_config(arch, max(width), direction, itemsize), width, direction, itemsize, size)
@@ -104,10 +100,7 @@ def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.dev
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
-    """Returns tile sizes that only other GPUs use for decoding, as pairs (number of queries per KV head, tile sizes).
-
-    If an earlier entry of `WIDTHS` has the same padded head_dims as `width`, the list is empty.
-    """
+    """Returns tile sizes that only other GPUs use for decoding, as pairs (queries per KV head, tile sizes)."""
     padded = padded_width(width[0]), padded_width(width[1])
     if width != next(w for w in WIDTHS if (padded_width(w[0]), padded_width(w[1])) == padded):
         return []
@@ -123,7 +116,7 @@ def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.d
 
 
 def _decode_tiles(arch: Arch, width: Width, itemsize: int, paged: bool, size: int) -> list[tuple[int, TileConfig]]:
-    """Returns pairs (number of queries per KV head, tile sizes for decoding). The list is empty if no tile size fits.
+    """Returns pairs (number of queries per KV head, tile sizes for decoding).
 
     size: the shared memory in bytes that a program can use.
     """

@@ -1,7 +1,6 @@
 """Processes that run cases.
 
-After an illegal memory access, a process can no longer use the GPU. A new process replaces a process that cannot use
-the GPU.
+After an illegal memory access, a process can no longer use the GPU.
 """
 
 import multiprocessing
@@ -23,7 +22,7 @@ LIMIT = 300  # time limit of a case in seconds, including compilation
 class Result:
     case: Case
     seconds: float
-    error: str  # the error message, or an empty string if the case passed
+    error: str  # empty if the case passed
     kernels: frozenset[str]  # names of the kernels that the case compiled or loaded
 
 
@@ -57,8 +56,6 @@ def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
 
 
 class _Worker:
-    """A worker process, and the case that the process runs."""
-
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
@@ -84,10 +81,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Runs each case that the process receives from the pipe.
-
-    The process ends when it receives None, or when its GPU context is lost.
-    """
+    """Runs each case from the pipe until the process receives None or loses its GPU context."""
     from triton import knobs
 
     from tests.kernels.support.poison import poisoned_memory
@@ -116,7 +110,6 @@ def _wait_for_gpu() -> None:
 
 
 def _context_lives() -> bool:
-    """Returns whether this process can use the GPU. A process that made an illegal memory access cannot use the GPU."""
     try:
         _wait_for_gpu()
     except RuntimeError:

@@ -24,7 +24,7 @@ MODELS = [
     ),
 ]
 LENGTH = 300
-LEFT = torch.arange(LENGTH) >= torch.tensor([[0], [70]])  # a padding mask
+LEFT = torch.arange(LENGTH) >= torch.tensor([[0], [70]])
 PACKED = torch.cat([torch.arange(200), torch.arange(100)])[None]  # positions of two documents
 
 

@@ -32,7 +32,7 @@ def _registered() -> None:
 def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: str = "eager", **inputs: Any) -> None:
     """Requires errors of at most twice those of eager attention in fp32.
 
-    An error is the difference from a result in fp64. `exact` names the attention that computes the fp64 result.
+    `exact` names the attention that computes the fp64 result.
     """
     results = {}
     for name, dtype, implementation in (
@@ -185,7 +185,7 @@ def test_tokens_after_right_padded_prompts_leave_the_padding_out():
     cache = model(ids, attention_mask=RIGHT, use_cache=True).past_key_values
     mask = torch.cat([RIGHT, torch.ones_like(later)], dim=1)
     positions = torch.tensor([[11, 12, 13], [7, 8, 9]])
-    for new in (slice(0, 2), slice(2, 3)):  # the first call gets two new tokens, and the second call gets one
+    for new in (slice(0, 2), slice(2, 3)):
         logits = model(
             later[:, new],
             attention_mask=mask[:, : 11 + new.stop],

@@ -46,8 +46,6 @@ def logits_and_gradients(model: Any, weight: Tensor, *parts: dict[str, Tensor]) 
     """Joins the inputs `parts` end to end.
 
     Returns the logits, and the gradients of sum(logits * weight) for the trained weights.
-
-    Each gradient is divided by the magnitude of its largest element.
     """
     model.zero_grad()
     logits = torch.cat([model(**inputs, use_cache=False).logits for inputs in parts], dim=1)

@@ -1,4 +1,4 @@
-"""Compares RMSNorm of a sum with autograd in fp64. The RMSNorm kernels run in the interpreter or on a GPU."""
+"""Compares RMSNorm of a sum with autograd in fp64."""
 
 import pytest
 import torch
@@ -31,10 +31,7 @@ KEEP_SUM = pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "terms
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
-
-    On the CPU, add_rms_norm uses torch's implementation, unless this fixture substitutes the kernels.
-    """
+    """On the CPU, runs a test with torch's implementation and with the kernels."""
     # pretend that the device has one multiprocessor, so that each program has several rows
     monkeypatch.setattr(module, "multiprocessors", lambda device: 1)
     if request.param == "kernel" and device.type == "cpu":
@@ -87,10 +84,7 @@ def test_equals_autograd(rows, dim, dtypes, keep_sum, device):
 @pytest.mark.parametrize("dim", [768, 2048, 5120, 16384])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bf16_is_accurate_at_the_sizes_of_models(x_dtype, dim, keep_sum, device):
-    """The row widths are those of real models.
-
-    The test needs a GPU, because Triton's interpreter computes bf16 incorrectly.
-    """
+    """The test needs a GPU, because Triton's interpreter computes bf16 incorrectly."""
     arguments = draw(3000, dim, (x_dtype, torch.bfloat16, torch.bfloat16), device)
     for ours, exact in zip(results(*arguments, keep_sum), exactly(*arguments), strict=True):
         eps = torch.finfo(ours.dtype).eps
@@ -109,7 +103,6 @@ def test_gradients_may_have_any_layout(keep_sum, device):
 
 @pytest.mark.usefixtures("implementation")
 def test_one_output_alone_may_have_a_gradient(device):
-    """Only one of the two outputs has a gradient: the sum, or the norm of the sum."""
     x, added, weight, d_sum, dy = draw(4, 16, (torch.float32,) * 3, device)
     zeros = torch.zeros_like(d_sum)
     for place, arguments in enumerate(((d_sum, zeros), (zeros, dy))):
@@ -156,7 +149,6 @@ def test_there_may_be_no_rows(device):
 
 @pytest.mark.gpu
 def test_offsets_may_exceed_31_bits(device):
-    """The 1,048,577 rows have 2048 elements each, so the offset of the last row is 2**31."""
     rows, dim = 2**20 + 1, 2048
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("needs 30 GiB")

@@ -1,7 +1,4 @@
-"""Compares rotary embedding with complex multiplication in fp64.
-
-The rotary kernel runs in the interpreter or on a GPU.
-"""
+"""Compares rotary embedding with complex multiplication in fp64."""
 
 from collections import Counter
 
@@ -27,10 +24,7 @@ def angles(total, half, device):
 
 
 def rotated(x, cos, sin, n_rotated):
-    """Rotates x (total, heads, head_dim) in fp64, as complex numbers.
-
-    The first half of each head holds real parts, and the second half holds imaginary parts.
-    """
+    """Rotates x (total, heads, head_dim) in fp64, as complex numbers."""
     first, second = x.double().chunk(2, dim=-1)
     z = torch.complex(first, second) * torch.complex(cos.double(), sin.double())[:, None]
     both = torch.cat((z.real, z.imag), dim=-1)
@@ -39,10 +33,9 @@ def rotated(x, cos, sin, n_rotated):
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernel. On a GPU, tests only the kernel.
+    """On the CPU, runs a test with torch's implementation and with the kernel.
 
-    On the CPU, the operator uses torch's implementation. To test the kernel on the CPU, the fixture replaces torch's
-    implementation by the kernel.
+    To test the kernel on the CPU, the fixture replaces torch's implementation by the kernel.
     """
     if request.param == "kernel" and device.type == "cpu":
 
@@ -94,7 +87,6 @@ def test_equals_complex_multiplication(n_heads, n_rotated, head_dim, total, dtyp
 
 @pytest.mark.usefixtures("implementation")
 def test_heads_may_be_slices_and_are_rounded_once(device):
-    """The heads are slices of wider rows, and are rounded to fp16. The gradient has the dtype of x."""
     row = torch.randn(5, 4, 16, device=device, requires_grad=True)
     cos, sin = angles(5, 8, device)
     y = rotate_heads(row[:, 1:3], cos, sin, 2, torch.float16)
@@ -106,7 +98,6 @@ def test_heads_may_be_slices_and_are_rounded_once(device):
 
 
 def draw(device, total=9, dtype=torch.float32):
-    """Returns a random qkv and the cosines and sines of its angles."""
     qkv = torch.randn(total, sum(HEADS), DIM, device=device).to(dtype).requires_grad_()
     return qkv, *angles(total, DIM // 2, device)
 
@@ -168,7 +159,6 @@ def test_qkv_equals_complex_multiplication(layouts, dtype, total, device):
 @pytest.mark.parametrize("used", ["qkv", "q", "k", "v", "qv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_qkv_is_to_the_bit_what_autograd_makes(used, dtype, device):
-    """The outputs and the gradients of qkv are bitwise equal to autograd's. Unused outputs get no gradient."""
     qkv, cos, sin = draw(device, dtype=dtype)
 
     def run(rotated):
@@ -244,7 +234,7 @@ def test_qkv_keeps_angles_alone(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_attention_joins_gradients_by_the_rotation(dynamic, device):
-    """The compiled graph has no break, and no torch.cat of dq, dk and dv. torch.cat would copy them."""
+    """torch.cat would copy dq, dk and dv."""
     graphs = []
 
     def counted(graph, inputs):

@@ -1,4 +1,4 @@
-"""Compares copies and sums of rows with torch. The kernels run in the interpreter or on a GPU."""
+"""Compares copies and sums of rows with torch."""
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ ROWS = 37
 
 @pytest.fixture(params=["torch", "kernel"], autouse=True)
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels.
 
-    On the CPU, copy_rows and add_rows use torch's implementation. For a run with the kernels, the fixture replaces
-    torch's implementation by the kernels.
+    For a run with the kernels, the fixture replaces torch's implementation by the kernels.
     """
     if request.param == "kernel" and device.type == "cpu":
         monkeypatch.setattr(module, "_copy_plainly", module._copy_in_kernel)
@@ -111,7 +110,6 @@ def test_bf16_rows_are_copied_and_added(heads, device):
 
 @pytest.mark.gpu
 def test_offsets_may_exceed_31_bits(device):
-    """The tensor has 2**20 + 1 rows with 2048 elements each, so its last row starts at offset 2**31."""
     n = 2**20 + 1
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("needs 9 GiB")

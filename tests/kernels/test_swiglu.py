@@ -1,4 +1,4 @@
-"""Compares SwiGLU with autograd in fp64. The SwiGLU kernels run in the interpreter or on a GPU."""
+"""Compares SwiGLU with autograd in fp64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def through_the_backward_kernel(projected: Tensor, d_activated: Tensor, d_projec
 
 @pytest.fixture(params=["torch", "kernel"])
 def implementation(request, device, monkeypatch):
-    """On the CPU, runs a test with torch's implementation and with the kernels. On a GPU, runs only the kernels.
+    """On the CPU, runs a test with torch's implementation and with the kernels.
 
     To run the kernels on the CPU, this fixture puts the kernels in the place of torch's implementation.
     """
@@ -103,7 +103,6 @@ def test_operators_pass_opcheck(operator, device):
 
 @pytest.mark.gpu
 def test_offsets_may_exceed_31_bits(device):
-    """The 131,073 rows have 2 x 8192 elements each, so the offset of the last row is 2**31."""
     rows, ffn_dim = 2**17 + 1, 8192
     if torch.cuda.mem_get_info()[0] < 9 * 2**30:
         pytest.skip("needs 9 GiB")

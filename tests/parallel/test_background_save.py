@@ -1,6 +1,4 @@
-"""Four ranks write checkpoints while training continues. A run of four ranks can be resumed by 1, 2 and 4 ranks. If a
-rank is killed during a save, the older checkpoint stays intact.
-"""
+"""Four ranks write checkpoints while training continues."""
 
 import io
 import mmap
@@ -120,8 +118,6 @@ def test_a_failing_run_does_not_wait_forever(background, tmp_path):
 
 @talks
 def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
-    """The background save of step 2 fails. When a signal ends the run, the run saves step 2 again."""
-
     def save_checkpoint(partial: Path, storage_options: BackgroundSave | None = None) -> None:
         if storage_options is None:
             write_file({"global_step": 2}, partial)
@@ -190,7 +186,6 @@ STEP_THREE = "four/checkpoints/step_0000003.ckpt"
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Returns the folder of the corpus and of all runs."""
     folder: Path = tmp_path_factory.mktemp("background")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
@@ -199,12 +194,10 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def losses(shared) -> dict[int, float]:
-    """Returns the losses of a run of one process."""
     return column(train_in(shared / "one", shared, *SETTINGS), "train/loss")
 
 
 def start_ranks(number: int, shared: Path, killed: int) -> None:
-    """Starts `number` ranks, each of which runs `in_processes`, and waits until the rank `killed` is killed."""
     start_server()
     arguments = (number, str(shared), ranks_of_torchrun(number), killed)
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
@@ -212,10 +205,6 @@ def start_ranks(number: int, shared: Path, killed: int) -> None:
 
 
 def in_processes(rank: int, number: int, folder: str, environments: list[dict[str, str]], killed: int) -> None:
-    """Resumes the run of four ranks, and kills the rank `killed` during a save.
-
-    If `number` is 4, this function trains the run of four ranks before it resumes the run.
-    """
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     shared, ranks = Path(folder), (*FSDP, f"trainer.devices={number}")

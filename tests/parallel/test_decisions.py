@@ -81,10 +81,7 @@ def test_two_ranks_take_the_decisions_of_rank_zero(ranks, tmp_path):
 
 
 def in_two_processes(rank: int, tmp_path: Path, environments: list[dict[str, str]]) -> None:
-    """Runs as one of two ranks, and checks what the ranks decide.
-
-    Without the decisions of rank 0, the two ranks would decide differently.
-    """
+    """Without the decisions of rank 0, the two ranks would decide differently."""
     os.environ.update(environments[rank])
     torch.set_num_threads(1)
     assert [decided_by_rank_zero("question", partial(list, (rank, number))) for number in (5, 6)] == [[0, 5], [0, 6]]

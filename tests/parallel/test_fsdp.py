@@ -1,8 +1,4 @@
-"""Tests runs of two processes on the CPU.
-
-The two processes train, save, resume and export with the same results as one process. Both processes stop if one of
-them gets a signal.
-"""
+"""Tests runs of two processes on the CPU."""
 
 import os
 import pickle
@@ -55,16 +51,12 @@ CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
 
 
 class SignalToRankOne(Callback):
-    """Sends SIGTERM to the second of two ranks after step 3."""
-
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 class SpoilRankOne(Callback):
-    """After the last step, fills rank 1's part of the first weight with NaN."""
-
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 6 and trainer.global_rank == 1:
             local(next(pl_module.parameters()).detach()).fill_(float("nan"))
@@ -72,7 +64,7 @@ class SpoilRankOne(Callback):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Returns the folder of the corpus and of all runs. Two ranks cannot share the three validation rows evenly."""
+    """Two ranks cannot share the three validation rows evenly."""
     folder: Path = tmp_path_factory.mktemp("strategy")
     for number in range(100):
         (write_corpus(folder / "corpus") / f"more_{number}.txt").write_text(f"{number} more " * 20)
@@ -106,7 +98,6 @@ def write_evil(folder: Path, in_metadata: bool) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks(shared, whole_run, adapter_run) -> Path:
-    """Calls in_two_processes in two processes, and returns the folder of its runs."""
     start_server()
     arguments = (str(shared), ranks_of_torchrun(2))
     torch.multiprocessing.start_processes(in_two_processes, args=arguments, nprocs=2, start_method="forkserver")
@@ -114,12 +105,7 @@ def two_ranks(shared, whole_run, adapter_run) -> Path:
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Trains as one of two ranks, and makes the checks that need two ranks.
-
-    All tests with two ranks use the same two processes, because each process takes seconds to start. Each run has a
-    folder below `folder`. From step 3, the run `two_from_two` continues the run `sharded`, and the run `two_from_one`
-    continues the run `whole`. A signal to rank 1 stops the run `cut`, and the run `two_from_cut` continues it.
-    """
+    """All tests with two ranks use the same two processes, because each process takes seconds to start."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     shared = Path(folder)
@@ -163,7 +149,6 @@ def refuse(shared: Path, case: str) -> None:
 
 
 def fill_the_disk(shared: Path, strategy: str) -> None:
-    """If the disk is full, all ranks raise the same error, and the older checkpoint stays."""
     run = shared / f"full_{strategy}"
     full = ("+callbacks.full._target_=tests.checkpoints.support.callbacks.FullDisk", "+callbacks.full.step=6")
     with pytest.MonkeyPatch.context() as patch:
@@ -175,7 +160,6 @@ def fill_the_disk(shared: Path, strategy: str) -> None:
 
 
 def spoil_one_rank(shared: Path) -> None:
-    """If the weights on one rank contain NaN, no rank saves a checkpoint."""
     train_in(shared / "spoilt", shared, *RANKS, "+callbacks.spoil._target_=tests.parallel.test_fsdp.SpoilRankOne")
     assert [path.name for path in (shared / "spoilt" / "checkpoints").iterdir()] == ["step_0000003.ckpt"]
 
@@ -183,7 +167,7 @@ def spoil_one_rank(shared: Path) -> None:
 def agree(rank: int) -> None:
     """Calls Agreement.largest five times. In call 3, rank 1 passes 143, the exit code after SIGTERM.
 
-    In calls 1 to 3, both ranks get 0. In calls 4 and 5, both ranks get 143, even if one rank is faster.
+    In calls 4 and 5, both ranks get 143, even if one rank is faster.
     """
     agreement = Agreement()
     answers = []
@@ -199,7 +183,6 @@ def sharded_run(two_ranks) -> Path:
 
 
 def assert_goes_on(run: Path, whole_run: Path) -> None:
-    """Requires the losses of steps 4 to 6 to equal those of the run that never stopped."""
     losses, expected = (column(folder, "train/loss") for folder in (run, whole_run))
     assert sorted(losses) == [4, 5, 6]
     assert losses == pytest.approx({step: expected[step] for step in (4, 5, 6)}, rel=1e-5)
@@ -274,7 +257,6 @@ def test_one_process_runs_no_code_of_a_sharded_checkpoint(in_metadata, shared, s
 
 
 def test_a_signal_to_one_rank_saves_at_one_step_of_both(whole_run, two_ranks):
-    """Rank 1 gets SIGTERM in step 4. Both ranks stop in step 4 or 5, and save a checkpoint to resume from."""
     cut, rest = (column(two_ranks / run, "train/loss") for run in ("cut", "two_from_cut"))
     assert max(cut) in (4, 5) and sorted(cut | rest) == [1, 2, 3, 4, 5, 6] and min(rest) == max(cut) + 1
     assert cut | rest == pytest.approx(column(whole_run, "train/loss"), rel=1e-5)
@@ -373,10 +355,6 @@ def test_a_signal_to_all_processes_saves_and_stops(stopped_run):
 
 
 def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, shared):
-    """A run that was stopped twice has the same losses as a run that never stopped.
-
-    After the second stop, one process runs the remaining steps.
-    """
     again = start_and_stop(shared, tiny(shared, *DDP, "ckpt_path=last"), 20, signal.SIGTERM)
     [newest] = (again / "checkpoints").iterdir()
     rest = train_in(shared / "rest", shared, *LONG, f"ckpt_path={newest}")
@@ -387,7 +365,6 @@ def test_a_stopped_run_goes_on_and_stops_by_its_main_process_too(stopped_run, sh
 
 
 def small_gpt(tied: bool, memory: Memory) -> GPT:
-    """Builds a model that has equal weights on every rank."""
     torch.manual_seed(0)
     return GPT(
         vocab_size=67, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, head_dim=None, ffn_dim=24, norm="rmsnorm",

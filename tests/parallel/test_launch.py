@@ -1,6 +1,4 @@
-"""Tests runs with several ranks, started by `python train.py` or torchrun. After a failure, the last line of the output
-names the failure.
-"""
+"""Tests runs with several ranks, started by `python train.py` or torchrun."""
 
 import json
 import os
@@ -62,7 +60,7 @@ def test_train_py_and_torchrun_give_the_same_run(tmp_path):
 def assert_ranks_are_compared(folder, printed) -> None:
     """The logs must say that rank 1 computes longer, and that rank 0 waits for data and for rank 1.
 
-    All times are milliseconds per step, and a step has two micro-batches on each rank.
+    All times are milliseconds per step.
     """
     measured = {
         name: list(column(folder, f"perf/{name}").values())

@@ -21,10 +21,7 @@ REASON = "  traceback : rank 1 ran out of memory: seq_len=64 with attention=sdpa
 
 
 def on_two_nodes(tmp_path, *overrides):
-    """Runs train.py under one agent per node, as docs/several_gpus.md says, but with one rank per node.
-
-    Returns the two finished agents.
-    """
+    """Runs train.py under one agent per node, as docs/several_gpus.md says, but with one rank per node."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]

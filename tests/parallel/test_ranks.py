@@ -188,9 +188,6 @@ def test_a_lost_connection_ends_the_rank_before_lightning_waits_for_the_gpu(erro
 
 @pytest.fixture
 def store(environment):
-    """Pretends that torchrun has started the ranks, and returns their store. A rank waits at most 0.1 s until another
-    rank reports a reason.
-    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment.setattr(rank_store, "_store", lambda: store)
     environment.setattr(rank_store, "_ASKED", {"folder": 1})
@@ -235,7 +232,6 @@ def test_a_rank_that_never_reached_the_store_does_not_try_again(store, environme
 
 
 def test_the_second_signal_gives_the_exit_status(monkeypatch):
-    """If a second signal ends a run before it saves a checkpoint, the exit status must be that of the second signal."""
     forwarding = launch._Forwarding(SimpleNamespace(pids=dict))
     try:
         forwarding._forward(signal.SIGUSR1, None)
@@ -370,10 +366,7 @@ def sbatch_script() -> str:
     ids=["preempted", "failed", "done"],
 )  # fmt: skip
 def test_the_sbatch_script_requeues_a_run_that_sigusr1_has_ended(ending, requeued, tmp_path):
-    """srun, python and scontrol are stand-ins.
-
-    Only the batch script gets the signal, as in SLURM with --signal=B:USR1.
-    """
+    """Only the batch script gets the signal, as in SLURM with --signal=B:USR1."""
     say = 'printf "%s\\n" "$@" $WANDB_RESUME $WANDB_RUN_ID >arguments'
     run = f"{say}; {ending}; for i in $(seq 100); do sleep 0.05; done; exit 9"
     stand_ins = {"srun": 'shift; exec "$@"', "python": run, "scontrol": 'echo "$@" >requeued'}

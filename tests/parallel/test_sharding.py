@@ -1,9 +1,8 @@
 """Two and four processes compute the same losses, gradients and weights as one process, with every strategy and memory
 lever.
 
-The settings of a case are strategy, accumulation, memory and compilation. By default, a few cases run, as in CI. With
-SHARDING_CASES=pairwise, the cases cover all pairs of values for any two settings. With SHARDING_CASES=all, all
-combinations run. With SHARDING_CASES=pairwise or all, a checkpoint is also fine-tuned.
+By default, a few cases run, as in CI. With SHARDING_CASES=pairwise, the cases cover all pairs of values for any two
+settings. With SHARDING_CASES=all, all combinations run.
 """
 
 import json
@@ -81,7 +80,6 @@ def test_each_two_values_meet():
 
 
 def write_finetuning(folder: Path) -> None:
-    """Writes chats, and a tiny Llama with a tokenizer that has a chat template."""
     write_jsonl(folder / "chats.jsonl", many_chats())
     save_tokenizer(folder / "base")
     save_pretrained(small_gpt(levers(), torch.device("cpu"), n_layers=2, vocab_size=400), folder / "base")
@@ -124,9 +122,7 @@ def test_ranks_compute_what_one_process_does(case, results):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.strategy != "ddp"], ids=str)
 def test_only_what_is_needed_is_gathered(case, results):
-    """While the loss is computed, the last norm and the head are gathered. While the loss is computed, blocks are
-    gathered only if reshard_after_forward=false.
-    """
+    """While the loss is computed, blocks are gathered only if reshard_after_forward=false."""
     gathered = of_rank(results, case, 0)["gathered"]
     outside = {"norm.weight", "token_embedding.weight" if case.tied else "head.weight"}
     assert {name for name in gathered if not name.startswith("blocks.")} == outside
@@ -149,7 +145,7 @@ def test_gradients_are_reduced_in_the_chosen_dtype(results):
     ("ranks", "last", "reference"), [pytest.param(2, 1, 0, id="ddp"), pytest.param(4, 3, 1, id="hsdp")]
 )
 def test_all_ranks_end_after_one_bit_of_the_last_rank_has_changed(ranks, last, reference, results):
-    """FlipBit changes one bit in step 2. Before and after step 1, all copies of the model have equal weights."""
+    """Before and after step 1, all copies of the model have equal weights."""
     for rank in range(ranks):
         assert (
             (results / f"flipped.{ranks}.{rank}.txt")

@@ -1,4 +1,4 @@
-"""Makes Hydra and OmegaConf compose and copy configs several times as fast. Most tests compose a config.
+"""Makes Hydra and OmegaConf compose and copy configs several times as fast.
 
 An option is the config file that is chosen for a config group, such as `naive` in `attention=naive`. For each
 combination of options, Hydra computes the list of config files and the composed config only once. Overrides that choose
@@ -39,7 +39,7 @@ _configs: dict[int, Any] = {}  # the key is the id of a defaults list
 def _create_defaults_list(
     repo: Any, config_name: str | None, overrides_list: list[Any], prepend_hydra: bool, skip_missing: bool
 ) -> DefaultsList:
-    """Replaces Hydra's create_defaults_list. A defaults list depends on the options, but not on other overrides."""
+    """A defaults list depends on the options, but not on other overrides."""
     if {f"{x.scheme()}://{x.path}" for x in repo.get_sources()} - UNCHANGING:
         return create_defaults_list(repo, config_name, overrides_list, prepend_hydra, skip_missing)
     overrides = [x for x in overrides_list if not x.is_sweep_override()]
@@ -53,7 +53,6 @@ def _create_defaults_list(
 
 
 def _compose(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
-    """Replaces Hydra's method _compose_config_from_defaults_list."""
     if not any(defaults is found.defaults for found in _lists.values()):
         return compose(self, defaults, repo)
     if id(defaults) not in _configs:
@@ -62,7 +61,7 @@ def _compose(self: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
 
 
 def _copy_metadata(self: Metadata, memo: dict[int, Any]) -> Metadata:
-    """Copies a node's metadata. Only `flags` and `resolver_cache` are mutable, so the copies share all other values."""
+    """Only `flags` and `resolver_cache` are mutable, so the copies share all other values."""
     copied = copy.copy(self)
     copied.flags = None if self.flags is None else {**self.flags}
     copied.resolver_cache = copy.deepcopy(self.resolver_cache, memo)
@@ -76,7 +75,6 @@ def _parse_rule(text: str, rule: str) -> Any:
 
 @cache
 def _dumper() -> Any:
-    """Replaces OmegaConf's function get_omega_conf_dumper."""
     original = omegaconf._utils.get_omega_conf_dumper()
     return type("Dumper", (getattr(yaml, "CDumper", yaml.Dumper),), {"yaml_representers": original.yaml_representers})
 

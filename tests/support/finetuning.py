@@ -9,7 +9,6 @@ from tests.data.support.chats import save_tokenizer
 
 
 def write_base(folder: Path, vocab_size: int = 400) -> Path:
-    """Saves a tiny Llama with a tokenizer that has a chat template."""
     save_tokenizer(folder)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -4,8 +4,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """Records the names of the torch operators that run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

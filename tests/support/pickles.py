@@ -5,8 +5,6 @@ from pathlib import Path
 
 
 class Evil:
-    """An object that creates a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -97,7 +97,7 @@ def finish(
 
 
 class ForkedModule:
-    """Replaces subprocess.Popen for the command `python -m module arguments`. The function `finish` runs the module."""
+    """Replaces subprocess.Popen for the command `python -m module arguments`."""
 
     def __init__(
         self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None, **options: object
@@ -115,7 +115,7 @@ def _spawn_or_fork(spawn: Callable[..., int], path: str, arguments: Sequence[str
     """Starts a helper process of multiprocessing, and returns its process ID.
 
     multiprocessing's fork server is forked from the program, so the fork server has all imported modules and starts
-    quickly. Every helper process except the fork server is a new interpreter.
+    quickly.
 
     spawn: multiprocessing's function, which starts a new interpreter. kept: file descriptors that stay open.
     """

@@ -36,5 +36,4 @@ def ranks_of_torchrun(n_ranks: int) -> list[dict[str, str]]:
 
 
 def forked(tmp_path: Path, launcher: str, *overrides: str) -> CompletedProcess[str]:
-    """Runs train.py with two ranks that are forked."""
     return processes.finish(FORKED, [launcher, *overrides], tmp_path, quiet_environment())

@@ -15,7 +15,6 @@ from tests.support.training import command_line, composed, quiet_environment, ti
 
 
 def run(tmp_path: Path, *overrides: str, name: str = "run") -> tuple[dict[str, Any], Path]:
-    """Trains in this process, and returns the results of the run and its folder."""
     folder = tmp_path / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -53,7 +52,6 @@ def start_and_stop(tmp_path: Path, overrides: Sequence[str], step: int, stop: in
 
 
 def start_and_finish(tmp_path: Path, *overrides: str) -> Path:
-    """Runs train.py, waits for its end, and returns the folder of the new run."""
     before = set(tmp_path.rglob("metrics.csv"))
     done = command_line(tmp_path, *overrides)
     assert done.returncode == 0, done.stderr

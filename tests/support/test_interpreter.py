@@ -1,7 +1,4 @@
-"""Tests tests.support.interpreter, which speeds up Triton's interpreter.
-
-Results do not change, and Triton's language is restored after each launch.
-"""
+"""Tests tests.support.interpreter, which speeds up Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Computes the error that is allowed in a result of low precision. No tolerance is chosen by hand."""
+"""Computes the error that is allowed in a result of low precision."""
 
 from torch import Tensor
 

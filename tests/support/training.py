@@ -40,7 +40,6 @@ def own_option(folder: Path, option: str, text: str) -> str:
 
 
 def write_corpus(folder: Path) -> Path:
-    """Writes forty short documents of English-like lines. Every call writes the same text."""
     folder.mkdir(exist_ok=True)
     words = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "over", "old", "walls"]
     for number in range(40):

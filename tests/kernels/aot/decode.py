@@ -1,8 +1,7 @@
-"""Compiles the decoding kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
+"""Compiles the decoding kernels without a GPU and prints the report of ptxas as JSON.
 
 The name of a case is GPU-head_dim-rows-cache, for example sm90-128-1-paged. `rows` is the number of queries per KV
-head. The cache is `dense` or `paged`. All cases are in bf16. The kernels for a paged cache are compiled with every
-feature.
+head. The kernels for a paged cache are compiled with every feature.
 """
 
 import json
@@ -20,7 +19,7 @@ FEATURE_POINTERS = ("cos_ptr", "sin_ptr", "leftpad_ptr", "slopes_ptr", "table_pt
 
 
 def case_source(arch, head_dim, n_rows, cache):
-    """Returns (source, capability, options) of one case. The capability is the GPU's compute capability."""
+    """Returns (source, capability, options) of one case."""
     head_dim, n_rows, paged = int(head_dim), int(n_rows), cache == "paged"
     table = table_of(arch)
     tiles = decode_tiles(table, head_dim, head_dim, 2, n_rows, paged, SHARED_LIMIT[table])

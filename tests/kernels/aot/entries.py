@@ -23,8 +23,7 @@ BATCH = 8 * (os.cpu_count() or 1)  # number of cases that are compiled between t
 def all_cases() -> list[str]:
     """Returns the cases of every entry of the tile table.
 
-    Each entry has a case that compiles the kernel for one document. For 2-byte dtypes, each entry has a second case,
-    which compiles the kernel for several documents.
+    Each entry has a case for one document, and for 2-byte dtypes a second case for several documents.
     """
     cases = []
     for gpu in GPUS:

@@ -1,10 +1,9 @@
-"""Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
+"""Compiles the Hopper backward kernels without a GPU and prints the report of ptxas as JSON.
 
-The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. For each case, the script compiles
-the kernel that attention launches for the five values in the case's name. A suffix after head_dim, as in
+The name of a case is dtype-head_dim-group-softcap-marks, for example bf16-128-4-0-1. A suffix after head_dim, as in
 fp16-128dkdv-1-1-0, selects another kernel. The suffix `ordered` means the kernel that sums dQ in a fixed order. The
-suffixes `dkdv` and `dq` mean the two kernels of the two-pass backward. The kernel 128dkdv is always compiled with a
-soft cap. For head_dim 256, only the two kernels of the two-pass backward exist.
+suffixes `dkdv` and `dq` mean the two kernels of the two-pass backward. For head_dim 256, only the two kernels of the
+two-pass backward exist.
 """
 
 import json
@@ -117,10 +116,7 @@ def without(marks, dynamic=True):
 
 
 def kernel_source(kernel, signature, constants, registers):
-    """Returns the source, the compute capability and the compile options of a kernel.
-
-    Arguments that are missing in the signature are of type i32.
-    """
+    """Returns the source, the compute capability and the compile options of a kernel."""
     names = kernel.arg_names
     types = {name: "constexpr" if name in constants else signature.get(name, "i32") for name in names}
     attributes = {(names.index(n),): [["tt.divisibility", 16]] for n in names if n.endswith("_ptr")}

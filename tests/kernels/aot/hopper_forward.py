@@ -1,4 +1,4 @@
-"""Compiles the Hopper forward kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
+"""Compiles the Hopper forward kernels without a GPU and prints the report of ptxas as JSON.
 
 The name of a case is head_dim-length_class-dtype-out_dtype-features, for example 128-long-bf16-bf16-plain or
 64-short-fp16-fp32-softcap+marks.

@@ -1,10 +1,10 @@
-"""Compiles the portable kernels without a GPU and prints the report of ptxas as JSON. Run this file as a module.
+"""Compiles the portable kernels without a GPU and prints the report of ptxas as JSON.
 
 The name of a case is GPU-head_dim-v_head_dim-pass-itemsize, for example sm90-128-128-fwd-2. An item size of 1 byte
 means fp8, 2 bytes mean bf16, and 4 bytes mean fp32. The tile sizes are those of the tile table that the GPU uses: sm89
-and sm120 use the table of sm80. `precision_of` gives the precision of matmuls. The kernels are for one document,
-without sinks, ALiBi or fp8 scales. `contain_fwd` is the forward kernel for several documents, which isolates NaN.
-`repair_fwd` is the kernel that recomputes tiles marked as containing NaN.
+and sm120 use the table of sm80. The kernels are for one document, without sinks, ALiBi or fp8 scales. `contain_fwd` is
+the forward kernel for several documents, which isolates NaN. `repair_fwd` is the kernel that recomputes tiles marked as
+containing NaN.
 """
 
 import contextlib
@@ -156,10 +156,7 @@ def misplaced_descriptors_of(cubin):
 
 
 def compile_to_ptx(source, capability, options):
-    """Compiles to PTX and keeps Triton from running ptxas. Without ptxas, the cubin in `asm` is empty.
-
-    To get a report, call ptxas() on the PTX.
-    """
+    """Compiles to PTX and keeps Triton from running ptxas."""
 
     def hook(*arguments):
         if not arguments:  # to get a cache key, Triton calls `hook` without arguments

@@ -27,8 +27,7 @@ Reports = dict[str, dict[str, Any]]
 def compile_all(module: str, cases: Sequence[str]) -> Reports:
     """Returns the reports of `module` in the order of the cases.
 
-    A recorded or cached report is used if the source of its kernel has not changed. Cases without a usable
-    report are compiled.
+    A recorded or cached report is used if the source of its kernel has not changed.
     """
     fresh = fresh_reports(module)
     files = {case: cache_file(module, case) for case in cases if case not in fresh}
@@ -113,10 +112,7 @@ def without_source(report: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def recorded() -> dict[str, Reports]:
-    """Returns the recorded reports of each module for this Triton version. Each report has a hash of its source.
-
-    The result is an empty dict if the code that makes the reports has changed.
-    """
+    """Returns the recorded reports of each module for this Triton version."""
     file = RECORDED / f"{triton.__version__}.json"
     if not file.exists():
         return {}
@@ -140,7 +136,7 @@ def source_hashes() -> dict[str, dict[str, str]]:
 
 
 def hashes_of(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """Returns the hashes of the sources of cases, for each module. Hashing all recorded cases takes a few seconds."""
+    """Returns the hashes of the sources of cases, for each module."""
     names = [f"{module.rpartition('.')[2]}:{case}" for module, some in cases.items() for case in some]
     found = compile_in_processes("tests.kernels.aot.sources", names)
     return {
@@ -150,7 +146,7 @@ def hashes_of(cases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
 
 
 def record() -> Path:
-    """Writes all fresh and all cached reports to the file of recorded reports. Returns the file."""
+    """Writes all fresh and all cached reports to the file of recorded reports."""
     reports: dict[str, Reports] = {module: dict(fresh_reports(module)) for module in recorded()}
     for file in sorted((CACHE / triton.__version__).glob("*/*.json")):
         if (report := read(file)) is not None:
@@ -171,7 +167,7 @@ def recorded_key() -> str:
     """Returns a hash of the modules that make reports. Comments and docstrings do not change the hash.
 
     The hash is the same on every machine. The hash does not depend on Triton's version, because each version has a file
-    of recorded reports. Environment variables that change how kernels are compiled change the hash.
+    of recorded reports.
     """
     modules = sorted(path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_"))
     code = [(path.name, code_of(path.read_text())) for path in modules]

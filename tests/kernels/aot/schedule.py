@@ -1,8 +1,6 @@
 """Compiles the kernel that builds attention schedules, without a GPU, and prints the report of ptxas as JSON.
 
-Run this file as a module.
-
-A case is an architecture, for example sm90. The schedule kernel has one variant per architecture.
+A case is an architecture, for example sm90.
 """
 
 import json

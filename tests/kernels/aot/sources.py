@@ -1,4 +1,4 @@
-"""Hashes the source of each compiled case, and prints the hashes as JSON. Run this file as a module.
+"""Hashes the source of each compiled case, and prints the hashes as JSON.
 
 A command-line argument names a module of this folder and one of its cases, for example `portable:sm90-128-128-fwd-2`.
 The hash of a case covers the code of the kernel, and of all functions and classes of fa_kernels that the kernel uses.
@@ -68,7 +68,7 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds the object `used` to `found`. Skips objects of packages other than fa_kernels.
+    """Adds the object `used` to `found`.
 
     place: the code that uses the object, and the object's name in that code.
     """

@@ -1,7 +1,6 @@
 """For sm80, sm89, sm100 and sm120, every tile table entry has a recorded report that is fresh and within limits.
 
-`make aot-reports` compiles entries whose report is missing or stale. The tests compile only the cases in
-`COMPILED_AGAIN`.
+`make aot-reports` compiles entries whose report is missing or stale.
 """
 
 import subprocess
@@ -69,7 +68,6 @@ def test_the_record_is_complete_and_fresh(file, sources):
 
 
 def problems(case, report):
-    """Returns what is wrong with a report."""
     gpu, head_dim, _, direction, itemsize = case.split("-")
     head_dim, itemsize, direction = int(head_dim), int(itemsize), pass_of(direction)
     entry = (table_of(gpu), head_dim, direction)

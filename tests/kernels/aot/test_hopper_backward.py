@@ -1,8 +1,4 @@
-"""The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill few registers.
-
-Other tests in this file check the buffers that the function `prepare` makes for the kernels, and which kernels a
-backward pass launches.
-"""
+"""The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill few registers."""
 
 import pytest
 import torch
@@ -43,10 +39,7 @@ def test_compiles_within_limits(core):
 
 
 def stores_of_sums(dtype, kernel, group, softcap, marks):
-    """Returns how many 16-byte stores to shared memory a step makes in order to add to dQ.
-
-    The result is 0 for kernels that compute no dQ.
-    """
+    """Returns how many 16-byte stores to shared memory a step makes in order to add to dQ."""
     head_dim = kernel.removesuffix("ordered")
     if not head_dim.isdigit():
         return 0
@@ -59,10 +52,7 @@ def stores_of_sums(dtype, kernel, group, softcap, marks):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
-    """If dQ is summed in a fixed order, each step has its own semaphore, and each program processes a fixed item.
-
-    With a queue, a program could wait for an item that no program has started.
-    """
+    """With a queue, a program could wait for an item that no program has started."""
     config = config_of(head_dim, dtype, softcap, ordered=True)
     if config is None:
         assert config_of(head_dim, dtype, softcap) is None
@@ -83,10 +73,7 @@ def test_three_groups_share_all_registers():
 @pytest.mark.parametrize("head_dim", [8, 96])
 @pytest.mark.parametrize("total", [pytest.param(128, id="whole"), pytest.param(70, id="padded")])
 def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dlse, dtype):
-    """Padding rows add nothing to the gradients. For every dtype, delta is rowsum(do * o), minus dlse if given.
-
-    The buffers for sums and semaphores are initialised.
-    """
+    """For every dtype, delta is rowsum(do * o), minus dlse if given."""
     o = torch.randn(total, 3, head_dim, device=device).to(dtype)
     do = torch.randn(3, total, head_dim + 8, device=device).to(dtype)[..., :head_dim].transpose(0, 1)
     lse, dlse = torch.randn(2, 3, total, device=device)
@@ -110,7 +97,6 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
 
 @pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
 def test_only_requested_buffers_are_prepared(device, sums, ordered):
-    """`prepare` writes every word of the requested buffers, and no word outside these buffers."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
         empty = torch.empty

@@ -2,7 +2,6 @@
 
 test_entries.py checks recorded reports of ptxas against the same limits, for all entries for sm80, sm89, sm100 and
 sm120.
-This file compiles the tile table's entries for sm90, and some of its entries for sm80 and sm100.
 """
 
 import pytest
@@ -63,7 +62,6 @@ def assert_within_limits(limits):
 
 
 def test_every_entry_has_limits():
-    """`PORTABLE` has all entries of the tile table, except dkdv entries if dk and dv entries also exist."""
     apart = {(arch, d, "dkdv") for arch, d, direction in _TILES if direction == "dk"}
     assert set(PORTABLE) == set(_TILES) - apart
     assert set(OF_4_BYTES) == set(_TILES_OF_4_BYTES) | {("sm100", *entry[1:]) for entry in _TILES_OF_4_BYTES}

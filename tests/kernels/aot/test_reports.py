@@ -45,7 +45,6 @@ def compiled(monkeypatch, tmp_path):
 
 
 def forget():
-    """Empties the in-memory caches of reports.py."""
     for cached in (reports.recorded, reports.fresh_reports, reports.source_hashes):
         cached.cache_clear()
 
@@ -149,7 +148,6 @@ def test_every_file_that_a_compile_imports_is_a_source():
 
 
 def test_half_a_report_is_never_read(tmp_path):
-    """A report file gets its final name only after it is complete."""
     file = tmp_path / "module" / "a.json"
     reports.write(file, {"case": "a"})
     assert reports.read(file) == {"case": "a"} and os.listdir(file.parent) == ["a.json"]

@@ -52,7 +52,6 @@ LENGTHS = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_se
     ],
 )
 def test_signature_is_flash_attns(function, wanted):
-    """Our additional arguments are keyword-only and come after flash-attn's arguments."""
     found = inspect.signature(function).parameters.values()
     theirs = {p.name: ... if p.default is p.empty else p.default for p in found if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(theirs.items()) == list(wanted.items())
@@ -93,7 +92,6 @@ def test_windows_are_tokens_or_unbounded(window, expected):
 
 
 def test_a_window_that_overflows_int32_hides_no_key():
-    """Every key must be visible in both passes, even if a position plus the window size exceeds int32."""
     q = torch.randn(1, 5, 1, 8, device=DEVICE, requires_grad=True)
     k = torch.randn(1, 6, 1, 8, device=DEVICE, requires_grad=True)
     expected = with_gradients(lambda q, k: flash_attn_func(q, k, k), [q, k])
@@ -106,7 +104,7 @@ def test_a_window_that_overflows_int32_hides_no_key():
 @pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 5], ids=["pages-of-16", "pages-of-5"])
 def test_keys_may_lie_in_pages(page_size):
-    """Unused pages hold NaN, and unused entries of the block table are invalid. Gradients reach the pages."""
+    """Unused pages hold NaN, and unused entries of the block table are invalid."""
     lengths_q, lengths_k = [5, 0, 3, 1], [21, 7, 0, 16]
     q, k, v, do, _ = draw(9, 44, 2, 1, 8, 16)
     cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
@@ -295,7 +293,7 @@ def test_activation_checkpointing_changes_nothing(reentrant):
 
 
 def test_autocast_gives_half_precision_and_mixed_dtypes_are_refused():
-    """Projections return half precision. Like flash-attn, our attention casts nothing and refuses mixed dtypes."""
+    """Like flash-attn, our attention casts nothing and refuses mixed dtypes."""
     project = torch.nn.Linear(40, 40, device=DEVICE)
     q, k, v = dense_inputs()
     with torch.autocast(DEVICE, torch.float16):
@@ -313,7 +311,6 @@ def test_autocast_gives_half_precision_and_mixed_dtypes_are_refused():
     ids=["new-name", "old-name"],
 )
 def test_one_tf32_product_only_where_torch_allows_it(name, allowed, forbidden):
-    """An fp32 matmul uses one TF32 product if either torch setting allows TF32, and three TF32 products otherwise."""
     matmul, x = torch.backends.cuda.matmul, torch.ones(1)
     before = matmul.fp32_precision
     try:
@@ -375,10 +372,7 @@ ANY = settings(max_examples=200 if GPU else 6, deadline=None, derandomize=True)
 @ANY
 @given(DOCUMENTS, st.booleans(), WINDOWS, WINDOWS, st.integers(0, 3), st.integers(0, 5), st.booleans())
 def test_any_documents_equal_the_reference(pairs, causal, left, right, padding, tail, capped):
-    """Outputs and gradients equal those of the reference for documents of any length.
-
-    cu_seqlens may be padded, and tokens may follow the last document.
-    """
+    """cu_seqlens may be padded, and tokens may follow the last document."""
     lengths_q, lengths_k = ([*x, *[0] * padding] for x in zip(*pairs, strict=True))
     q, k, v, do, dlse = draw(sum(lengths_q) + tail + 1, sum(lengths_k) + tail + 1, 2, 1, 8)
     options = {"causal": causal, "window_size": (left, right), "softcap": 2.0 if capped else 0.0}
@@ -388,7 +382,7 @@ def test_any_documents_equal_the_reference(pairs, causal, left, right, padding, 
 @ANY
 @given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-5, 60), min_size=1, max_size=6), st.booleans())
 def test_any_wrong_documents_stay_in_bounds(edges, causal):
-    """Debug checks of cu_seqlens are off, as is usual on a GPU. The memory around q, k and v holds NaN.
+    """The memory around q, k and v holds NaN.
 
     ALiBi makes the kernels look up each token's document.
     """
@@ -432,7 +426,6 @@ def test_pages_are_gathered_without_a_host_sync():
     ids=["long", "not", "tensor"],
 )
 def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch):
-    """max_seqlen is passed to build_schedule only if it is an integer of at least `LONG_DOCUMENT`."""
     asked = []
     build = interface.build_schedule
     monkeypatch.setattr(interface, "build_schedule", lambda *x, **y: asked.append(y["seqlen"]) or build(*x, **y))
@@ -444,7 +437,7 @@ def test_a_long_max_seqlen_sets_the_length_class(max_seqlen, seqlen, monkeypatch
 
 @pytest.mark.parametrize("stride", [0, 2])
 def test_sinks_may_have_any_stride(stride):
-    """Sinks with a stride are copied, because kernels assume stride 1. Stride 0 means one sink for all heads."""
+    """Sinks with a stride are copied, because kernels assume stride 1."""
     q, k, v = dense_inputs()
     schedule = causal_schedule(None, 9, torch.device(DEVICE))
     given = torch.tensor([1.0, -3.0, 2.0, -4.0, 0.5, -5.0, 3.0], device=DEVICE)

@@ -27,15 +27,12 @@ def test_one_query_per_sequence_equals_the_reference(page_size, num_splits):
 @SPLITS
 @PAGED
 def test_new_tokens_are_appended_at_their_positions(page_size, num_splits):
-    """After the call, the new tokens must be at their positions in the cache, even if they span several pages. Elements
-    of the cache that do not belong to new tokens must stay the same.
-    """
     check([0, 15, 58], seqlen_q=3, seqlen_new=5, causal=True, page_size=page_size, num_splits=num_splits)
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(3, 20), (7, 2)], ids=str)
 def test_more_or_fewer_tokens_than_queries_may_be_appended(seqlen_q, seqlen_new):
-    """The last query has the position of the last key. A query that is before the first key sees no key."""
+    """The last query has the position of the last key."""
     check([0, 33], n_heads=1, seqlen_q=seqlen_q, seqlen_new=seqlen_new, causal=True, num_splits=2, page_size=16)
 
 
@@ -47,7 +44,7 @@ def test_windows_hide_keys_of_the_cache(causal, num_splits, window):
 
 @pytest.mark.parametrize(("n_heads", "n_kv_heads"), [(2, 2), (6, 2), (20, 1)], ids=["mha", "gqa", "mqa"])
 def test_query_heads_may_share_kv_heads(n_heads, n_kv_heads):
-    """A tile contains queries of all heads in a group. A tile can start or end between two heads of a token."""
+    """A tile can start or end between two heads of a token."""
     check([40], seqlen_q=4, n_heads=n_heads, n_kv_heads=n_kv_heads, causal=True, num_splits=2)
 
 
@@ -158,7 +155,6 @@ def test_defaults_take_the_whole_cache():
 
 @pytest.mark.slow
 def test_inputs_and_caches_may_be_strided():
-    """The caches are transposed views, and q, k and v are slices of one tensor."""
     qkv = draw(2, 3, 8, 16)
     q, k, v = qkv.split((4, 2, 2), dim=2)
     caches = [draw(2, 2, 50, 16) for _ in range(2)]

@@ -1,11 +1,10 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see tests/kernels/support/attention_check.py).
-Every pair of lengths is tested with every mask. Features, head counts and layouts come from a fixed list: the next pair
-and mask are tested with the next entry of the list. The head_dims of Hopper's kernels are tested with all combinations
-of features, head counts and layouts. Other head_dims are tested with fewer combinations, because each combination is
-compiled separately. If the environment variable MATRIX_REPORT names a folder, our largest errors are written to this
-folder, next to torch's.
+Features, head counts and layouts come from a fixed list: the next pair and mask are tested with the next entry of the
+list. The head_dims of Hopper's kernels are tested with all combinations of features, head counts and layouts. Other
+head_dims are tested with fewer combinations, because each combination is compiled separately. If the environment
+variable MATRIX_REPORT names a folder, our largest errors are written to this folder, next to torch's.
 """
 
 import itertools
@@ -51,8 +50,7 @@ def n_rounds(dtype, width) -> int:
 def combinations(dtype, width, round_):
     """Yields the combinations of one round.
 
-    The combinations of head counts, features and layouts have a fixed order. Each round starts where the previous round
-    stopped.
+    Each round starts where the previous round stopped.
     """
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)
@@ -67,9 +65,7 @@ def combinations(dtype, width, round_):
 def documents(pair, layout, generator) -> tuple[list[int], list[int]]:
     """Returns the lengths of the documents' queries and of the documents' keys.
 
-    `pair` has the numbers of queries and keys of one document. If `layout` contains "varlen", empty, short and random
-    documents are added. Without "varlen", there are two documents with these numbers of queries and keys, or only one
-    document if it has more than 1000 queries.
+    `pair` has the numbers of queries and keys of one document.
     """
     if "varlen" not in layout:
         return ([pair[0]], [pair[1]]) if pair[0] > 1000 else ([pair[0]] * 2, [pair[1]] * 2)

@@ -14,10 +14,6 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 
 
 def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
-    """If a dispatch mode or a profiler is active, a call uses torch's dispatcher.
-
-    If no dispatch mode and no profiler is active, a call bypasses torch's dispatcher.
-    """
     q, k, v = torch.randn(3, 1, 20, 2, 16, device=device)
     operators = []
     for name in ("forward_operator", "backward_operator"):
@@ -36,7 +32,7 @@ def test_a_mode_or_a_profiler_sees_the_operator(device, monkeypatch):
 
 
 def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
-    """The operator runs if one of q, k and v is a tensor subclass. A Parameter counts as a plain tensor."""
+    """A Parameter counts as a plain tensor."""
 
     class Seeing(torch.Tensor):
         pass

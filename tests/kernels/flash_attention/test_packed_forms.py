@@ -1,7 +1,4 @@
-"""Attention over joined q, k and v gives the same results as attention over separate q, k and v.
-
-The functions for joined tensors read q, k and v in place. The gradient of a joined tensor is one joined tensor.
-"""
+"""Attention over joined q, k and v gives the same results as attention over separate q, k and v."""
 
 import inspect
 from functools import partial
@@ -96,10 +93,7 @@ def test_lse_and_probabilities_are_returned_if_asked(joined_function, function, 
 
 
 def test_a_packed_form_equals_the_reference():
-    """Compares one case with the reference implementation.
-
-    The comparison finds mistakes in code that the functions for joined and for separate tensors share.
-    """
+    """The comparison finds mistakes in code that the functions for joined and for separate tensors share."""
     qkv = draw(20, 3, 2, 16)
     results = []
     for dtype in (None, torch.float64, torch.float32):

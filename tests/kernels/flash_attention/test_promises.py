@@ -1,7 +1,4 @@
-"""Tests properties of attention other than accuracy, on a GPU.
-
-Results are repeatable, calls are asynchronous, kernels are compiled once, and tensors can have any size.
-"""
+"""Tests properties of attention other than accuracy, on a GPU."""
 
 import itertools
 import os
@@ -97,10 +94,7 @@ def test_twenty_packings_compile_once():
 
 @pytest.mark.timeout(600)
 def test_tensors_may_have_more_than_two_to_the_31_elements():
-    """q, k and v have 2.15e9 elements each, more than int32 can count.
-
-    The first and last documents must equal a reference that is computed on their slices.
-    """
+    """The first and last documents must equal a reference that is computed on their slices."""
     total, n_heads, head_dim = 2**19 + 256, 32, 128
     assert total * n_heads * head_dim > 2**31
     lengths = [300, 2**18, 2**18 - 400, 356]
@@ -108,7 +102,7 @@ def test_tensors_may_have_more_than_two_to_the_31_elements():
     q, k, v = (torch.randn(total, n_heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x.requires_grad_()
-    window = (128, 0)  # with a window, the kernels take less time
+    window = (128, 0)
     o = flash_attn_varlen_func(q, k, v, cu, cu, 2**18, 2**18, causal=True, window_size=window)
     do = torch.ones_like(o)
     gradients = torch.autograd.grad(o, (q, k, v), do)
@@ -146,8 +140,7 @@ def test_adversarial_scores_give_finite_and_accurate_results(name, head_dim):
         results.append([o, *torch.autograd.grad(o, tensors, do.to(dtype))])
     for ours_, exact, baseline in zip(ours, *results, strict=True):
         assert torch.isfinite(ours_).all()
-        # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3. The tolerance
-        # allows a relative error of 4e-3.
+        # Scores of 1e4 have an error of 1e-3 in fp32, so probabilities have a relative error of 1e-3.
         error, torchs = ((x.double() - exact.double()).abs().max() for x in (ours_, baseline))
         assert error <= 2 * torchs + 4e-3 * exact.abs().max() + 1e-30
 
@@ -158,10 +151,7 @@ def test_adversarial_scores_give_finite_and_accurate_results(name, head_dim):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_and_infinity_stay_in_their_document(head_dim, dtype, softcap, deterministic, causal):
-    """One element of q, k, v or do is NaN or infinite.
-
-    The changed element shares its tile, and its block of 64 rows, with neighbouring documents.
-    """
+    """The changed element shares its tile, and its block of 64 rows, with neighbouring documents."""
     lengths, first, last = [150, 20, 30, 90, 13, 260, 200], 200, 290
     cu = cumulative(lengths)
     total, nan_row = sum(lengths), 270

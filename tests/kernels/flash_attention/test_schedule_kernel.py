@@ -1,7 +1,4 @@
-"""The kernel that builds attention schedules computes what torch operators compute.
-
-test_schedule.py compares the results of the torch operators with dense masks.
-"""
+"""The kernel that builds attention schedules computes what torch operators compute."""
 
 from contextlib import contextmanager
 
@@ -166,7 +163,6 @@ def test_the_gpu_gives_the_tensors_of_torch(n_docs, window):
 
 @pytest.mark.gpu
 def test_fresh_documents_need_no_wait_and_no_compilation(monkeypatch):
-    """A call with new document lengths compiles no kernels, and the host does not wait for the GPU."""
     q, k, v = torch.randn(3, 2048, 4, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     compiled = []
     batches = [cumulative([2048 // n] * n) for n in (16, 32, 64, 8, 128, 4, 256)]

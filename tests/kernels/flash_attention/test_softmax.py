@@ -1,4 +1,4 @@
-"""Tests the helper function that computes online softmax in the kernels. The cases are textbook examples."""
+"""Tests the helper function that computes online softmax in the kernels."""
 
 import math
 

@@ -1,7 +1,4 @@
-"""A launch uses the tile sizes of the table.
-
-If the tile sizes of the table do not fit, a launch uses smaller tile sizes, with one warning.
-"""
+"""A launch uses the tile sizes of the table."""
 
 import warnings
 
@@ -143,10 +140,7 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 
 
 def test_shared_bytes_counts_both_halves_of_fp32():
-    """The expected values are the shared memory that Triton uses for three TF32 products.
-
-    shared_bytes must return at least the expected value, and less than 3 KiB more.
-    """
+    """The expected values are the shared memory that Triton uses for three TF32 products."""
     reported = {
         ("sm90", 64, "fwd"): 131072,
         ("sm90", 128, "fwd"): 196608,
@@ -179,7 +173,6 @@ def test_fit_gives_up_stages_before_tokens_and_refuses_what_cannot_fit():
 
 @pytest.mark.parametrize("direction", PASSES)
 def test_halving_leaves_a_warpgroup_its_64_rows(direction):
-    """Each warpgroup of a kernel needs 64 rows (see `fit`)."""
     for arch in SHARED_LIMIT:
         for head_dim in HEAD_DIMS:
             tiles = tile_config(arch, head_dim, direction, 2)

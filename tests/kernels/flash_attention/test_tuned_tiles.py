@@ -1,6 +1,4 @@
-"""If a user has measured tile sizes on a GPU, the user's file replaces the tile table on that GPU. A launch with an
-invalid file raises one clear error.
-"""
+"""If a user has measured tile sizes on a GPU, the user's file replaces the tile table on that GPU."""
 
 import json
 import warnings

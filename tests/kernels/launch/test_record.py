@@ -40,7 +40,6 @@ def test_every_kernel_is_launched_where_it_can_be_noted():
 
 @pytest.fixture
 def on_gpu_0(monkeypatch):
-    """Makes CPU tensors report that they are on GPU 0."""
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: -1 if x.is_meta else 0)
 
 
@@ -78,10 +77,6 @@ def copied(x):
     ],
 )
 def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkeypatch, caplog):
-    """The recorder fails once for each of the two keys, and does not try a key again.
-
-    For each key, all six calls return correct results. The recorder logs one line in total.
-    """
     failed = []
 
     def fail(*arguments, **options):
@@ -146,11 +141,7 @@ def test_the_environment_variable_must_be_0_or_1(asks_again, monkeypatch):
 
 
 def test_another_device_is_another_key(on_gpu_0):
-    """Replayed launches do not check the device of a tensor.
-
-    A call with a tensor on the wrong device must have another key, so that the call is not replayed and Triton raises
-    an error.
-    """
+    """Replayed launches do not check the device of a tensor."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     features = Features(1.0, 0.0, None, [])
     elsewhere = schedule._replace(key_start=schedule.key_start.to("meta"))
@@ -173,7 +164,6 @@ def test_strides_that_do_not_matter_are_not_in_the_key():
 
 
 def test_each_option_is_another_key(monkeypatch):
-    """Calls with different options must have different keys, so that a recording is not replayed for another call."""
     x, schedule = torch.zeros(20, 2, 16), causal_schedule(None, 20, torch.device("cpu"))
     plain = Features(1.0, 0.0, None, [])
     sinks = torch.zeros(2)
@@ -206,10 +196,7 @@ def test_each_option_is_another_key(monkeypatch):
 
 
 def test_the_inputs_are_all_tensors_of_a_call():
-    """A replayed call gets the new addresses of its inputs.
-
-    If a tensor were missing from the inputs, a replayed call would use the tensor's old address.
-    """
+    """A replayed call gets the new addresses of its inputs."""
     q, k, v, do, o = torch.zeros(5, 20, 2, 16)
     lse, dlse = torch.zeros(2, 2, 20)
     schedule = causal_schedule(None, 20, torch.device("cpu"))
@@ -320,7 +307,6 @@ def addresses_of(made):
 
 
 def test_temporaries_share_an_allocation():
-    """All temporary tensors of a replayed call share one allocation and do not overlap."""
     sizes = 100, 4096, 1, 513
     found, n_allocations = addresses_of(sizes)
     assert n_allocations == 3, "the output, the lasting tensor, and one allocation for the temporaries"
@@ -348,7 +334,6 @@ def test_addresses_of_unused_inputs_are_not_read():
 
 
 def test_arguments_of_known_addresses_are_kept():
-    """Launch arguments are built only for addresses that no earlier call had."""
     record.forget()
     recording, ran = recorded(record._Recorder([torch.zeros(4)]), [0])
     for address in (16, 32, 16):
@@ -407,10 +392,6 @@ def test_addresses_must_be_aligned():
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, several, monkeypatch):
-    """Each of four calls gets new tensors, and the third and the fourth call are replayed.
-
-    Without `deterministic`, dq can differ by rounding, because its partial sums are added in any order.
-    """
     record.forget()
     cu_seqlens = torch.tensor([0, 50, 300], device=device, dtype=torch.int32) if several else None
     schedule = causal_schedule(cu_seqlens, 300, device)

@@ -34,7 +34,7 @@ def attend(
 ) -> Results:
     """Calls `function`, and returns its outputs and the gradients of its inputs.
 
-    If a row sees no key, its lse is -inf. An lse of -inf is replaced by -10000 and gets no gradient.
+    If a row sees no key, its lse of -inf is replaced by -10000 and gets no gradient.
     """
     inputs = [x.detach().requires_grad_() for x in inputs]
     features = dict(features)
@@ -50,7 +50,6 @@ def attend(
 
 
 def _moved(values: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Returns a copy of `values` in which all tensors are on `device`."""
     return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
@@ -93,8 +92,8 @@ def compare(
     dtype.
 
     Shapes: q, k, v in `inputs` as in flash_attn_varlen_func; do like o; dlse (n_heads, total_q). The exact values come
-    from dense attention in fp32, or in fp64 if the inputs are fp32. Torch computes the exact values on
-    `reference_device`. Raises: AssertionError if `ours` has a larger error than rounding can cause.
+    from dense attention in fp32, or in fp64 if the inputs are fp32. Raises: AssertionError if `ours` has a larger error
+    than rounding can cause.
     """
     dtype = inputs[0].dtype
     truth = torch.float64 if dtype == torch.float32 else torch.float32

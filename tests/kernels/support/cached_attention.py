@@ -101,11 +101,8 @@ def check(
 ) -> None:
     """Calls flash_attn_with_kvcache, and checks its outputs and the cache.
 
-    The outputs must be as accurate as dense attention in the same dtype. The cache must contain the new keys and
-    values, and all its other elements must keep every bit.
-
-    Before the call, the cache holds NaN before leftpad and after length. Unused entries of the block table are out of
-    range. The reference is computed on the CPU, so that many test processes can share a GPU.
+    Before the call, the cache holds NaN before leftpad and after length. The reference is computed on the CPU, so that
+    many test processes can share a GPU.
     """
     batch, v_head_dim = len(lengths), v_head_dim or head_dim
     widths = (head_dim, v_head_dim)
@@ -149,8 +146,8 @@ class Stored:
     """Caches on the CPU, and the rows or pages in which each sequence is stored."""
 
     caches: list[Tensor]  # k and v: (rows or pages, tokens in one row or page, n_kv_heads, D)
-    table: Tensor | None  # block_table
-    places: list[list[int]]  # the row or the pages of each sequence
+    table: Tensor | None
+    places: list[list[int]]
 
 
 def store(contents: list[list[Tensor]], used: list[int], page_size: int | None, batch_idx: list[int] | None) -> Stored:

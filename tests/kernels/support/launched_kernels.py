@@ -1,6 +1,6 @@
 """Makes public calls as on an H200, and compiles the kernels that they launch to PTX.
 
-No GPU is needed. TRITON_INTERPRET must be unset.
+TRITON_INTERPRET must be unset.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,6 @@ def _leaf(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **options: Any) -> None:
-    """Runs both passes of attention over packed documents, with 4 query heads and 2 KV heads."""
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     total = sum(lengths)
     schedule = build_schedule(ends, ends, total, total, causal=True, padded=False)
@@ -66,7 +65,6 @@ def _attention(head_dim: int, *lengths: int, dtype: torch.dtype = BF16, **option
 
 
 def _cached_attention(**options: Any) -> None:
-    """Appends two tokens to each of 4 sequences in a paged cache, and attends with two queries per sequence."""
     q, k, v = (torch.zeros(4, 2, n_heads, 128, dtype=BF16) for n_heads in (8, 2, 2))
     k_cache, v_cache = torch.zeros(2, 64, 64, 2, 128, dtype=BF16)
     table = torch.arange(64, dtype=torch.int32).view(4, 16)

@@ -47,10 +47,7 @@ SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 
 def all_cases() -> list[str]:
-    """Returns the names of all cases.
-
-    The name of a case is a group and its values, for example `hopper_backward bf16-128-4-0-1`.
-    """
+    """The name of a case is a group and its values, for example `hopper_backward bf16-128-4-0-1`."""
     isolating = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in limits.PORTABLE if arch != "sm90"]
     isolating += [("sm90", *entry) for entry in [*limits.ISOLATING, *limits.REPAIRS]]
     cases = [limits.case_of(*entry) for entry in [*limits.PORTABLE, *isolating]]
@@ -93,7 +90,6 @@ def code_of(compile: Callable[[], CompiledKernel]) -> tuple[str, str]:
 
 
 def start(known: dict[str, str]) -> None:
-    """Prepares a process for calls of `code_of`."""
     CODE.update(known)
     knobs.compilation.disable_line_info = knobs.compilation.always_compile = True
     for kind in (ASTSource, GluonASTSource):
@@ -141,8 +137,6 @@ def with_numbered_functions(ir: str) -> str:
 def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
     """Returns a record of the PTX: the hash of each case, and for each compiled source, the hash of the source's PTX.
 
-    The function uses all CPU cores.
-
     known: a dictionary from source hash to code hash, from an earlier record. Sources in `known` are not compiled
     again, because equal sources and options give equal code.
     """
@@ -162,7 +156,6 @@ def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Returns one line for each case whose hash differs."""
     return [
         f"{'vanished' if case not in after else 'appeared' if case not in before else 'differs'}: {case}"
         for case in {**before, **after}

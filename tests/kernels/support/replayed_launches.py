@@ -1,8 +1,7 @@
 """Compares replayed launches with those that Triton makes. launch/test_record.py runs this file.
 
 Triton's launcher calls a simulated driver. The simulated driver compiles and runs no kernel, and only records the
-arguments of each launch. The function `differences` returns an error message for each case in which the launches
-differ.
+arguments of each launch.
 """
 
 import gc
@@ -188,8 +187,6 @@ def _named(launches: list[tuple[Any, ...]], inputs: list[Tensor]) -> list[Any]:
 
 
 class Case(NamedTuple):
-    """One call of attention together with its gradients."""
-
     head_dim: int
     several: bool = False
     dtype: torch.dtype = torch.bfloat16
@@ -215,7 +212,6 @@ class Case(NamedTuple):
         return [*tensors, *sinks, *schedule.tensors()], schedule
 
     def call(self) -> list[Any]:
-        """Runs forward and backward with new tensors and returns their launches."""
         inputs, schedule = self.inputs()
         q, k, v = inputs[:3]
         sinks = inputs[3] if self.sinks else None
@@ -252,11 +248,7 @@ CASES = [
 
 
 def differences() -> list[str]:
-    """Returns an error message for each case whose launches differ from Triton's.
-
-    Calls each case four times. If the third or the fourth call is not replayed, the result has an error message for the
-    case.
-    """
+    """Returns an error message for each case whose launches differ from Triton's."""
     found = []
     for case in CASES:
         record.forget()
@@ -276,10 +268,7 @@ def delta(o: Tensor, do: Tensor) -> tuple[Tensor, ...]:
 
 
 def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], third: tuple[Tensor, ...]) -> bool:
-    """Makes three calls with the same key, and returns whether the third call is replayed without running `call`.
-
-    first: the inputs of the first two calls. third: the inputs of the third call.
-    """
+    """Makes three calls with the same key, and returns whether the third call is replayed without running `call`."""
     record.forget()
     calls = []
 

@@ -41,7 +41,7 @@ def planned(exchanges=True, may_split=True):
 
 def saved_rows(attention, group, may_split=True):
     """Returns a list with one entry for each tensor that is kept for the backward pass. The entry of a 3-D fp32 tensor
-    is its number of rows. The entry of any other tensor is 0.
+    is its number of rows.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))

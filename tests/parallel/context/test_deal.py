@@ -211,7 +211,6 @@ def test_empty_documents_change_nothing():
 
 
 def test_padding_fills_shares():
-    """Each of three ranks holds 400 tokens: one document of 300 tokens, and 100 tokens of padding."""
     dealt = whole_documents(np.array([0, 300, 600, 900]), 1200, 3)
     assert np.array_equal(np.sort(dealt.owner[:900:300]), [0, 1, 2])
     assert np.array_equal(np.bincount(dealt.owner[900:]), [100, 100, 100])

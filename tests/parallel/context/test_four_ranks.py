@@ -91,8 +91,7 @@ SETTINGS = (
 FSDP = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=2")
 FOUR = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
-# Four processes train in each run. The run `shared` deals whole documents, and the other runs deal chunks. The run
-# `longer` starts at step 2 of the run `shared`.
+# The run `shared` deals whole documents, and the other runs deal chunks.
 RUNS = {
     "shared": FSDP,
     "all": (*FOUR, "strategy.replicas=2", "memory.mlp_chunk=16", "lit_gpt.compile_model=true"),
@@ -161,7 +160,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
 
 @contextmanager
 def dealing(whole: bool) -> Iterator[None]:
-    """If `whole`, ranks get whole documents where this is possible. Otherwise, ranks always get chunks of a stream."""
+    """If `whole`, ranks get whole documents where this is possible."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole_module, "MAX_DOCUMENTS", whole_module.MAX_DOCUMENTS if whole else 0)
         yield
@@ -313,7 +312,7 @@ def test_sinks_and_alibi_are_those_of_the_definition(case, four_ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_documents_can_be_dealt_whole(ranks):
-    """So the cases with `whole` in their name exchange nothing."""
+    """The cases with `whole` in their name exchange nothing."""
     boundaries = np.array(BOUNDARIES)
     plans = [traffic(deal(boundaries, TOTAL, ranks), boundaries, rank, None) for rank in range(ranks)]
     assert not any(Counts(*plan.counts).exchanges for plan in plans)

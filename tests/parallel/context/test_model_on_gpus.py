@@ -39,7 +39,7 @@ BYTES_PER_TOKEN = 4  # in source code, about
 
 
 def lengths_of_files(total: int) -> list[int]:
-    """Returns the lengths in tokens of random files of Python's standard library. The lengths add up to `total`."""
+    """Returns the lengths in tokens of random files of Python's standard library."""
     sizes = [path.stat().st_size // BYTES_PER_TOKEN for path in StdlibCorpus().paths]
     lengths = np.random.default_rng(0).permutation([size for size in sizes if size]).tolist()
     taken: list[int] = []
@@ -82,8 +82,7 @@ def loss_of(gpt: GPT, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
 def gradients(rank: int, shared: bool, dtype: torch.dtype, traced: Path | None = None) -> dict[str, torch.Tensor]:
     """Returns a dictionary with the gradients of all parameters, and with the loss under the key "loss".
 
-    traced: a file for the profiler's trace. If `traced` is given, forward and backward run a second time, under
-    the profiler.
+    traced: a file for the profiler's trace.
     """
     gpt, batch = model(), stream()
     if shared:

@@ -1,9 +1,8 @@
 """Two and four processes that share streams compute the same losses, gradients and weights as one process.
 
-The settings of a case are attention, packing, a feature, accumulation, mesh, memory and compilation. A mesh is the
-number of context groups and the number of ranks in a group. By default, as in CI, no case of this file runs. CI runs
-the cases in test_four_ranks.py. With CONTEXT_CASES=pairwise, the cases cover all pairs of values for any two settings.
-With CONTEXT_CASES=all, all combinations run, which takes hours.
+By default, as in CI, no case of this file runs. CI runs the cases in test_four_ranks.py. With CONTEXT_CASES=pairwise,
+the cases cover all pairs of values for any two settings. With CONTEXT_CASES=all, all combinations run, which takes
+hours.
 """
 
 import os

@@ -29,7 +29,7 @@ from tests.memory.support.small import VOCAB, compile_blocks, levers, small_gpt
 from tests.support.training import composed
 
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
-RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")  # attributes of a Recorder that are saved
+RECORDED = ("losses", "gradients", "weights", "gathered", "reduced_early")
 RANKS = {"ddp": 2, "fsdp": 2, "hsdp": 4}
 COPIES = {2: "ddp", 4: "hsdp"}  # {number of ranks: a strategy that keeps several copies of the model}
 MEMORIES: dict[str, Memory] = {
@@ -62,7 +62,6 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches that all ranks together process in a step."""
         return self.ranks * self.accumulation
 
     def __str__(self) -> str:
@@ -137,8 +136,6 @@ def build(case: Case) -> GPT:
 
 
 class FlipBit(L.Callback):
-    """In step 2, flips one bit of a weight on the last rank."""
-
     @torch.no_grad()
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
@@ -168,7 +165,6 @@ def train(case: Case, rank: int = 0, *callbacks: L.Callback) -> Recorder:
 
 
 def finetune_overrides(folder: Path) -> list[str]:
-    """Returns overrides for experiment=finetune with the chats and the checkpoint in `folder`."""
     return [
         "experiment=finetune", "preset=cpu", f"data.path={folder}/chats.jsonl", f"model.pretrained={folder}/base",
         f"data.cache_dir={folder}/cache", "data.num_workers=0", "data.micro_batch_size=2", "seq_len=64", "batch_size=4",
@@ -187,7 +183,6 @@ def generated(model: GPT) -> list[list[int]]:
 
 
 def finetune(folder: Path) -> None:
-    """Fine-tunes a checkpoint on chats under fsdp, with a sample before and after training, and exports the model."""
     run = folder / "finetuned"
     run.mkdir(exist_ok=True)
     overrides = [*finetune_overrides(folder), "strategy=fsdp", "trainer.devices=2", "max_steps=2", "logger=csv"]
@@ -205,7 +200,6 @@ def difference(case: Case, rank: int, *callbacks: L.Callback) -> str:
 
 
 def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cases: list[Case]) -> None:
-    """Trains one rank of each case, and writes its results to <case>.<rank>.pt."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     for case in cases:

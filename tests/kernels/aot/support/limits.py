@@ -87,7 +87,7 @@ REPAIRS = {
     (256, "repair_bwd"): (255, 928, "HGMMA"),
 }
 # {(arch, head_dim, pass): (bytes of spill stores, tensor-core instruction)} of fp32 kernels with three TF32 matmuls per
-# product. `OF_4_BYTES` has no limits on registers. Kernels whose tiles have fewer than 64 rows use HMMA on every GPU.
+# product. Kernels whose tiles have fewer than 64 rows use HMMA on every GPU.
 OF_4_BYTES = {
     ("sm80", 64, "fwd"): (32, "HMMA"),
     ("sm80", 64, "dkdv"): (80, "HMMA"),
@@ -144,8 +144,7 @@ UNUSUAL = (
     *("sm90-256-192-dk-2", "sm90-192-128-dkdv-2", "sm80-128-128-dkdv-4"),
     *("sm90-128-128-fwd-1", "sm90-80-80-fwd-1", "sm90-16-16-fwd-1"),
 )
-# Heads of 72 and 136 columns are split into two blocks of columns, with padding. The row strides of heads with 72 and
-# 136 columns are not multiples of 16 elements, even if the rows are contiguous.
+# The row strides of heads with 72 and 136 columns are not multiples of 16 elements, even if the rows are contiguous.
 UNALIGNED = [*(f"sm90-72-72-{direction}-2" for direction in ("fwd", "dkdv", "dq")), "sm90-136-136-fwd-2"]
 UNALIGNED_DECODE = "sm90-72-64-dense"
 # {case: (registers per thread, bytes of spill stores, tensor-core instruction)} of the decoding kernels. A tile for one
@@ -219,5 +218,4 @@ BACKWARD_SPILLS = {
 
 
 def case_of(arch: str, head_dim: int, direction: str, itemsize: int = 2) -> str:
-    """Returns the name of a case of the portable kernels."""
     return f"{arch}-{head_dim}-{head_dim}-{direction}-{itemsize}"

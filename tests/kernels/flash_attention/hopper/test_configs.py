@@ -1,7 +1,6 @@
 """Tests what the host chooses for the Hopper kernels.
 
-A kernel receives its configuration as an argument. Triton's compilation hooks, such as `jit_post_compile_hook`,
-receive the arguments of a kernel as JSON.
+Triton's compilation hooks, such as `jit_post_compile_hook`, receive the arguments of a kernel as JSON.
 """
 
 import json

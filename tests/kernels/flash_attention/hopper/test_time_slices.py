@@ -15,9 +15,7 @@ pytestmark = NEEDS_SM_90
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_time_slices_change_nothing(dtype):
-    """Runs one process per case, all at the same time on one GPU.
-
-    Each forward or backward pass takes some milliseconds, about as long as a time slice of the GPU.
+    """Each forward or backward pass takes some milliseconds, about as long as a time slice of the GPU.
 
     Under MPS the test shows nothing, because MPS runs processes concurrently instead of in time slices.
     """

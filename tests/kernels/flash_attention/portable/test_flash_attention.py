@@ -83,17 +83,13 @@ def test_query_heads_may_share_kv_heads(n_heads, n_kv_heads):
     check(*draw(49, 49, n_heads, n_kv_heads, 16), cu, cu, causal=True)
 
 
-# Documents have different numbers of queries and keys. Some documents have no queries or no keys.
 UNEVEN = ([5, 40, 3, 0, 7], [9, 20, 0, 4, 70])
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0), *slow((20, 5), (0, 0), (-1, 3))], ids=str)
 @pytest.mark.parametrize("causal", [True, *slow(False)], ids=["causal", "full"])
 def test_windows_allow_more_or_fewer_keys_than_queries(causal, window):
-    """The last query has the position of the last key.
-
-    If a query sees no key, its output is 0, its lse is -inf and its gradients are zero.
-    """
+    """The last query has the position of the last key."""
     check(*draw(55, 103, 2, 1, 16, 32), *map(cumulative, UNEVEN), causal=causal, window_size=window)
 
 
@@ -160,10 +156,6 @@ def test_rows_outside_every_document_give_zero():
 
 @pytest.mark.slow
 def test_partial_outputs_in_fp32_merge_to_the_whole():
-    """Each half of the keys gives an output, and the two outputs are merged by their lse.
-
-    The merged output and its gradients equal the output and the gradients of attention over all keys.
-    """
     q, k, v, do, _ = draw(40, 64, 2, 1, 16, dtype=torch.float16)
     cu_q = cumulative([40])
     whole = flash_attn_varlen_func(q, k, v, cu_q, cumulative([64]), 40, 64, out_dtype=torch.float32)
@@ -235,10 +227,7 @@ def test_dense_batch_is_a_packed_one_with_equal_documents():
 
 @pytest.mark.slow
 def test_inputs_and_gradients_need_not_be_contiguous():
-    """q and k are slices of one tensor, and v is a transposed view.
-
-    The gradient of o is a broadcast tensor.
-    """
+    """The gradient of o is a broadcast tensor."""
     qkv = torch.randn(45, 3, 2, 16, device=DEVICE)
     q, k = qkv[:, 0].requires_grad_(), qkv[:, 1].requires_grad_()
     v = qkv[:, 2].transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
@@ -255,10 +244,7 @@ def test_inputs_and_gradients_need_not_be_contiguous():
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_a_batch_may_have_any_layout(batch, alibi):
-    """q, k and v are stored with heads before tokens, with tokens before heads, or in one tensor.
-
-    The kernels cannot read the gradient of o in place, so the gradient of o must be copied.
-    """
+    """The kernels cannot read the gradient of o in place, so the gradient of o must be copied."""
     q, k, v = torch.randn(3, batch, 2, 21, 16, device=DEVICE)
     slopes = torch.rand(2, device=DEVICE) if alibi else None
     do = torch.randn(batch, 2, 21, 16, device=DEVICE).transpose(1, 2)
@@ -291,7 +277,6 @@ def test_schedule_is_shared_with_the_varlen_function():
 
 @pytest.mark.slow
 def test_documents_do_not_leak():
-    """If document 1 changes, even to NaN, the output and the gradients of document 2 stay bitwise equal."""
     cu = cumulative([37, 40])
     q, k, v, do, _ = draw(77, 77, 2, 1, 16)
     results = []
@@ -417,10 +402,7 @@ def test_max_seqlen_too_small_is_named(max_seqlen_k, monkeypatch):
 
 @pytest.mark.parametrize("cu", [[5, 100], [0, 60, 30], [-40, 8, 12]], ids=["beyond", "decreasing", "negative"])
 def test_wrong_documents_never_read_out_of_bounds(cu):
-    """Debug checks of cu_seqlens are off, as is usual on a GPU.
-
-    The memory around q, k and v holds NaN, so that the output shows whether the kernels read that memory.
-    """
+    """The memory around q, k and v holds NaN, so that the output shows whether the kernels read that memory."""
     cu = torch.tensor(cu, dtype=torch.int32, device=DEVICE)
     schedule = build_schedule(cu, cu, 50, 50, causal=True)
     for name, index in zip(Schedule._fields[:4], schedule.tensors()[:4], strict=True):

@@ -1,7 +1,4 @@
-"""The portable kernels isolate NaN between documents.
-
-The tests cover the kernel that computes dK and dV together, and the separate kernels for dK and for dV.
-"""
+"""The portable kernels isolate NaN between documents."""
 
 import pytest
 import torch
@@ -21,7 +18,6 @@ AT_ONCE, APART = 24, 200  # head_dims: with 24, one kernel computes dK and dV; w
 
 
 def run(tensors, schedule):
-    """Runs both passes and returns o, dq, dk and dv."""
     q, k, v, do = tensors
     o, lse = forward.attention_forward(q, k, v, schedule, FEATURES, q.dtype)
     return o, *backward.attention_backward(do, q, k, v, lse, attention_delta(o, do, None), schedule, FEATURES)

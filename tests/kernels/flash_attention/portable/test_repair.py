@@ -29,8 +29,7 @@ NONE = [pytest.param([], id="none")]
 def problem(device, request):
     """Returns the arguments of both passes, and o, lse, dq, dk and dv as computed without repair.
 
-    If `request.param` is true, the last row of the first document contains NaN. The NaN mark of this row covers 64
-    rows, which include the first rows of the third document.
+    The NaN mark of the row with NaN covers 64 rows, which include the first rows of the third document.
     """
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
@@ -48,10 +47,7 @@ def problem(device, request):
 
 
 def marks(heads, units, device):
-    """Returns NaN marks that are set only for `units`, which are pairs (head, index of a unit of 64 rows).
-
-    Pairs whose head is not below `heads` are ignored.
-    """
+    """Returns NaN marks that are set only for `units`, which are pairs (head, index of a unit of 64 rows)."""
     marked = new_marks(heads, TOTAL, device).zero_()
     assert marked.shape == (heads, UNITS)
     for head, unit in units:
@@ -61,10 +57,7 @@ def marks(heads, units, device):
 
 
 def assert_repaired(ours, exact, marked):
-    """Shapes: ours, exact (total, heads, columns).
-
-    Marked rows of `ours` must equal `exact`. Rows in tiles without marks must still hold `UNTOUCHED`.
-    """
+    """Shapes: ours, exact (total, heads, columns)."""
     in_unit = marked.repeat_interleave(64, 1)[:, :TOTAL].T > 0
     torch.testing.assert_close(ours[in_unit], exact[in_unit], rtol=1e-5, atol=1e-5, equal_nan=True)
     # a tile has at most 128 rows

@@ -12,10 +12,7 @@ from fa_kernels.flash_attention import tiles
 
 @contextmanager
 def pretended_gpu() -> Iterator[Callable[[tuple[int, int], int], torch.device]]:
-    """Yields a function that configures the pretended GPU.
-
-    torch.cuda.get_device_name returns "Made Up" for the pretended device.
-    """
+    """Yields a function that configures the pretended GPU."""
     caches = (tiles._launch_tiles, tiles._warn_of_guesses)
     given: dict[str, object] = {}
 

@@ -69,7 +69,6 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """Whether the attention supports the feature. Only flash attention supports sinks."""
         impossible = {"cap": ["sdpa"], "sinks": ["naive", "sdpa", "chunked"]}
         return self.attention not in impossible.get(self.feature, [])
 
@@ -92,8 +91,6 @@ class WithSinks(nn.Module):
 
 
 class SinkGPT(GPT):
-    """A GPT whose attention has sinks."""
-
     def _add_modules(self, attention: Attention, memory: Memory) -> None:
         super()._add_modules(attention, memory)
         for block in self._blocks():
@@ -124,7 +121,6 @@ class GradientRecorder(Recorder):
 
 
 def build(case: Case, device: str) -> GPT:
-    """Builds the model of a case. Every call gives the model the same weights."""
     memory, kind = MEMORIES[case.memory], SinkGPT if case.feature == "sinks" else GPT
     sizes: dict[str, Any] = dict(
         vocab_size=VOCAB, n_layers=2, dim=32, n_heads=4, n_kv_heads=2, head_dim=None, ffn_dim=48, norm="rmsnorm",
@@ -141,7 +137,6 @@ def build(case: Case, device: str) -> GPT:
 
 
 def micro_batches(packing: str, number: int) -> list[dict[str, Tensor]]:
-    """Returns packed micro-batches with different numbers of labels."""
     generator = torch.Generator().manual_seed(1)
     boundaries = torch.tensor(BOUNDARIES[packing], dtype=torch.int32)
     positions = document_positions(boundaries, TOTAL, torch.device("cpu"))
@@ -184,7 +179,6 @@ def train(case: Case, rank: int | None = None) -> Recorder:
 
 
 def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cases: list[Case]) -> None:
-    """Runs every case, in the process of one rank. Rank 0 writes the results of each case to <case>.pt."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # lets attention run twice in some cases

@@ -1,7 +1,4 @@
-"""Tests the Hopper backward kernels on a GPU. NaN stays in the head that contains it.
-
-dK, dV and a deterministic dQ have equal bits in every run.
-"""
+"""Tests the Hopper backward kernels on a GPU."""
 
 import pytest
 import torch
@@ -12,7 +9,6 @@ pytestmark = pytest.mark.gpu
 
 
 def run(q, k, v, do, **options):
-    """Runs attention over one document and returns o, dq, dk and dv."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     o = flash_attn_func(*(x[None] for x in inputs), **options)[0]
     return [o, *torch.autograd.grad(o, inputs, do)]
@@ -43,10 +39,7 @@ def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dk_and_dv_have_one_owner(head_dim, dtype):
-    """Each element of dK and dV is computed by one program, so its bits are equal in every run.
-
-    A data race would change the bits of dK or dV.
-    """
+    """Each element of dK and dV is computed by one program, so its bits are equal in every run."""
     q, do = (torch.randn(3000, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     k, v = (torch.randn(3000, 2, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     _, _, *first = run(q, k, v, do, causal=True)
@@ -65,9 +58,8 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
     """Deterministic and non-deterministic gradients differ only by fp32 rounding.
 
-    Only deterministic kernels add partial sums in a fixed order. Tensor cores add 16 products at a time to an fp32 sum,
-    and truncate the result. For each addition of 16 products, the tolerance allows an error of the fp32 eps times the
-    largest gradient.
+    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. For each addition of 16 products,
+    the tolerance allows an error of the fp32 eps times the largest gradient.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (

@@ -33,10 +33,7 @@ def draw(total, head_dim, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_a_maximum_that_rises_late_costs_no_accuracy(head_dim, dtype, rise, mask, sink):
-    """Every seventh row has a rising maximum, so each warp has rows with and without a rising maximum.
-
-    The output o is fp32 if an fp32 tile fits in shared memory.
-    """
+    """Every seventh row has a rising maximum, so each warp has rows with and without a rising maximum."""
     lengths, causal = LENGTHS[mask], mask == "causal"
     total = sum(lengths)
     q, k, v = draw(total, head_dim)
@@ -68,7 +65,6 @@ def test_a_maximum_that_rises_late_costs_no_accuracy(head_dim, dtype, rise, mask
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("head_dim", FORWARD_CONFIGS)
 def test_no_row_depends_on_other_rows_of_its_tile(head_dim, dtype, filler):
-    """The result of a row stays bitwise equal if other documents or later tokens in the tile of the row change."""
     lengths = [333, 301, 404]
     cu, total = cumulative(lengths), sum(lengths)
     features = Features(head_dim**-0.5, 0.0, None, ())

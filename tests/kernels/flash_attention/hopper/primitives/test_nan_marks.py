@@ -19,10 +19,7 @@ NEVER_SET = 7
 
 @pytest.fixture
 def marks(monkeypatch):
-    """Returns a list to which each call of attention appends the marks that it makes.
-
-    The repair kernels are disabled.
-    """
+    """Returns a list to which each call of attention appends the marks that it makes."""
     made = []
 
     def unset(*sizes):
@@ -36,12 +33,9 @@ def marks(monkeypatch):
 
 
 def problem(head_dim, nan_in, dtype=torch.bfloat16, causal=True):
-    """Returns q, k, v and do of several documents, and their schedule.
+    """One row of q or v contains NaN, unless `nan_in` is "nothing".
 
-    One row of q or v contains NaN, unless `nan_in` is "nothing".
-
-    The row with NaN belongs to the fourth document. The block of 64 rows that contains the row with NaN also contains
-    the first rows of the fifth document.
+    The block of 64 rows that contains the row with NaN also contains the first rows of the fifth document.
     """
     cu_seqlens = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).to(torch.int32)
     schedule = build_schedule(cu_seqlens, cu_seqlens, TOTAL, TOTAL, causal=causal)

@@ -27,8 +27,7 @@ DYNAMIC = [
 def run(one):
     """Runs a call and returns those outputs that are bitwise equal in every run: o and lse, or the gradients.
 
-    dq is returned only for deterministic calls. If a call is not deterministic, the bits of dq depend on the order of
-    the additions.
+    If a call is not deterministic, the bits of dq depend on the order of the additions.
     """
     if len(one) == 6:
         return fwd.attention_forward(*one)
@@ -106,10 +105,7 @@ def test_plain_and_persistent_grids_give_the_same_bits(head_dim, lengths):
 )
 @pytest.mark.parametrize(("table", "key"), DYNAMIC)
 def test_plain_and_persistent_grids_of_the_backward_give_the_same(monkeypatch, table, key, lengths_q, lengths_k):
-    """dK and dV are bitwise equal for the plain grid and the persistent grid.
-
-    dQ differs only by the order in which its fp32 partial sums are added.
-    """
+    """dQ differs only by the order in which its fp32 partial sums are added."""
     softcap = 30.0 if table is CAPPED_CONFIGS else 0.0
     one = backward_problem(lengths_q, lengths_k, *key, softcap)
     persistent = [gradients(*one) for _ in range(3)]

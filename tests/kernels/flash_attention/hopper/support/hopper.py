@@ -55,5 +55,4 @@ def backward_problem(lengths_q, lengths_k, head_dim, dtype=torch.bfloat16, softc
 
 
 def gradients(*arguments):
-    """Calls attention_backward and returns dq, dk and dv."""
     return bwd.attention_backward(*arguments)[:3]

@@ -134,10 +134,6 @@ SLEEPING = {
 
 
 def let_warps_sleep():
-    """Makes the synchronisation functions of the kernels sleep at random.
-
-    Kernels that are already compiled do not change, so their warps do not sleep.
-    """
     for name, sleeping in SLEEPING.items():
         users = [module for module in MODULES if hasattr(module, name)]
         assert users, f"no kernel has a {name}"
@@ -165,7 +161,7 @@ def outcomes(run, arguments, name):
     """Makes `RUNS` calls, and yields (hashes, first head of dq) for each call.
 
     A non-deterministic backward call can return a dq with other bits in each run, so the first head of dq is yielded
-    without a hash. For all other calls, None takes the place of this head. All other outputs are hashed.
+    without a hash.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))
