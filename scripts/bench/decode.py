@@ -47,7 +47,6 @@ class Case:
 
     @property
     def bytes_read(self) -> int:
-        """Returns the number of bytes in K and V together."""
         return 2 * self.batch * self.cache * self.n_kv_heads * self.head_dim * ITEM
 
 
@@ -180,7 +179,7 @@ def main() -> None:
         results[case] = measure(case, args.rep)
         torch.cuda.empty_cache()  # frees the memory of the CUDA streams that captured this case
         print(markdown({case: results[case]}, {}).splitlines()[-1], flush=True)
-        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # an interrupted run keeps this file
+        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")
     print(f"results: {out}.md")
 
 
