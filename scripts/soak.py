@@ -8,10 +8,9 @@ third. The median step time may differ by 3%, and the lowest host memory by 2%. 
 torch reserves must be equal in both thirds. Host memory is compared by its lowest values, because checkpoints raise it
 for a short time. The script writes OUT.md. The script ends with status 1 if a difference is larger than allowed.
 
-Host memory is the anonymous and the shared memory of all processes of the run. A memory page that is shared by several
-processes is counted once. Mapped files, such as libraries and tokens, are listed but not compared. The run's share of a
-mapped file depends on other processes of the machine. The script also writes OUT.csv, which has the memory of each
-process in each sample.
+Host memory is the anonymous and the shared memory of all processes of the run. Mapped files, such as libraries and
+tokens, are listed but not compared. The run's share of a mapped file depends on other processes of the machine. The
+script also writes OUT.csv, which has the memory of each process in each sample.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from scripts.bench.provenance import describe
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # such as compilers
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
-EVERY = 50  # number of steps between two validations, and between two checkpoints
+EVERY = 50  # steps between two validations, and between two checkpoints
 SAMPLE = 5.0  # seconds between two samples of host memory
 LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest allowed relative changes
 
@@ -76,7 +75,6 @@ class Sample:
     processes: list[ProcessMemory]
 
     def total(self, kind: str, process: str | None = None) -> float:
-        """Returns the GiB of one kind of memory in all processes, or only in those that have the name `process`."""
         return sum(getattr(x, kind) for x in self.processes if process in (None, x.process))
 
     @property

@@ -41,10 +41,7 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16,
 
 @dataclass(frozen=True)
 class StepCase:
-    """One training step on one synthetic document of seq_len tokens.
-
-    compiled: whether the model's blocks are compiled with torch.compile, as with lit_gpt.compile_model=true.
-    """
+    """One training step on one synthetic document of seq_len tokens."""
 
     KIND: ClassVar[str] = "step"
     COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "seq_len")
@@ -204,7 +201,7 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions: one runs attention's forward pass without autograd, the other runs forward and backward."""
+    """Returns two functions: one runs attention's forward pass without autograd, the other also runs the backward."""
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)

@@ -17,8 +17,7 @@ backward, in the last layer. With activation checkpointing, the score tensors of
 `selective` checkpointing keeps the output of flash attention, but no tensor of naive attention. Training with AdamW in
 fp32 takes 16 bytes per parameter: weight, gradient and two moments. The formula leaves out the memory of hidden states,
 logits and libraries. In eager mode, the forward of naive attention reads and writes `4 * N**2 + 4 * N * d` elements per
-head. An ideal forward would read and write only the `4 * N * d` elements of q, k, v and o. scripts/bench/io_traffic.py
-counts every transfer.
+head. An ideal forward would read and write only the `4 * N * d` elements of q, k, v and o.
 """
 
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ class Formula:
         return fails
 
     def scores(self, seq_len: int) -> int:
-        """Returns the bytes of one layer's attention scores, which are `4 * N**2` per head."""
+        """Returns the bytes of one layer's attention scores."""
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:

@@ -57,7 +57,7 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     if hydra.job.num == 0:
         try:
             print(call_apart(explanation, (case,), timeout, log), flush=True)
-        except ProcessError as error:  # an impossible model
+        except ProcessError as error:
             sys.exit(f"error: {error}")
     result = skipped(case, others) or load(path).get(case)
     if result is None or not result.final:
@@ -133,7 +133,7 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
 
     The step time is the median over all log entries.
     """
-    setup_globals()  # Hydra's resolvers
+    setup_globals()
     HydraConfig.instance().cfg = hydra
     try:
         measured = train(cfg)

@@ -79,8 +79,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over sequence length."""
-
     label: str
     xs: list[list[int]]
     ys: list[list[float]]
@@ -179,7 +177,7 @@ def markdown(parts: list[Part], head: dict[str, str]) -> str:
 
 
 def page(parts: list[Part], head: dict[str, str], pictures: list[bytes]) -> str:
-    """Returns an HTML file that needs no other files. `pictures` holds one PNG for each element of `parts`."""
+    """Returns an HTML file that needs no other files."""
     facts = "".join(f"<li>{escape(key)}: <code>{escape(value)}</code></li>" for key, value in head.items())
     body = ""
     for part, picture in zip(parts, pictures, strict=True):

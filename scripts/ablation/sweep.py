@@ -186,10 +186,7 @@ def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
 
 
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:
-    """Predicts the seconds of a step of N tokens as `a * N + b * N**2`, where a and b are at least 0.
-
-    The coefficients a and b are computed from the last two measured lengths.
-    """
+    """Predicts the seconds of a step of N tokens as `a * N + b * N**2`, where a and b are at least 0."""
     if not points:
         return 0.0
     n, seconds = points[-1]

@@ -101,8 +101,7 @@ class Workload:
 class Backend:
     """One attention implementation.
 
-    layout: the order of the dimensions of q, k and v. prepare: takes a workload, and returns a function that computes o
-    from q, k and v.
+    prepare: takes a workload, and returns a function that computes o from q, k and v.
     """
 
     layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
@@ -420,7 +419,7 @@ def main() -> None:
             rows.append(row)
             place = f"d={row.head_dim} group={row.group} {row.workload}"
             print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
-        write_csv(rows, Path(f"{out}.csv"))  # an interrupted sweep keeps these results
+        write_csv(rows, Path(f"{out}.csv"))
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")

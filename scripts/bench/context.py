@@ -254,7 +254,7 @@ def _milliseconds(run: Callable[[], object], setting: Setting) -> float:
 
 
 def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.Namespace) -> None:
-    """Measures all cases as one of `ranks` processes. Rank 0 prints and writes the results."""
+    """Measures all cases as one of `ranks` processes."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if setting.device == "cuda":
         torch.cuda.set_device(rank)

@@ -43,8 +43,6 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # arguments: q, 
 
 @dataclass(frozen=True)
 class Shape:
-    """The head counts and head_dim of one table."""
-
     head_dim: int
     n_heads: int
     n_kv_heads: int
@@ -125,7 +123,7 @@ def calls_of(
 def measure(
     chosen: Mapping[str, Attention], shape: Shape, batches: Sequence[Tensor], tokens: int, rounds: int, calls: int
 ) -> dict[tuple[str, str], Samples]:
-    """Returns the samples for each pair of backend and pass. FlashAttention-3 has no backward."""
+    """Returns the samples for each pair of backend and pass."""
     runs = {
         (name, direction): run
         for name, attention in chosen.items()

@@ -59,8 +59,6 @@ CALLS: dict[Pass, int] = {  # number of chained attention calls in each pass
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the inputs."""
-
     tokens: int
     n_heads: int
     n_kv_heads: int
@@ -69,7 +67,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation. `layout` is the layout of q, k, v and o."""
+    """One implementation."""
 
     attend: Callable[[Tensor, Tensor, Tensor], Any]  # returns o, or a tuple that starts with o
     layout: Literal["tokens heads", "batch tokens heads", "batch heads tokens"]

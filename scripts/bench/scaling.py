@@ -113,7 +113,6 @@ class Run:
 
     @property
     def warm_up(self) -> int:
-        """The number of steps that are not timed."""
         return self.steps // 3
 
     @property
@@ -244,7 +243,7 @@ class Process:
         return replace(row, outcome=f"failed: {reason}")
 
     def kill(self) -> None:
-        """Ends the run with all its processes. Ranks end when their launcher is killed."""
+        """Ranks end when their launcher is killed."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

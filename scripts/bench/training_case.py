@@ -51,7 +51,6 @@ class StepTimes:
 
     @property
     def milliseconds(self) -> list[float]:
-        """Returns the milliseconds of the timed steps."""
         return self._milliseconds[self.warmup :]
 
     def add(self, seconds: float, loss: float = math.nan) -> None:
@@ -120,9 +119,9 @@ def training_config(
 def measure(config: DictConfig, device: torch.device, times: StepTimes, callbacks: Sequence[Callback] = ()) -> None:
     """Trains as train.py does, with LitGPT, Lightning's loop and the data of the config. Fills `times`.
 
-    The planner does not check beforehand whether the run fits in memory. Nothing is logged or saved. On a GPU, the
-    peak memory of the process covers only the training, because the callback Monitor resets the peak at the start.
-    The hooks of `callbacks` run after the hooks of StepTimer.
+    The planner does not check beforehand whether the run fits in memory. On a GPU, the peak memory of the process
+    covers only the training, because the callback Monitor resets the peak at the start. The hooks of `callbacks` run
+    after the hooks of StepTimer.
     """
     require_backend(instantiate(config.attention), device)
     if config.lit_gpt.float8 is not None:

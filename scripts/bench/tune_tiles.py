@@ -146,7 +146,7 @@ def near(
 
 
 def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
-    """Returns whether the tile table has this entry. The table has entries dk and dv only for some head_dims."""
+    """Returns whether the tile table has this entry."""
     return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 
