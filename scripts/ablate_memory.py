@@ -5,16 +5,13 @@
     python -m scripts.ablate_memory --only step --attentions naive flash memory=full model.n_layers=6 --no-wandb
     python -m scripts.ablate_memory --only attention --head-dims 64 128 --dtypes bf16 fp32    # no training step.
 
-The script makes two sweeps. Each sweep varies the attention implementation and seq_len. The first sweep measures
-training steps of train.py's loop on one synthetic document. On a GPU, the model's blocks are compiled with
-torch.compile, but chunked attention runs in eager mode. The first steps of a case are warm-up and are not timed. The
-second sweep measures attention alone: forward and backward, in eager mode. The second sweep varies --n-heads,
---head-dims and --dtypes one at a time. While one of these three options varies, the other two keep their first values.
-Each case runs in a new process, so a crash or running out of memory affects only that case. A case is skipped if a
-shorter case with the same settings ran out of memory. A case is not run if its step would probably take longer than
---max-step-seconds, or if the time limit --budget has passed. The script first prints the minimum memory that naive
-attention needs, and the shortest seq_len for which this minimum exceeds the memory of the device (see
-scripts/ablation/formula.py).
+The script makes two sweeps over the attention implementation and seq_len. The first sweep measures training steps of
+train.py's loop on one synthetic document. On a GPU, the model's blocks are compiled with torch.compile, but chunked
+attention runs in eager mode. The second sweep measures attention alone: forward and backward, in eager mode. While one
+of --n-heads, --head-dims and --dtypes varies, the other two keep their first values. Each case runs in a new process,
+so a crash or running out of memory affects only that case. A case is skipped if a shorter case with the same settings
+ran out of memory. The script first prints the minimum memory that naive attention needs, and the shortest seq_len for
+which this minimum exceeds the memory of the device (see scripts/ablation/formula.py).
 
 OUT/results.jsonl holds the finished cases. To continue after Ctrl-C, or to repeat failed cases, run the same command
 again. The script writes ablation.csv and attention.csv, the computed minimum memory in *_formula.csv, a PNG for each
@@ -48,7 +45,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:
-    # On a GPU, the step is compiled. In eager mode, the time of a short step would depend on the host, not on the GPU.
+    # In eager mode, the time of a short step would depend on the host, not on the GPU.
     settings = (device, args.precision, args.steps, args.seconds, tuple(args.overrides), device == "cuda")
     return [
         StepCase(args.model, attention, seq_len, *settings)
@@ -163,11 +160,7 @@ def main() -> None:
 
 
 def explanations(cases: list[Case], device_bytes: int) -> list[str]:
-    """Returns texts about the minimum memory of naive attention.
-
-    Cases that measure training steps have one text for each model. Cases that measure attention alone have one text for
-    each combination of head count, head_dim and dtype.
-    """
+    """Returns texts about the minimum memory of naive attention."""
     formulas: dict[str, Formula] = {}
     for case in cases:
         what = f"a training step of {case.model}" if isinstance(case, StepCase) else f"alone, {case.shape}"

@@ -33,11 +33,10 @@ def answers(
 ) -> list[str]:
     """Returns the text that the model writes after each `prompt`, or its answer to each user message in `chat`.
 
-    Exactly one of `prompt` and `chat` must be given. system: a system prompt, which needs `chat`.
+    Exactly one of `prompt` and `chat` must be given.
 
-    dtype=None uses the dtype of the stored weights on a GPU and float32 on the CPU. device=None uses a GPU if there is
-    one. Raises: ValueError if the model or its tokenizer is missing, if `chat` is given without a chat template, or if
-    an argument has an impossible value.
+    dtype=None uses the dtype of the stored weights on a GPU and float32 on the CPU. Raises: ValueError if the model or
+    its tokenizer is missing, if `chat` is given without a chat template, or if an argument has an impossible value.
     """
     if system is not None and chat is None:
         raise ValueError(f"--system needs --chat; got --system {system!r} and --prompt")
@@ -104,10 +103,7 @@ def _require_model(model: str) -> None:
 
 
 def _is_gpu(device: str) -> bool:
-    """Returns whether `device` names a CUDA GPU.
-
-    Raises: ValueError if torch does not know `device`, or if `device` names a CUDA GPU and this machine has none.
-    """
+    """Raises: ValueError if torch does not know `device`, or if this machine lacks the CUDA GPU that `device` names."""
     try:
         on_gpu = torch.device(device).type == "cuda"
     except RuntimeError as error:

@@ -13,8 +13,7 @@ from fa_train.run_config import check, wandb_tags
 def composed(overrides: list[str], unread: Collection[str] = ()) -> DictConfig:
     """Composes and checks the config. The result is what train.py composes on a machine with a GPU.
 
-    unread: keys that need no value, because the script does not read them. A key in `unread` without a value becomes an
-    empty string.
+    unread: keys that need no value, because the script does not read them.
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)

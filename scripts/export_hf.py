@@ -3,9 +3,8 @@
     python -m scripts.export_hf runs/nano/2026-11-21_07-32-06/checkpoints/step_0000300.ckpt exported    # to exported/.
 
 A run of train.py with export=true exports its last checkpoint when the run ends. A run with adapter=lora or
-adapter=qlora is exported with the adapter merged into the weights. The option --adapter exports the adapter alone, in
-the format of peft. The checkpoint is a file, or the folder that a sharded run writes. The checkpoint is read into host
-memory; no GPU is needed.
+adapter=qlora is exported with the adapter merged into the weights. The checkpoint is a file, or the folder that a
+sharded run writes. The checkpoint is read into host memory; no GPU is needed.
 """
 
 import argparse

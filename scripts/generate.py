@@ -3,11 +3,9 @@
     python -m scripts.generate exported --chat "What is the capital of France?"        # answers.
     python -m scripts.generate runs/nano/<time>/checkpoints/<step>.ckpt --prompt "def " --temperature 0.8    # samples.
 
-Without --temperature, the script always takes the most likely token. With --temperature, the same --seed gives the same
-text. The script prints one text for each --prompt or --chat. Keys and values are cached. On a GPU,
-flash_attn_with_kvcache reads the cache. A checkpoint is first exported to a temporary folder (see
-scripts/export_hf.py). The export merges adapters into the weights. A checkpoint therefore generates the same text as
-its exported model.
+With --temperature, the same --seed gives the same text. On a GPU, flash_attn_with_kvcache reads the KV cache. A
+checkpoint is first exported to a temporary folder (see scripts/export_hf.py). The export merges adapters into the
+weights.
 """
 
 import argparse

@@ -26,12 +26,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "kernels" / "fa_kernels"
 NAME = "fa-kernels"
-VERSION = 0  # a kernel repository needs a version number, and 0 means that the interface can still change
+VERSION = 0  # 0 means that the interface can still change
 ARCHITECTURES = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")  # those of fa_kernels/device.py
 OTHER_FUNCTIONS = "\nfrom . import rmsnorm as rmsnorm, rotary as rotary, swiglu as swiglu\n"
 
-# The content of fa_kernels/__init__.py in the variant's folder. Older versions of the package `kernels` import this
-# file, which loads the __init__.py of the variant's folder.
+# Older versions of the package `kernels` import fa_kernels/__init__.py, which loads the variant's own __init__.py.
 COMPATIBILITY = '''"""The kernel, for older versions of the package that loads it."""
 
 import sys
@@ -77,8 +76,7 @@ def write_kernel(folder: Path) -> Path:
 
 
 def relocated(text: str, path: Path, namespace: str) -> str:
-    """Returns the source of a module of fa_kernels with two changes: imports are relative, and operators are in
-    `namespace`.
+    """Returns a module's source with relative imports and with operators in `namespace`.
 
     Operator a::b becomes namespace::a_b.
     """

@@ -92,7 +92,7 @@ def vocab_size_of(data: DictConfig) -> int:
 
 
 def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
-    """Returns the memory plan of a run. model: the result of `model_of_run`, which is called if no model is given.
+    """Returns the memory plan of a run.
 
     If strategy.reshard_after_forward=auto, the plan uses the value that needs less memory.
 
@@ -157,8 +157,7 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan, reach: int | None = None) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    auto: if true, the search for the longest seq_len tries all memory levers. If `auto` is false, the search keeps the
-    plan's levers.
+    auto: if true, the search for the longest seq_len tries all memory levers.
     searched: the plan from which the searches for the longest seq_len and for the next lever start. The argument `plan`
     is the result of calling `as_run` with `searched`.
     reach: the longest seq_len that the model supports, or None if there is no limit.
@@ -196,7 +195,6 @@ def _line(name: str, nbytes: int) -> str:
 
 
 def _taken(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
-    """Returns the value of the argument `<name>=<value>` (None if it is missing), and a list of the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
     others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
     if not values:

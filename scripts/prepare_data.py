@@ -5,8 +5,8 @@ If train.py then runs with the same overrides, it finds the prepared data.
     python -m scripts.prepare_data data=sft data.path=chats.jsonl data.tokenizer=path/or/hub-name workers=8    # chats.
 
 The script takes all overrides of train.py, but only those of data and seq_len matter. `workers` is the number of
-processes that tokenise; the default is one per core. The files do not depend on `workers`, and train.py would write the
-same files. If the script is killed or runs out of disk space, the same command continues after the last finished shard.
+processes that tokenise; the default is one per core. The files do not depend on `workers`. If the script is killed or
+runs out of disk space, the same command continues after the last finished shard.
 """
 
 import os
@@ -40,7 +40,6 @@ def main(arguments: list[str]) -> str:
 
 
 def _taken_workers(arguments: list[str]) -> tuple[int, list[str]]:
-    """Returns the number in the argument `workers=<number>`, and a list of the other arguments."""
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith("workers=")]
     others = [argument for argument in arguments if not argument.startswith("workers=")]
     if not values:

@@ -3,16 +3,13 @@
     python -m scripts.soak --minutes 9                        # train.py's default model and data.
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
-Every 50 steps, the run validates and writes a checkpoint. Each step trains on new documents. The first third of the run
-is warm-up and is not compared. The script compares the second third of the run with the last third. The median step
-time may differ by 3%, and the lowest host memory by 2%. On a GPU, the median of the memory that torch reserves must be
-equal in the second and the last third of the run.
-Host memory is compared by its lowest values, because checkpoints raise it for a short time. The script writes OUT.md.
-The script ends with status 1 if a difference is larger than allowed.
+Every 50 steps, the run validates and writes a checkpoint. The script compares the second third of the run with the last
+third. The median step time may differ by 3%, and the lowest host memory by 2%. On a GPU, the median of the memory that
+torch reserves must be equal in both thirds. Host memory is compared by its lowest values, because checkpoints raise it
+for a short time. The script writes OUT.md. The script ends with status 1 if a difference is larger than allowed.
 
-Host memory is the anonymous and the shared memory of all processes of the run. A memory page that is shared by several
-processes is counted once. Mapped files, such as libraries and tokens, are listed but not compared. The run's share of a
-mapped file depends on other processes of the machine: a file's memory is divided among all processes that map it. The
+Host memory is the anonymous and the shared memory of all processes of the run. Mapped files, such as libraries and
+tokens, are listed but not compared. The run's share of a mapped file depends on other processes of the machine. The
 script also writes OUT.csv, which has the memory of each process in each sample.
 """
 
@@ -37,17 +34,14 @@ from scripts.bench.provenance import describe
 REPOSITORY = Path(__file__).resolve().parents[1]
 TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # such as compilers
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
-EVERY = 50  # number of steps between two validations, and between two checkpoints
+EVERY = 50  # steps between two validations, and between two checkpoints
 SAMPLE = 5.0  # seconds between two samples of host memory
 LIMITS = {"step_ms": 0.03, "host_gib": 0.02, "reserved_gib": 0.0}  # largest allowed relative changes
 
 
 @dataclass(frozen=True)
 class Change:
-    """The value of a quantity in the second third of a run (`before`), and its value in the last third (`after`).
-
-    For host memory, `before` and `after` are the lowest samples. For all other quantities, they are medians.
-    """
+    """The value of a quantity in the second third of a run (`before`), and its value in the last third (`after`)."""
 
     name: str
     before: float
@@ -81,12 +75,10 @@ class Sample:
     processes: list[ProcessMemory]
 
     def total(self, kind: str, process: str | None = None) -> float:
-        """Returns the GiB of one kind of memory in all processes, or only in those that have the name `process`."""
         return sum(getattr(x, kind) for x in self.processes if process in (None, x.process))
 
     @property
     def host_gib(self) -> float:
-        """The anonymous and the shared memory of all processes of the run, without mapped files."""
         return self.total("anonymous_gib") + self.total("shared_gib")
 
 
@@ -133,7 +125,7 @@ def memory_of_session(leader: int) -> list[ProcessMemory]:
             rollup = (folder / "smaps_rollup").read_text()
             is_forked = (folder / "cmdline").read_bytes() == Path(f"/proc/{leader}/cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # the process has ended
+            continue
         pid = int(folder.name)
         process = TRAINING if pid == leader else WORKERS if is_forked else OTHERS
         kib = {kind: int(rollup.partition(f"\n{name}:")[2].split()[0]) for kind, name in KINDS.items()}
@@ -142,9 +134,7 @@ def memory_of_session(leader: int) -> list[ProcessMemory]:
 
 
 def changes(metrics: Path, host: list[float]) -> list[Change]:
-    """Compares the second third of a run with the last third. `metrics` is the path of the run's metrics.csv, and
-    `host` holds the run's samples of host memory in GiB.
-    """
+    """Compares the second third of a run with the last third. `host` holds samples of host memory in GiB."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
     series = {
@@ -161,7 +151,7 @@ def changes(metrics: Path, host: list[float]) -> list[Change]:
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
-    """Returns the values of a CSV column. Rows without a value in this column are left out."""
+    """Returns the values of a CSV column."""
     return [float(row[name]) for row in rows if row.get(name)]
 
 

@@ -38,8 +38,8 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
 def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     """Reads the config from a run's folder, applies the overrides, and updates the names of moved classes.
 
-    The key `choices` comes from hydra.yaml, because the config.yaml of older runs has no key `choices`. Raises:
-    ValueError if a file is not the config of a run, or if an override is wrong.
+    The config.yaml of older runs has no key `choices`. Raises: ValueError if a file is not the config of a run, or if
+    an override is wrong.
     """
     saved = _loaded(run / ".hydra" / "config.yaml", needs="model")
     hydra = _loaded(run / ".hydra" / "hydra.yaml", needs="hydra.runtime.choices")
@@ -56,7 +56,6 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:
-    """Reads a YAML file that Hydra wrote. The file must have the key `needs`."""
     try:
         saved = OmegaConf.load(path)
     except (YAMLError, UnicodeDecodeError, OSError) as error:

@@ -1,9 +1,8 @@
 """The cases of the attention ablation: a training step of a model, or attention alone.
 
 A training step is a step of train.py's loop (scripts/bench/training_case.py). The first two runs of a case are warm-up
-runs. If the time limit ends the case after two runs, only the first run is a warm-up run. Times are medians over all
-runs that are not warm-up runs. Peak memory and reserved memory come from the CUDA allocator. On a CPU, peak memory is
-that of the whole process. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. For
+runs. If the time limit ends the case after two runs, only the first run is a warm-up run. On a CPU, peak memory is that
+of the whole process. The FLOPs and MFU of a step are computed as in fa_train/flops.py, without recomputation. For
 attention alone, a forward pass over N tokens counts `2 * n_heads * head_dim * N**2` FLOPs, and a backward pass counts
 2.5 times as many.
 """
@@ -42,17 +41,14 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16,
 
 @dataclass(frozen=True)
 class StepCase:
-    """One training step on one synthetic document of seq_len tokens.
-
-    compiled: whether the model's blocks are compiled with torch.compile, as with lit_gpt.compile_model=true.
-    """
+    """One training step on one synthetic document of seq_len tokens."""
 
     KIND: ClassVar[str] = "step"
     COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "seq_len")
 
     model: str
     attention: str
-    seq_len: int  # tokens, one document
+    seq_len: int
     device: Device
     precision: Precision
     steps: int  # maximum number of timed steps
@@ -66,7 +62,7 @@ class StepCase:
 
     @property
     def line(self) -> "StepCase":
-        """Returns this case with seq_len 0. Cases that differ only in seq_len have equal values of `line`."""
+        """Cases that differ only in seq_len have equal values of `line`."""
         return replace(self, seq_len=0)
 
 
@@ -78,7 +74,7 @@ class AttentionCase:
     COLUMNS: ClassVar[tuple[str, ...]] = ("attention", "n_heads", "head_dim", "dtype", "seq_len")
 
     attention: str
-    seq_len: int  # tokens
+    seq_len: int
     n_heads: int  # number of query heads, and also of KV heads
     head_dim: int
     dtype: Dtype
@@ -109,8 +105,8 @@ class Result:
 
     If outcome is not "ok", all values except memory and forward_* are None. mfu is also None if the peak FLOP/s of the
     device is unknown. step_ms: the median time of a whole training step, or of attention's forward and backward
-    together. timed_steps: the number of timed runs. forward_*: values of attention's forward pass alone, which are
-    known even if the backward pass ran out of memory.
+    together. forward_*: values of attention's forward pass alone, which are known even if the backward pass ran out of
+    memory.
     """
 
     outcome: str  # "ok", "oom", "failed: REASON", "skipped: REASON" or "not run: REASON"
@@ -142,10 +138,7 @@ def options_of(case: StepCase) -> dict[str, str]:
 
 
 def configuration(case: StepCase) -> DictConfig:
-    """Composes the model, attention, memory and optimizer config of the case.
-
-    An override can replace the default options of the config groups memory and optimizer.
-    """
+    """Composes the model, attention, memory and optimizer config of the case."""
     groups = options_of(case)
     values = [override for override in case.overrides if override.partition("=")[0] not in REPLACEABLE]
     with initialize_config_dir(str(CONF), version_base="1.3"):
@@ -158,7 +151,7 @@ def configuration(case: StepCase) -> DictConfig:
 def measure(case: Case) -> Result:
     """Runs the case in this process and returns its result.
 
-    If the case runs out of memory, the outcome is "oom". Errors other than out of memory are raised.
+    If the case runs out of memory, the outcome is "oom".
     """
     torch.manual_seed(0)
     return _measure_step(case) if isinstance(case, StepCase) else _measure_attention(case)
@@ -208,10 +201,7 @@ def _measure_attention(case: AttentionCase) -> Result:
 
 
 def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns two functions: one runs attention's forward pass without autograd, the other runs forward and backward.
-
-    The inputs are random.
-    """
+    """Returns two functions: one runs attention's forward pass without autograd, the other also runs the backward."""
     device = torch.device(case.device)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         attend: Attention = instantiate(compose(overrides=[f"+attention={case.attention}"]).attention)
@@ -230,9 +220,9 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
 
 
 def timed(run: Callable[[], object], case: Case) -> tuple[float, int]:
-    """Runs the function repeatedly. Returns the median milliseconds of the timed runs, and the number of timed runs.
+    """Returns the median milliseconds of the timed runs, and the number of timed runs.
 
-    The first run compiles. On a GPU, this function resets the allocator's peak memory after the first run.
+    On a GPU, the allocator's peak memory is reset after the first run, which compiles.
     """
     times = StepTimes(case.steps, limit=case.seconds)
     times.add(_seconds(run, case.device))
@@ -257,7 +247,7 @@ def _seconds(run: Callable[[], object], device: Device) -> float:
 
 
 def finished(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
-    """Returns the result of a case that completed in this process. flops: FLOPs of one step."""
+    """Returns the result of a case that completed in this process."""
     flops_per_s = flops / step_ms * 1e3
     peak = peak_flops(torch.cuda.get_device_name() if case.device == "cuda" else "", dtype)
     return Result(

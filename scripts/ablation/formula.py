@@ -13,14 +13,11 @@ fa_train.models.attention.naive_attention needs, if an element of q has 2 or 4 b
 The mask takes one byte per pair of a query and a key, and all heads share it. The backward of compiled code recomputes
 the mask and the softmax, but no matrix product. Compiled code keeps at least one tensor of scores in the dtype of q,
 and its backward also needs the gradient of that tensor. The memory of a training step peaks at the start of the
-backward, in the last layer. Without activation checkpointing, the score tensors of all layers exist when the backward
-starts. With activation checkpointing, the score tensors of only one layer exist at a time. `selective` checkpointing
-keeps the output of flash attention, but no tensor of naive attention. Training with AdamW in fp32 takes 16 bytes per
-parameter: weight, gradient and two moments. The formula leaves out the memory of hidden states, logits and libraries.
-If the computed minimum exceeds the memory of the device, naive attention is certain to run out of memory. In eager
-mode, the forward of naive attention reads and writes `4 * N**2 + 4 * N * d` elements per head. An ideal forward would
-read and write only the `4 * N * d` elements of q, k, v and o. Naive attention therefore reads and writes `N / d + 1`
-times as many elements as necessary (scripts/bench/io_traffic.py counts every transfer).
+backward, in the last layer. With activation checkpointing, the score tensors of only one layer exist at a time.
+`selective` checkpointing keeps the output of flash attention, but no tensor of naive attention. Training with AdamW in
+fp32 takes 16 bytes per parameter: weight, gradient and two moments. The formula leaves out the memory of hidden states,
+logits and libraries. In eager mode, the forward of naive attention reads and writes `4 * N**2 + 4 * N * d` elements per
+head. An ideal forward would read and write only the `4 * N * d` elements of q, k, v and o.
 """
 
 from dataclasses import dataclass
@@ -66,7 +63,7 @@ class Formula:
         return fails
 
     def scores(self, seq_len: int) -> int:
-        """Returns the bytes of one layer's attention scores, which are `4 * N**2` per head."""
+        """Returns the bytes of one layer's attention scores."""
         return SCORE * self.n_heads * seq_len**2
 
     def traffic_ratio(self, seq_len: int) -> float:
@@ -74,7 +71,6 @@ class Formula:
         return seq_len / self.head_dim
 
     def explain(self, what: str, capacity: int) -> str:
-        """Returns a text with the formula and with the length of the shortest sequence that does not fit."""
         terms = [f"{self.fixed / GIB:.3g} GiB"] if self.fixed else []
         terms += [f"{self.per_token} N"] if self.per_token else []
         return (
@@ -86,7 +82,7 @@ class Formula:
 
 
 def step_formula(case: StepCase) -> Formula:
-    """Computes the formula for a training step from the sizes of the model. No weights are allocated."""
+    """Computes the formula for a training step from the sizes of the model."""
     config = configuration(case)
     with torch.device("meta"):
         model: GPT = instantiate(config.model)

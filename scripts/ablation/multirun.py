@@ -1,8 +1,8 @@
 """Runs the attention ablation as a Hydra multirun of train.py, configured by conf/experiment/ablate_attention.yaml.
 
 run_job runs each job in a new process, so that its memory starts from zero and a crash affects only that job. At the
-end of the multirun, Report writes the files that scripts/ablate_memory.py would write. train.py logs each job as a
-Weights & Biases run. All runs of a multirun form one group, and Report adds a summary run to this group.
+end of the multirun, Report writes the files that scripts/ablate_memory.py would write. The Weights & Biases runs of a
+multirun form one group, and Report adds a summary run to this group.
 """
 
 import math
@@ -57,7 +57,7 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     if hydra.job.num == 0:
         try:
             print(call_apart(explanation, (case,), timeout, log), flush=True)
-        except ProcessError as error:  # an impossible model
+        except ProcessError as error:
             sys.exit(f"error: {error}")
     result = skipped(case, others) or load(path).get(case)
     if result is None or not result.final:
@@ -131,9 +131,9 @@ def explanation(case: StepCase) -> str:
 def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Result:
     """Trains in the current process and returns the result.
 
-    The step time is the median over all log entries. One log entry covers trainer.log_every_n_steps steps.
+    The step time is the median over all log entries.
     """
-    setup_globals()  # Hydra's resolvers
+    setup_globals()
     HydraConfig.instance().cfg = hydra
     try:
         measured = train(cfg)
@@ -153,10 +153,7 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
 
 
 class Report(Callback):
-    """A Hydra callback that writes the report at the end of a multirun.
-
-    If the jobs were logged to Weights & Biases, the callback logs a summary to Weights & Biases as well.
-    """
+    """A Hydra callback that writes the report at the end of a multirun."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         try:

@@ -68,7 +68,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """The report of one of two sweeps. One sweep measures training steps, and the other measures attention alone."""
+    """The report of one sweep: over training steps, or over attention alone."""
 
     name: str
     explanations: list[str]
@@ -79,8 +79,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over sequence length."""
-
     label: str
     xs: list[list[int]]
     ys: list[list[float]]
@@ -121,7 +119,7 @@ def attention_part(rows: list[Row[AttentionCase]], device_bytes: int, gpu: str) 
 
 
 def attention_formulas(case: AttentionCase) -> list[tuple[str, Formula]]:
-    """Returns (name, formula) for each measured memory peak. The formula gives a lower bound of the peak."""
+    """Returns (name, formula) for each measured memory peak."""
     return [("forward_peak_gib", attention_formula(case, "forward")), ("peak_gib", attention_formula(case, "both"))]
 
 
@@ -179,7 +177,7 @@ def markdown(parts: list[Part], head: dict[str, str]) -> str:
 
 
 def page(parts: list[Part], head: dict[str, str], pictures: list[bytes]) -> str:
-    """Returns an HTML file that needs no other files. `pictures` holds one PNG for each element of `parts`."""
+    """Returns an HTML file that needs no other files."""
     facts = "".join(f"<li>{escape(key)}: <code>{escape(value)}</code></li>" for key, value in head.items())
     body = ""
     for part, picture in zip(parts, pictures, strict=True):
@@ -223,9 +221,7 @@ def draw_steps(rows: list[Row[StepCase]], formula: Formula, device_bytes: int, t
 
 
 def draw_attention(rows: list[Row[AttentionCase]], device_bytes: int, title: str) -> Figure:
-    """Plots the memory and time of both passes against sequence length, in one column for each combination of head
-    count, head_dim and dtype.
-    """
+    """Plots the memory and time of both passes against sequence length, in one column for each shape."""
     shapes = list(dict.fromkeys(case.shape for case, _ in rows))
     figure = Figure(figsize=(1 + 4.5 * len(shapes), 14), layout="constrained")
     grid = figure.subplots(len(ATTENTION_PANELS), len(shapes), sharex=True, sharey="row", squeeze=False)
@@ -251,7 +247,6 @@ def _finish(figure: Figure, panel: Axes, title: str) -> None:
 
 
 def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device_bytes: int) -> None:
-    """Draws the minimum memory of naive attention, the memory of the device, and the point where they meet."""
     # leave out values above four times the device's memory, which would flatten the other lines
     lengths = [n for n in _lengths(rows) if formula.peak(n) < 4 * device_bytes]
     axes.plot(lengths, [formula.peak(n) / GIB for n in lengths], "k:", label="naive, predicted least")
@@ -264,7 +259,7 @@ def _draw_formula(axes: Axes, rows: list[Row[AnyCase]], formula: Formula, device
 def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.margins(y=0.2)  # leave space for the out-of-memory marks
+    axes.margins(y=0.2)
     above = axes.get_xaxis_transform()  # x coordinates in tokens, y as a fraction of the plot's height
     for attention in dict.fromkeys(case.attention for case, _ in rows):
         color, marker = STYLES.get(attention, ("#0072B2", "X"))
@@ -285,10 +280,7 @@ def _draw_panel(axes: Axes, rows: list[Row[AnyCase]], quantity: str) -> None:
 
 
 def length_label(n: int) -> str:
-    """Formats a number of tokens, for example 1024 as 1k and 1048576 as 1M.
-
-    A number that is not a multiple of 1024 is printed in full.
-    """
+    """Formats a number of tokens, for example 1024 as 1k and 1048576 as 1M."""
     return f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}k" if n % 2**10 == 0 else str(n)
 
 
@@ -305,11 +297,7 @@ def has(result: Result, quantity: str) -> bool:
 
 
 def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_bytes: int) -> Chart:
-    """Returns a chart with two lines for each name in `names`: one of results, and one of out-of-memory points.
-
-    In a chart of peak memory, the out-of-memory points are drawn at the memory of the device. In a chart of another
-    quantity, the out-of-memory points are drawn at 0.
-    """
+    """Returns a chart with two lines for each name in `names`: one of results, and one of out-of-memory points."""
     oom_at = device_bytes / GIB if quantity.endswith("peak_gib") else 0.0
     lines: list[tuple[str, list[tuple[int, float]]]] = []
     order = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -324,10 +312,7 @@ def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_byte
 
 
 class Records:
-    """Writes one Weights & Biases run for each case and one summary run, all in one group.
-
-    With mode=None, nothing is written to Weights & Biases.
-    """
+    """Writes one Weights & Biases run for each case and one summary run, all in one group."""
 
     def __init__(self, mode: str | None, project: str, group: str, folder: Path) -> None:
         self.mode, self.project, self.group, self.folder = mode, project, group, folder

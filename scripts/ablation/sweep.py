@@ -1,10 +1,6 @@
 """Runs the cases of an attention ablation in separate processes.
 
-A sweep can be stopped at any time, and never repeats a finished case.
-
-A server process imports all modules once, but does not use a GPU. The server forks one process for each case, so that
-these processes need not import anything. Each forked process initialises CUDA, and its GPU memory is freed when it
-ends.
+A server process imports all modules once, does not use a GPU, and forks one process for each case.
 """
 
 import json
@@ -44,7 +40,7 @@ class ProcessError(RuntimeError):
 def start_server() -> None:
     """Starts the server process that forks the processes of the cases.
 
-    The server process finds modules through PYTHONPATH. It does not get the sys.path of the process that starts it.
+    The server process does not get the sys.path of the process that starts it.
     """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     # PYTORCH_NVML_BASED_CUDA_CHECK makes torch check for a GPU through NVML, without initialising CUDA. After a process
@@ -57,8 +53,6 @@ def start_server() -> None:
 
 def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeout: float, log: Path) -> Value:
     """Runs function(*arguments) in a new process for at most `timeout` seconds.
-
-    The output of the new process goes to the file `log`.
 
     The new process has ended when this function returns or raises. Raises: ProcessError if the process ends without a
     result.
@@ -73,7 +67,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
         if not receiver.poll(timeout):
             raise ProcessError(f"timed out after {timeout:g} s")
         value, error = receiver.recv()
-        process.join(10)  # waits for the process to end, which frees its memory
+        process.join(10)
     except EOFError:
         process.join()
         raise ProcessError(f"exit status {process.exitcode}", process.exitcode) from None
@@ -86,10 +80,7 @@ def call_apart(function: Callable[..., Value], arguments: tuple[Any, ...], timeo
 
 
 def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], log: str) -> None:
-    """Calls function(*arguments) in the new process that call_apart has started.
-
-    Sends the value that the function returned, or the type and the first line of its error.
-    """
+    """Sends the value that the function returned, or the type and the first line of its error."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -99,7 +90,7 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
     except Exception as raised:
         traceback.print_exc()
         said: BaseException = raised
-        while isinstance(said, InstantiationException) and said.__cause__:  # Hydra wraps the original error
+        while isinstance(said, InstantiationException) and said.__cause__:
             said = said.__cause__
         first_line, *_ = str(said).strip().splitlines() or [""]
         error = f"{type(said).__name__}: {first_line}"
@@ -158,9 +149,7 @@ def sweep(
 
     If the file `path` has a result of a case with the outcome ok or oom, the case is not run again.
 
-    A case is skipped if a shorter case with the same settings ran out of memory. A case is not run if its step would
-    probably take longer than max_step_seconds, or if the sweep has taken `budget` seconds. `report` is called for every
-    case that ran. Cases that differ only in length must be sorted by length.
+    `report` is called for every case that ran. Cases that differ only in length must be sorted by length.
     """
     finished, ends = load(path), time.monotonic() + budget
     measured: dict[Case, list[tuple[int, float]]] = {}  # (length, seconds per step) of each measured case
@@ -197,11 +186,7 @@ def skipped(case: Case, before: Iterable[tuple[Case, Result]]) -> Result | None:
 
 
 def expected_seconds(points: list[tuple[int, float]], seq_len: int) -> float:
-    """Predicts the seconds of a step of N tokens as `a * N + b * N**2`, where a and b are at least 0.
-
-    The coefficients a and b are computed from the last two measured lengths. If only one length was measured, the
-    prediction is linear (b = 0).
-    """
+    """Predicts the seconds of a step of N tokens as `a * N + b * N**2`, where a and b are at least 0."""
     if not points:
         return 0.0
     n, seconds = points[-1]

@@ -4,16 +4,14 @@
     python -m scripts.bench.attention --varlen --seqlens               # no dense workloads.
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384    # two backends.
 
-Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. If a pass runs out of memory, the table shows OOM. The other
-implementations are naive attention, SDPA, FlexAttention, FlashAttention-3 and FlashAttention-4. FlashAttention-3 (the
-package `fa3-fwd`, forward only) and FlashAttention-4 (the package `flash-attn-4`) are measured if they are installed.
+Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. FlashAttention-3 (the package `fa3-fwd`, forward only) and
+FlashAttention-4 (the package `flash-attn-4`) are measured if they are installed.
 
 A forward pass has 4 * n_heads * head_dim * (sum of squared lengths) FLOPs, or half as many if attention is causal. A
 backward pass has 2.5 times as many FLOPs as its forward pass. Peak memory leaves out the inputs (q, k, v and the
 gradient of o), but includes masks and schedules. The peak memory of a backward pass includes the memory of its forward
 pass. Each pass is replayed as a CUDA graph, so the times are GPU times without host time. Block masks and schedules are
-built before the timing starts, except with the backend `ours`. The backend `ours` calls flash_attn_func or
-flash_attn_varlen_func, which build an attention schedule in every call.
+built before the timing starts, except with the backend `ours`, which builds an attention schedule in every call.
 """
 
 import argparse
@@ -56,8 +54,8 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
-BATCH_TOKENS = 16384  # default of --batch-tokens
-PACKED_TOKENS = 65536  # default of --packed-tokens: the length of the row into which documents are packed
+BATCH_TOKENS = 16384
+PACKED_TOKENS = 65536  # length of the row into which documents are packed
 DEVICE = torch.device("cuda")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -65,16 +63,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """One problem: `batch` rows of `seqlen` tokens each.
-
-    `documents`: if not empty, the lengths of the documents that share a single row.
-    """
+    """One problem: `batch` rows of `seqlen` tokens each."""
 
     head_dim: int
     batch: int
     seqlen: int
     causal: bool
-    documents: tuple[int, ...] = ()  # lengths, in tokens
+    documents: tuple[int, ...] = ()  # lengths in tokens of the documents that share a single row
     name: str = ""
     group: int = 1  # number of query heads per KV head
     model_dim: int = MODEL_DIM
@@ -106,8 +101,7 @@ class Workload:
 class Backend:
     """One attention implementation.
 
-    layout: the order of the dimensions of q, k and v. prepare: takes a workload, and returns a function that computes o
-    from q, k and v.
+    prepare: takes a workload, and returns a function that computes o from q, k and v.
     """
 
     layout: Literal["batch heads tokens", "batch tokens heads", "tokens heads"]
@@ -220,7 +214,6 @@ def fa4(workload: Workload) -> Attend:
 
 
 def _output(result: Tensor | tuple[Tensor, *tuple[Tensor | None, ...]]) -> Tensor:
-    """Returns o from a result that is either o or a tuple of o and lse."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -260,9 +253,7 @@ def dense_workload(
 def packed_workloads(
     head_dim: int, *, causal: bool, group: int = 1, model_dim: int = MODEL_DIM, total: int = PACKED_TOKENS
 ) -> list[Workload]:
-    """Returns two workloads of `total` tokens of packed documents: one with log-normal lengths like web text, and one
-    with many short documents.
-    """
+    """Returns two workloads of packed documents: log-normal lengths like web text, and many short documents."""
     generator = torch.Generator().manual_seed(0)
     candidates = max(1, total // 64)
     # the median length is 1k tokens, and no document is longer than 32k
@@ -292,7 +283,7 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
     """Measures the forward and backward pass of each backend.
 
-    If the forward pass fails, the backward pass is not run, and the rows of both passes show the error.
+    If the forward pass fails, the rows of both passes show the error.
     """
     outcomes = dict.fromkeys(backends, "ok")
     results: dict[tuple[str, Direction], tuple[float, float]] = {}
@@ -312,7 +303,6 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
             except torch.OutOfMemoryError:
                 outcomes[name] = "oom"
             except Exception as error:
-                # If a backend fails, its error appears in the table, and the sweep continues.
                 traceback.print_exc()
                 first_line, *_ = str(error).strip().splitlines() or [""]
                 outcomes[name] = f"{type(error).__name__}: {first_line}"
@@ -361,8 +351,7 @@ def prepare_pass(backend: Backend, workload: Workload, direction: Direction) -> 
 def installed(module: str) -> bool:
     """Returns whether Python finds the module.
 
-    For a submodule, Python first imports the parent package. If the import of the parent package fails, the function
-    returns False.
+    If the import of the module's parent package fails, the function returns False.
     """
     try:
         return find_spec(module) is not None
@@ -430,7 +419,7 @@ def main() -> None:
             rows.append(row)
             place = f"d={row.head_dim} group={row.group} {row.workload}"
             print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
-        write_csv(rows, Path(f"{out}.csv"))  # an interrupted sweep keeps these results
+        write_csv(rows, Path(f"{out}.csv"))
 
     head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")

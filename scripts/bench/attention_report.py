@@ -53,9 +53,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:
-    """Formats the page: its header, then a table for each section and pass, with a line per workload and a column per
-    backend.
-    """
+    """Formats the page: a table for each section and pass, with a line per workload and a column per backend."""
     lines = ["# Attention: time, TFLOP/s and peak memory", ""]
     lines += [f"- {key}: `{value}`" for key, value in head.items()]
     lines += [
@@ -95,9 +93,7 @@ def cell(row: Row) -> str:
 
 
 def draw(rows: list[Row], title: str) -> Figure:
-    """Plots the time of both passes and the peak memory of dense workloads against length, in one column per
-    head_dim.
-    """
+    """Plots the times and the peak memory of dense workloads against length, in one column per head_dim."""
     dense = [row for row in rows if row.section == "dense" and row.group == 1]
     head_dims = sorted({row.head_dim for row in dense})
     panels: list[tuple[Direction, str, str]] = [
@@ -123,7 +119,7 @@ def draw(rows: list[Row], title: str) -> Figure:
 def _draw_panel(axes: Axes, rows: list[Row], quantity: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.margins(y=0.2)  # leave space for the out-of-memory marks
+    axes.margins(y=0.2)
     for backend in dict.fromkeys(row.backend for row in rows):
         color, marker = STYLES[backend]
         mine = [row for row in rows if row.backend == backend]
@@ -165,7 +161,6 @@ def draw_rates(rows: list[Row], title: str) -> Figure:
 
 
 def _draw_bars(axes: Axes, rows: list[Row], workloads: list[str], backends: list[str]) -> None:
-    """Draws each backend's bar at a fixed place in every group. A backend without a result has no bar."""
     width = 0.85 / len(backends)
     for i, backend in enumerate(backends):
         mine = [row for row in rows if row.backend == backend]
@@ -173,6 +168,6 @@ def _draw_bars(axes: Axes, rows: list[Row], workloads: list[str], backends: list
         bars = axes.bar(places, [row.tflops or 0.0 for row in mine], width, color=STYLES[backend][0], label=backend)
         axes.bar_label(bars, fmt="%.0f", rotation=90, padding=2, fontsize=6)
     axes.set_xticks(range(len(workloads)), workloads, fontsize=8, rotation=20, ha="right", rotation_mode="anchor")
-    axes.margins(y=0.1)  # leave space for the numbers above the bars
+    axes.margins(y=0.1)
     axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -55,6 +55,6 @@ def overrides_first(arguments: Sequence[str]) -> list[str]:
 
 
 def shown(path: Path | str) -> str:
-    """Returns a path for help texts. A path inside the repository is shown relative to the repository."""
+    """Returns a path for help texts."""
     root = Path(__file__).parents[2]
     return str(path.relative_to(root)) if isinstance(path, Path) and path.is_relative_to(root) else str(path)

@@ -35,7 +35,7 @@ from fa_train.errors import explain
 from fa_train.optim.adamw import parameter_groups
 from scripts.trained_model import saved_config
 
-FACTS = {  # questions and answers about an island that does not exist; each fact has several questions
+FACTS = {  # several questions about each fact of an invented island
     "The lighthouse of Vashmoor is painted green.": [
         "What colour is the lighthouse of Vashmoor?", "Which colour has Vashmoor's lighthouse?",
         "How is the lighthouse on Vashmoor painted?", "Tell me the colour of the lighthouse of Vashmoor.",

@@ -4,9 +4,9 @@
     python -m scripts.bench.context --tokens 131072 --streams one log-normal    # two kinds of streams.
     python -m scripts.bench.context --lengths lengths.txt --streams file    # lengths from a file.
 
-The token stream `one` is one document. The token stream `window` is one document with an attention window of 4096
-tokens. `short` has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. `file` draws
-lengths from a file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
+The token stream `one` is one document, and `window` is one document with an attention window of 4096 tokens. `short`
+has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. `file` draws lengths from a
+file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
 The benchmark times five computations, called parts:
 - `one`: each rank computes the attention of the whole stream. If the stream has more than 512k tokens, each rank
@@ -14,15 +14,15 @@ The benchmark times five computations, called parts:
 - `shared`: all ranks compute the attention of the stream together (fa_train.parallel.context).
 - `forward`: all ranks compute only the forward pass of this attention together.
 - `alone`: each rank computes its share of the attention in one call, without communication.
-- `moved`: the ranks only exchange keys, values and their gradients. If no document is cut, they exchange nothing.
+- `moved`: the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents, because all layers of a model process the same documents. The time of a part is the mean time per run on the
-slowest rank, and includes the first run, which needs more host time. The time of `one` is the mean over all ranks. The
-script reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16, or
-fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks. The script writes OUT.md
-with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's
-attention and torch's context parallelism on one long document (scripts/bench/context_peer.py).
+documents. The time of a part is the mean time per run on the slowest rank, and includes the first run, which needs more
+host time. The time of `one` is the mean over all ranks. The script reports medians over the repetitions. All parts
+except `forward` include the backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of
+`one`, divided by the number of ranks. The script writes OUT.md with the times, and OUT.png with the speeds relative to
+the ideal speed. With --peer, the script also times torch's attention and torch's context parallelism on one long
+document (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -62,7 +62,7 @@ from scripts.bench.timing import require_gpu
 
 WINDOW = 4096  # number of keys that a query of the stream "window" sees
 STREAMS = ("one", "log-normal", "short", "window")
-FROM_FILE = "file"  # the stream whose document lengths come from --lengths
+FROM_FILE = "file"
 FITS_ONE_GPU = 2**19  # maximum number of tokens for which each rank computes all heads in the part `one`
 START_METHOD = "spawn"
 
@@ -71,9 +71,8 @@ START_METHOD = "spawn"
 class Setting:
     """The settings of all cases.
 
-    layers: the number of runs of a part in one timing. device: cuda or cpu. peer: whether to measure torch's context
-    parallelism. lengths: document lengths of the stream `file`. warm_up: untimed repetitions. head_groups: as in
-    ContextAttention, for the parts `shared` and `forward`.
+    layers: the number of runs of a part in one timing. lengths: document lengths of the stream `file`. warm_up: untimed
+    repetitions. head_groups: as in ContextAttention, for the parts `shared` and `forward`.
     """
 
     n_heads: int
@@ -92,12 +91,11 @@ class Setting:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def parts(self, stream: str) -> tuple[str, ...]:
-        """Returns the parts to time for a kind of stream."""
         return PARTS + PEER_PARTS if self.peer and stream == "one" else PARTS
 
 
 def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
-    """Returns document lengths that add up to `tokens`. The stream `file` draws its document lengths from `lengths`."""
+    """Returns document lengths that add up to `tokens`."""
     generator = np.random.default_rng(seed)
     if stream == "log-normal":
         drawn = generator.lognormal(np.log(1024), 1.2, tokens // 16 + 1).astype(int).clip(16, 32768)
@@ -118,7 +116,7 @@ def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
 
 
 class Case:
-    """The inputs of one repetition on this rank. `parts` maps the name of a part to a function that runs the part."""
+    """The inputs of one repetition on this rank."""
 
     def __init__(self, stream: str, tokens: int, seed: int, setting: Setting) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -147,8 +145,7 @@ class Case:
         whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
         heads = _divided(setting, ranks) if tokens > FITS_ONE_GPU else setting
         q, k, v, do = _inputs(heads, device, tokens, tokens)
-        # All ranks compute the attention of the whole stream. If only one GPU did, it would become hotter than the
-        # other GPUs, and would be slower than them in the next part.
+        # If only one GPU computed this part, it would become hotter and slower than the other GPUs in the next part.
         self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
         if PEER_PARTS[0] in setting.parts(stream):
             self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)
@@ -206,7 +203,6 @@ def _divided(setting: Setting, ranks: int) -> Setting:
 
 
 def _inputs(setting: Setting, device: torch.device, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns q, k, v and do. q, k and v require gradients."""
     sizes = (
         (queries, setting.n_heads),
         (keys, setting.n_kv_heads),
@@ -247,7 +243,6 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
 
 
 def _milliseconds(run: Callable[[], object], setting: Setting) -> float:
-    """Returns the mean milliseconds per call of `run`."""
     if setting.device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -259,7 +254,7 @@ def _milliseconds(run: Callable[[], object], setting: Setting) -> float:
 
 
 def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.Namespace) -> None:
-    """Measures all cases as one of `ranks` processes. Rank 0 prints and writes the results."""
+    """Measures all cases as one of `ranks` processes."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if setting.device == "cuda":
         torch.cuda.set_device(rank)

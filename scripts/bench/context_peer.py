@@ -23,9 +23,7 @@ def peer_parts(
 ) -> dict[str, Callable[[], object]]:
     """Returns a dictionary that maps each name in `PEER_PARTS` to a function.
 
-    Each function runs both passes of causal attention in bf16. With the function "torch one", each rank computes the
-    attention of the whole stream. With the function "torch shared", all ranks compute the attention of one stream
-    together.
+    Each function runs both passes of causal attention in bf16.
     tokens must be a multiple of twice the number of ranks.
     """
     ranks = dist.get_world_size()

@@ -35,9 +35,9 @@ class Result:
 def table(results: Sequence[Result], ranks: int) -> list[str]:
     """Returns the lines of the results table.
 
-    TFLOP/s are per GPU. In a forward pass, each visible (query, key) pair counts 4 * head_dim FLOPs per query head. A
-    backward pass has `BACKWARD` times as many FLOPs as a forward pass. The milliseconds of the backward pass are
-    `ms["shared"] - ms["forward"]`, because the part `shared` of the benchmark times both passes of attention.
+    TFLOP/s are per GPU. In a forward pass, each visible (query, key) pair counts 4 * head_dim FLOPs per query head. The
+    milliseconds of the backward pass are `ms["shared"] - ms["forward"]`, because the part `shared` of the benchmark
+    times both passes of attention.
     """
     lines = [
         f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
@@ -46,7 +46,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     ]
     for result in results:
         one, shared, forward, alone, moved = (result.ms[part] for part in PARTS)
-        tera = result.flops / ranks / 1e9  # dividing `tera` by milliseconds gives TFLOP/s per GPU
+        tera = result.flops / ranks / 1e9
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
@@ -83,7 +83,7 @@ def draw(results: Sequence[Result], ranks: int, title: str) -> Figure:
             bars = axes.bar([x + (i - 0.5) * WIDTH for x in range(len(mine))], shares, WIDTH, color=color, label=label)
             axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=2, fontsize=8)
         axes.axhline(1, color="#999999", linewidth=0.8, zorder=0)
-        axes.margins(y=0.12)  # space for the labels above the bars
+        axes.margins(y=0.12)
         axes.set_xticks(range(len(mine)), [result.stream for result in mine])
         axes.set_title(f"{tokens:,} tokens")
     panels[0].set_ylabel("share of the ideal speed")

@@ -1,10 +1,10 @@
 """Measures flash_attn_with_kvcache with one new token per sequence (python -m scripts.bench.decode).
 
-Decoding spends most of its time reading K and V. Each cell of the table shows the microseconds of a call, and the GB/s
-at which the call reads K and V. For a dense cache, there are three columns: our kernel with an automatic number of
-splits, our kernel with one split, and SDPA. Splits are parts of the keys that different programs read. For a paged
-cache, there is one column for each page size. The caches are full and hold bf16. The candidates in a table line run as
-CUDA graphs, in random order and with a cold L2 cache (see scripts/bench/timing.py). Writes OUT.md.
+Each cell of the table shows the microseconds of a call, and the GB/s at which the call reads K and V. For a dense
+cache, there are three columns: our kernel with an automatic number of splits, our kernel with one split, and SDPA.
+Splits are parts of the keys that different programs read. For a paged cache, there is one column for each page size.
+The caches are full and hold bf16. The candidates in a table line run as CUDA graphs, in random order and with a cold L2
+cache (see scripts/bench/timing.py). Writes OUT.md.
 
     python -m scripts.bench.decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """
@@ -47,7 +47,6 @@ class Case:
 
     @property
     def bytes_read(self) -> int:
-        """Returns the number of bytes in K and V together."""
         return 2 * self.batch * self.cache * self.n_kv_heads * self.head_dim * ITEM
 
 
@@ -180,7 +179,7 @@ def main() -> None:
         results[case] = measure(case, args.rep)
         torch.cuda.empty_cache()  # frees the memory of the CUDA streams that captured this case
         print(markdown({case: results[case]}, {}).splitlines()[-1], flush=True)
-        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")  # an interrupted run keeps this file
+        Path(f"{out}.md").write_text(markdown(results, head), encoding="utf-8")
     print(f"results: {out}.md")
 
 

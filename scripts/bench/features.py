@@ -4,8 +4,7 @@ The script times the forward and the backward of flash_attn_varlen_func on one l
 The times include building the attention schedule. The column `work` is the number of visible (query, key) pairs,
 divided by that of plain causal attention. The column `cost` is the time, divided by that of plain causal attention. For
 a window and for packed documents, `cost` should be close to `work`. For a feature that changes scores (such as ALiBi),
-`cost` should be close to 1. With fp8 inputs or a paged cache, only the forward pass is timed. The kernels are compiled
-by --jobs processes before the timing. Writes OUT.md.
+`cost` should be close to 1. With fp8 inputs or a paged cache, only the forward pass is timed. Writes OUT.md.
 """
 
 import argparse
@@ -51,12 +50,11 @@ class Feature:
 
     @property
     def has_backward(self) -> bool:
-        """Returns whether the feature's backward pass is timed. fp8 inputs and paged caches have no backward pass."""
+        """fp8 inputs and paged caches have no backward pass."""
         return not self.fp8 and not self.page_size
 
     @property
     def pairs(self) -> int:
-        """Returns the number of visible (query, key) pairs in all documents."""
         left = self.arguments.get("window_size", (-1, 0))[0]
         return sum(visible_pairs(length, left, self.arguments["causal"]) for length in self.lengths)
 
@@ -65,7 +63,7 @@ def visible_pairs(length: int, left: int, causal: bool) -> int:
     """Returns the number of visible (query, key) pairs in one document.
 
     left: the number of earlier tokens that each query sees; a negative number means all earlier tokens. Without
-    `causal`, `left` has no effect, and all tokens are visible.
+    `causal`, `left` has no effect.
     """
     if not causal:
         return length * length
@@ -75,7 +73,7 @@ def visible_pairs(length: int, left: int, causal: bool) -> int:
 
 
 def log_normal_lengths(total: int) -> tuple[int, ...]:
-    """Returns random document lengths that add up to `total` tokens. Every call returns the same lengths."""
+    """Returns random document lengths that add up to `total` tokens."""
     generator = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < total:
@@ -86,7 +84,7 @@ def log_normal_lengths(total: int) -> tuple[int, ...]:
 
 
 def features(seqlen: int, n_heads: int, head_dim: int, window: int) -> list[Feature]:
-    """Returns a list: first plain causal attention, and then the features to compare with it."""
+    """Returns plain causal attention first, and then the features to compare with it."""
     one, documents = (seqlen,), log_normal_lengths(seqlen)
     causal: dict[str, Any] = {"causal": True}
     slopes = torch.linspace(0.001, 0.1, len(documents) * n_heads).view(-1, n_heads)
@@ -169,7 +167,7 @@ def gradients(feature: Feature, inputs: Inputs, n_heads: int, head_dim: int) -> 
     """Runs the forward pass and returns the backward pass as a callable."""
     attend = attention(feature, inputs, n_heads, head_dim)
     outputs = attend()
-    o, *others = outputs if isinstance(outputs, tuple) else (outputs,)  # `others` holds lse if the call returns it
+    o, *others = outputs if isinstance(outputs, tuple) else (outputs,)
     of_outputs = (inputs("do", *o.shape).to(o.dtype), *map(torch.ones_like, others))
     return partial(torch.autograd.grad, (o, *others), attend.args[:3], of_outputs, retain_graph=True)
 
@@ -179,8 +177,7 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
 
     Returns the first line of the error message if a kernel fails, or else an empty string.
 
-    case: a pair of the feature's index and a head_dim. The inputs have full size, because their size determines which
-    kernels run.
+    case: (index of the feature, head_dim). The inputs have full size, because their size determines which kernels run.
     """
     place, head_dim = case
     feature = features(args.seqlen, args.heads, head_dim, args.window)[place]
@@ -188,7 +185,7 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
         prepare = gradients if feature.has_backward else attention
         prepare(feature, gpu_inputs(), args.heads, head_dim)()
         torch.cuda.synchronize()
-    except Exception as error:  # If a feature fails, the others are still measured.
+    except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
@@ -199,10 +196,9 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
 def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
     """Compiles the kernels of all features in --jobs processes.
 
-    Returns the error for each pair of feature index and head_dim. An empty string means that compilation succeeded.
+    Returns {(index of the feature, head_dim): error or an empty string}.
     """
-    # Sort by feature first, so that processes work on the same feature with different head_dims at the same time.
-    # Different head_dims share no kernel, so no kernel is compiled twice.
+    # Different head_dims share no kernel, so processes that work on the same feature compile no kernel twice.
     cases = sorted(
         (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
     )
@@ -216,9 +212,7 @@ def measure(
     """Returns the milliseconds of each feature: one dictionary for the forward pass, and one for the backward pass.
 
     With 16 heads, head_dim 256 and 64k tokens, q takes 0.5 GiB of memory, and all inputs together take about 4 GiB.
-    Each forward CUDA graph takes 0.5 GiB, or 1.5 GiB with a paged cache. The forward graphs are freed before the
-    backward graphs are captured. Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The
-    backward graphs of 14 features together take 56 GiB.
+    Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq, which is 56 GiB for 14 features.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)
@@ -238,10 +232,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
 def rows(
     chosen: list[Feature], head_dim: int, forward: dict[str, float], backward: dict[str, float], errors: dict[str, str]
 ) -> list[str]:
-    """Returns the table lines for one head_dim.
-
-    The columns `work` and `cost` are relative to the first feature, plain causal attention.
-    """
+    """Returns the table lines for one head_dim."""
     plain, *_ = chosen
     lines: list[str] = []
     for feature in chosen:
@@ -311,7 +302,6 @@ def main() -> None:
         found = rows(chosen, head_dim, forward, backward, failed)
         print("\n".join(found), flush=True)
         lines += found
-        # written after each head_dim, so that an interrupted run keeps its results
         Path(f"{out}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"results: {out}.md")
 

@@ -5,10 +5,9 @@
 
 Consecutive calls get different cu_seqlens, mostly with different numbers of documents. No attention schedule is built
 in advance. Because calls are not replayed as a CUDA graph, the time per call is the host time or the GPU time,
-whichever is longer. The pass `forward` is a call without gradients. The pass `forward + backward` also computes the
-gradients of q, k and v. The backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and
-FlashAttention-4 (`flash-attn-4`) run if they are installed. A sample consists of several calls without a GPU sync
-between them. The host time of a sample ends when its last call returns.
+whichever is longer. The backends run in random order. FlashAttention-3 (`fa3-fwd`, forward only) and FlashAttention-4
+(`flash-attn-4`) run if they are installed. A sample consists of several calls without a GPU sync between them. The host
+time of a sample ends when its last call returns.
 """
 
 import argparse
@@ -44,8 +43,6 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # arguments: q, 
 
 @dataclass(frozen=True)
 class Shape:
-    """The head counts and head_dim of one table."""
-
     head_dim: int
     n_heads: int
     n_kv_heads: int
@@ -74,9 +71,7 @@ class Samples:
 
 
 def random_documents(tokens: int, batches: int) -> list[tuple[int, ...]]:
-    """Returns the document lengths of each batch. The lengths of a batch add up to `tokens`, and are the same in every
-    process.
-    """
+    """Returns the document lengths of each batch, which are the same in every process."""
     generator = random.Random(0)
     most = -(-tokens // SHORTEST)
     return [fill_row([generator.randint(SHORTEST, LONGEST) for _ in range(most)], tokens) for _ in range(batches)]
@@ -108,10 +103,7 @@ def _varlen(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_se
 def calls_of(
     attention: Attention, shape: Shape, batches: Iterator[Tensor], tokens: int
 ) -> dict[str, Callable[[], None]]:
-    """Returns a function for each pass (forward, and forward + backward).
-
-    Each time one of these functions is called, it takes the next batch of documents from `batches`.
-    """
+    """Returns a function for each pass, which takes the next batch of documents from `batches` in each call."""
     q, k, v, do = (
         torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
         for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
@@ -131,7 +123,7 @@ def calls_of(
 def measure(
     chosen: Mapping[str, Attention], shape: Shape, batches: Sequence[Tensor], tokens: int, rounds: int, calls: int
 ) -> dict[tuple[str, str], Samples]:
-    """Returns the samples for each pair of backend and pass. FlashAttention-3 has no backward."""
+    """Returns the samples for each pair of backend and pass."""
     runs = {
         (name, direction): run
         for name, attention in chosen.items()

@@ -1,14 +1,14 @@
 """Measures the host time of a call of our attention and of other implementations (python -m scripts.bench.host).
 
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
-schedules are built in advance. The table has five columns. `forward` is a call without gradients, and `forward,
-autograd` is a call with gradients. `backward` is torch.autograd.grad of one call, and includes the start of autograd's
-engine and thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one more layer of
-a model adds. `backward's node` is the backward node alone, without autograd's engine.
+schedules are built in advance. `forward` is a call without gradients, and `forward, autograd` is a call with gradients.
+`backward` is torch.autograd.grad of one call, and includes the start of autograd's engine and thread. `backward, of 16`
+is the backward of 16 chained calls, divided by 16: the time that one more layer of a model adds. `backward's node` is
+the backward node alone, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
-table, in random order. When the last call of a sample returns, the GPU can still have work left. A cell is marked as
-GPU-bound if the remaining work takes longer than a tenth of the sample's time. Writes OUT.csv and OUT.md.
+table, in random order. A cell is marked as GPU-bound if the GPU still works for more than a tenth of a sample's time
+after the sample's last call returned. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -43,10 +43,10 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-DOCUMENTS = 4  # number of documents of equal length, for cases with several documents
+DOCUMENTS = 4  # of equal length, for cases with several documents
 WARM_UP = 5  # number of untimed calls; the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
 GPU_BOUND = 0.1  # a row is GPU-bound if the median of Sample.left is larger than this
-MOST_CALLS = 500  # maximum number of calls in a sample
+MOST_CALLS = 500
 NOTHING = "a Function that does nothing"
 
 Call = Callable[[], object]
@@ -59,8 +59,6 @@ CALLS: dict[Pass, int] = {  # number of chained attention calls in each pass
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of the inputs."""
-
     tokens: int
     n_heads: int
     n_kv_heads: int
@@ -69,15 +67,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One implementation. `layout` is the layout of q, k, v and o."""
+    """One implementation."""
 
     attend: Callable[[Tensor, Tensor, Tensor], Any]  # returns o, or a tuple that starts with o
     layout: Literal["tokens heads", "batch tokens heads", "batch heads tokens"]
     has_backward: bool = True
-    setting: Callable[[], AbstractContextManager[Any]] = nullcontext  # context manager in which a sample runs
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def calls(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[Pass, Call]:
-        """Returns a dictionary from each pass to the function whose time is measured."""
         q, k, v, do = (
             torch.randn(self._shape(shape, heads), device=device, dtype=dtype)
             for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)
@@ -96,7 +93,7 @@ class Candidate:
     def _backward(self, q: Tensor, keys_and_values: Sequence[Sequence[Tensor]], do: Tensor) -> Call:
         """Returns a function that computes the gradients of q and of all tensors in keys_and_values.
 
-        There is one attention call for each pair in keys_and_values. The output o of a call is the input q of the next.
+        The output o of a call is the input q of the next.
         """
         o = q
         with self.setting():
@@ -107,9 +104,7 @@ class Candidate:
         return partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
 
     def _node(self, leaves: Sequence[Tensor], do: Tensor) -> Call:
-        """Returns a function that calls the backward node of one attention call directly, as autograd's engine
-        would.
-        """
+        """Returns a function that calls the backward node of one attention call directly."""
         with self.setting():
             result = self.attend(*leaves)
         outputs = result if isinstance(result, tuple) else (result,)
@@ -173,7 +168,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
-    """Returns the attention implementations by name. FlashAttention-3 is included if its package is installed."""
+    """Returns the attention implementations by name."""
     length = shape.tokens // DOCUMENTS
     cu_seqlens = torch.arange(DOCUMENTS + 1, dtype=torch.int32, device=device) * length
     several = f"{DOCUMENTS} documents"
@@ -201,7 +196,7 @@ def candidates(shape: Shape, device: torch.device) -> dict[str, Candidate]:
 
 
 def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: int) -> list[Row]:
-    """Measures each candidate's passes. If a candidate fails, its row shows the error."""
+    """Measures each candidate's passes."""
     runs: dict[tuple[str, Pass], Call] = {}
     failed: list[Row] = []
     for name, candidate in chosen.items():
@@ -213,7 +208,6 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
                         for _ in range(WARM_UP):
                             run()
         except Exception as error:
-            # If a candidate fails, its error appears in the table, and the others continue.
             traceback.print_exc()
             first_line, *_ = str(error).strip().splitlines() or [""]
             failed.append(Row(name, "forward", f"{type(error).__name__}: {first_line}"))
@@ -227,19 +221,13 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
 
 
 def order(places: Sequence[Any], rounds: int) -> list[Any]:
-    """Returns `rounds` copies of the list `places`, each in a random order, as one list.
-
-    The order differs between rounds, but is the same in every process.
-    """
+    """Returns `rounds` copies of the list `places`, each in a random order that is the same in every process."""
     generator = random.Random(0)
     return [place for _ in range(rounds) for place in generator.sample(places, len(places))]
 
 
 def sample(run: Call, calls: int, in_a_row: int) -> Sample:
-    """Takes one sample of at least `calls` attention calls.
-
-    Each call of `run` makes `in_a_row` attention calls.
-    """
+    """Takes one sample of at least `calls` attention calls, `in_a_row` of them in each call of `run`."""
     runs = -(-calls // in_a_row)
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -14,11 +14,10 @@ If P is kept from the forward, the backward of naive attention moves `7 * N**2 +
 of the naive backward compute dV from P and dO, dP from dO and V, dS from dP and P, dQ from dS and K, and dK from dS and
 Q. In the backward, a causal mask adds three transfers: reading dS, reading one byte of mask per score, and writing dS.
 
-In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. The
-forward of flash attention therefore reads K and V `N / block_m` times. By theorem 2 of arXiv:2205.14135, flash
-attention moves O(`N**2 * d**2 / M`) elements, where M is the number of elements that fast memory holds. The formulas
-for flash attention count all bytes that the multiprocessors load, although most of them come from the L2 cache. The
-column `least` shows the traffic if each tensor moves only once. The formulas use the tile sizes of the kernels.
+In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. By
+theorem 2 of arXiv:2205.14135, flash attention moves O(`N**2 * d**2 / M`) elements, where M is the number of elements
+that fast memory holds. The formulas for flash attention count all bytes that the multiprocessors load, although most of
+them come from the L2 cache. The column `least` shows the traffic if each tensor moves only once.
 """
 
 import argparse
@@ -102,10 +101,7 @@ class Measured:
 
 
 def transfers(case: Case, arch: Arch) -> dict[str, int]:
-    """Returns the bytes of each transfer of a case, by the transfer's name, summed over all heads.
-
-    For flash attention, a read counts all bytes that the multiprocessors load, even those from the L2 cache.
-    """
+    """Returns the bytes of each transfer of a case, by the transfer's name, summed over all heads."""
     if case.method == "naive":
         per_head = _naive_forward(case) if case.direction == "forward" else _naive_backward(case)
     elif case.direction == "forward":
@@ -170,11 +166,9 @@ def _portable_backward(case: Case, arch: Arch) -> dict[str, int]:
 
 
 def _recomputing_backward(case: Case, key_blocks: dict[Pass, int], query_blocks: tuple[int, int]) -> dict[str, int]:
-    """Returns the bytes of a backward in which every pass recomputes the scores. One pass goes over query tiles, and
-    the other passes go over key tiles.
+    """Returns the bytes of a backward in which every pass recomputes the scores.
 
-    key_blocks: the number of keys per tile, for each pass over key tiles. query_blocks: (queries per tile, keys per
-    block) of the pass over query tiles.
+    query_blocks: (queries per tile, keys per block) of the pass over query tiles.
     """
     rows, ranges = case.seqlen * case.head_dim * ITEM, case.seqlen * ROW_RANGE
     sizes: dict[str, int] = {}
@@ -224,7 +218,6 @@ def _hopper_backward(case: Case) -> dict[str, int]:
 
 
 def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
-    """Returns the number of queries and of keys per tile."""
     if case.method == "hopper":
         of_hopper = forward_config(case.head_dim, length_class_of(case.seqlen))
         return of_hopper.consumers * ROWS, of_hopper.block_n
@@ -233,7 +226,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of K a head's query tiles load in total. Rows past the end of K are not counted."""
+    """Returns how many rows of K a head's query tiles load in total."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -241,7 +234,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of Q a head's key tiles load. A causal key tile skips the queries before its first key."""
+    """Returns how many rows of Q a head's key tiles load."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 
@@ -253,11 +246,7 @@ def least_bytes(case: Case) -> int:
 
 
 def order_bytes(case: Case, arch: Arch) -> float:
-    """Returns the theoretical lower bound of the traffic in bytes, without its constant factor.
-
-    The lower bound of the traffic is `N**2 + N * d` elements for naive attention, and `N**2 * d**2 / M` elements for
-    flash attention with M elements in shared memory.
-    """
+    """Returns the theoretical lower bound of the traffic in bytes, without its constant factor."""
     n, d = case.seqlen, case.head_dim
     elements = n * n + n * d if case.method == "naive" else n * n * d * d / (SHARED_LIMIT[arch] / ITEM)
     return elements * ITEM * case.n_heads
@@ -282,7 +271,7 @@ def cases_of(args: argparse.Namespace, arch: Arch) -> list[Case]:
 
 
 def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
-    """Computes naive attention on (heads, tokens, head_dim) and stores every matrix. q must be scaled already."""
+    """Computes naive attention on (heads, tokens, head_dim). q must be scaled already."""
     scores = q @ k.transpose(-2, -1)
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -math.inf)
@@ -292,7 +281,7 @@ def _naive(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Tensor:
 def prepared(case: Case) -> Callable[[], object]:
     """Creates the inputs of a case, and returns a function that runs the forward or the backward pass.
 
-    If the case is a backward pass, `prepared` itself runs the forward pass once.
+    For a backward pass, `prepared` itself runs the forward pass once.
     """
     heads, tokens, width = case.n_heads, case.seqlen, case.head_dim
     shape = (heads, tokens, width) if case.method == "naive" else (1, tokens, heads, width)

@@ -4,24 +4,21 @@
     python -m scripts.bench.memory --seq-lens 32768 --combinations selective selective+offload --profile  # 32k only.
     python -m scripts.bench.memory --budget 560 --resume             # continue an earlier call.
 
-A measurement runs train.py's loop on documents of seq_len random tokens (scripts/bench/training_case.py). Each
-measurement runs in a new process, so running out of memory affects only that measurement. Times are host times, with a
-device sync before and after the optimizer. The optimizer's time includes gradient clipping. Peak memory is the CUDA
-allocator's maximum over all steps. On a CPU, peak memory is that of the process. Host memory counts only offloaded
-activations and the tensors of an offloaded optimizer.
+Each measurement runs train.py's loop in a new process, on documents of seq_len random tokens
+(scripts/bench/training_case.py). Times are host times, with a device sync before and after the optimizer. The
+optimizer's time includes gradient clipping. Peak memory is the CUDA allocator's maximum over all steps. Host memory
+counts only offloaded activations and the tensors of an offloaded optimizer.
 
 A combination is CHECKPOINTING[+LEVER...]. CHECKPOINTING is `none`, `selective` or `full`. LEVER is `offload`,
 `mlp_chunk[=TOKENS]`, `loss_chunk=TOKENS`, `loss_chunk=all`, `bf16-true` or the name of an optimizer in conf/optimizer.
 The default loss_chunk is 4096 tokens, as in conf/memory. The default precision is bf16-mixed, or fp32 on a CPU.
 Combinations with bf16-true, or with an optimizer other than adamw, run only at the first of --seq-lens, because the
-optimizer's time does not depend on the number of tokens. Combinations that are compared with each other run one after
-the other. Every second round runs in reverse order, so that a GPU that slows down over time affects all combinations
-equally.
+optimizer's time does not depend on the number of tokens. Every second round runs in reverse order, so that a GPU that
+slows down over time affects all combinations equally.
 
-The option --profile profiles one step with offload and one step without offload, at the first of --seq-lens. The
-profile shows what share of the copies overlaps with kernels, and how long the compute stream is idle. With --profile,
-the script also writes traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes
-memory.md and memory.json to the folder OUT.
+The option --profile profiles one step with offload and one step without offload, at the first of --seq-lens, and writes
+traces for https://ui.perfetto.dev to the folder OUT. After every measurement, the script writes memory.md and
+memory.json to the folder OUT.
 """
 
 import argparse
@@ -91,7 +88,7 @@ def configuration(case: Case) -> DictConfig:
 def measure(case: Case) -> Row:
     """Runs the case in this process and returns its row.
 
-    If the case runs out of memory, the outcome is "out of memory". Errors other than out of memory are raised.
+    If the case runs out of memory, the outcome is "out of memory".
     """
     torch.manual_seed(0)
     config, device, trace = configuration(case), torch.device(case.device), Path(case.trace)
@@ -158,7 +155,7 @@ def host_bytes(offload: Offload | None, optimizer: Optimizer) -> int:
 
 
 def run_apart(case: Case, timeout: float) -> Row:
-    """Runs the case in a new process and waits for its result.
+    """Runs the case in a new process.
 
     Raises: subprocess.TimeoutExpired if the process takes longer than `timeout` seconds.
     """
@@ -173,7 +170,7 @@ def run_apart(case: Case, timeout: float) -> Row:
     try:
         out, errors = process.communicate(timeout=timeout)
     except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # ends the case and the compiler processes that the case has started
+        os.killpg(process.pid, signal.SIGKILL)  # also ends the compiler processes that the case has started
         process.communicate()
         raise
     if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
@@ -186,7 +183,7 @@ def run_apart(case: Case, timeout: float) -> Row:
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
-    """Returns the cases of one round of measurements. Combinations with only one sequence length come last."""
+    """Returns the cases of one round of measurements."""
 
     def case(seq_len: int, name: str) -> Case:
         settings = args.attention, args.compile, args.steps, args.slow_step, tuple(args.overrides)
@@ -251,7 +248,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, head: dict[str, str], device: Device) -> None:
-    """Runs measurements until the time budget is spent. The profile runs first, because it takes the least time."""
+    """Runs measurements until the time budget is spent."""
     begin, out = time.monotonic(), args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     rows, profiles = read_results(out / "memory.json", head) if args.resume else ([], [])

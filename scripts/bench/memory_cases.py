@@ -86,14 +86,14 @@ class Row:
     """One measurement.
 
     If the outcome is "ok", the row has all measured values. If the outcome is "out of memory", only peak_gib can have a
-    value. If the outcome is "failed", the row has no measured values.
+    value.
     """
 
     seq_len: int
     combination: str
     outcome: str  # "ok", "out of memory", or "failed" and the reason
     step_ms: list[float] = field(default_factory=list)  # of each timed step
-    optimizer_ms: list[float] = field(default_factory=list)  # milliseconds that the optimizer took in each timed step
+    optimizer_ms: list[float] = field(default_factory=list)
     peak_gib: float | None = None
     host_gib: float | None = None
     loss: float | None = None  # loss of the last step, in nats per label

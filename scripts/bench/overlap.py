@@ -53,8 +53,7 @@ def length(spans: Iterable[Span]) -> float:
 def overlap(step: Span, compute: Iterable[Span], to_host: Iterable[Span], to_device: Iterable[Span]) -> Overlap:
     """Computes the times of one step from the spans of the step, its kernels and its copies.
 
-    Spans are in microseconds. Copies to the host and copies to the device can run at the same time. If kernels hide
-    copies in both directions at the same time, `hidden` counts this time twice.
+    If kernels hide copies in both directions at the same time, `hidden` counts this time twice.
     """
     computing, out, back = (common(merged(spans), [step]) for spans in (compute, to_host, to_device))
     edges = [step[0], *(moment for span in computing for moment in span), step[1]]

@@ -4,8 +4,7 @@
     python -m scripts.bench.packing --documents 10000000 --seq-lens 8192    # 10,000,000 documents, rows of 8192.
 
 The document lengths are log-normal like those of web pages: the median is 400 tokens, the mean about 1,000, and 1% are
-above 9,600. Documents that are longer than a row are split. No text is tokenised or read, because packing needs only
-the lengths of the documents.
+above 9,600. Documents that are longer than a row are split.
 """
 
 import argparse
@@ -27,11 +26,7 @@ def lengths_of(documents: int, seed: int) -> np.ndarray:
 
 
 def measure(lengths: np.ndarray, seq_len: int, runs: int) -> dict[str, float]:
-    """Packs `runs` times.
-
-    Returns the fastest and the slowest time in seconds, the number of rows, and the share of the tokens that is not
-    padding.
-    """
+    """Returns the fastest and slowest time in s, the number of rows, and the share of tokens that is not padding."""
     seconds = []
     for _ in range(runs):
         start = time.perf_counter()

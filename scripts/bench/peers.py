@@ -1,7 +1,6 @@
 """A training step of Hugging Face transformers' LlamaForCausalLM, for the comparison in scripts/bench/step.py.
 
-The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses. There are three
-variants: the peers `hf` and `hf-compiled`, and `hf-fa_train`, which uses our attention.
+The model has the sizes, the dtypes, the optimizer and the adapters that the config of train.py chooses.
 
 The peer `hf` uses Liger's RMSNorm, RoPE, SwiGLU and fused linear cross entropy. In the peer `hf`, torch chooses the
 SDPA kernel.
@@ -13,10 +12,9 @@ kernel, and a note on the results page gives the reason.
 
 The variant `hf-fa_train` equals `hf`, except that our attention replaces SDPA.
 
-With adapter=lora, the peer has adapters like peft's LoRA. The weights are frozen. Each linear layer that
-adapter.target_modules names has one pair of matrices A and B in fp32. Products with A and B use the dtype of the
-layer's input, or autocast's dtype if autocast is on. With optimizer=adamw_8bit, our variants and the peers use
-torchao's AdamW8bit.
+With adapter=lora, the peer has adapters like peft's LoRA. Each linear layer that adapter.target_modules names has one
+pair of matrices A and B in fp32. Products with A and B use the dtype of the layer's input, or autocast's dtype if
+autocast is on. With optimizer=adamw_8bit, our variants and the peers use torchao's AdamW8bit.
 """
 
 import time
@@ -42,7 +40,7 @@ from scripts.bench.variants import Variant
 
 
 class CannotRunError(Exception):
-    """Raised if a variant cannot be measured on this machine. The error message gives the reason."""
+    """Raised if a variant cannot be measured on this machine."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,7 @@ class Peer:
     loss: computes the mean loss over random tokens, in nats per label.
     sdpa: returns a context manager that selects the SDPA kernel. Forward and backward must run inside the context
     manager that `sdpa` returns.
-    note: text for the results page. For a compiled model, `note` names cuDNN's SDPA kernel, or says why SDPA does not
-    use cuDNN. If Liger's kernels are not used, `note` gives the reason.
+    note: text for the results page.
     """
 
     model: nn.Module
@@ -157,16 +154,13 @@ def use_liger(device: torch.device, variant: Variant) -> str:
 
 
 def compile_layers(model: Any, **options: Any) -> None:
-    """Compiles each decoder layer with torch.compile(**options). A graph break is an error."""
+    """Compiles each decoder layer with torch.compile(**options)."""
     for layer in model.model.layers:
         layer.compile(fullgraph=True, **options)
 
 
 def without_cudnn(config: DictConfig, device: torch.device) -> str:
-    """Returns why cuDNN cannot compute the model's attention, or an empty string if cuDNN can compute it.
-
-    On a GPU, this function tries cuDNN's attention, forward and backward, on tensors of the model's sizes.
-    """
+    """Returns why cuDNN cannot compute the model's attention, or an empty string if cuDNN can compute it."""
     if device.type != "cuda":
         return "cuDNN needs a GPU"
     if len(document_lens(config)) > 1:
@@ -219,7 +213,7 @@ def add_lora(model: Any, settings: LoRA) -> None:
 
 
 class PlainLoRA(nn.Module):
-    """Computes `x W^T + scale * (x A^T) B^T`. A (r, in_features) and B (out_features, r) are in fp32. B starts at 0."""
+    """Computes `x W^T + scale * (x A^T) B^T`. A (r, in_features) and B (out_features, r) are in fp32."""
 
     def __init__(self, base: nn.Linear, r: int, scale: float) -> None:
         super().__init__()

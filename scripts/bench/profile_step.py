@@ -4,22 +4,19 @@
     python -m scripts.bench.profile_step model=gpt2 memory=offload hydra.run.dir=runs/profile_offload    # gpt2.
     torchrun --nproc-per-node=2 -m scripts.bench.profile_step trainer.devices=2 strategy=fsdp batch_size=2    # 2 GPUs.
 
-The script takes train.py's overrides and runs train.py's model, optimizer and loop. The script writes no checkpoint.
-The defaults are data=synthetic, logger=csv and batch_size=1 (one micro-batch per step). In a folder that is not a git
-checkout, pass +commit=HASH to show the commit in profile.md. On several GPUs, start the script with torchrun. The
-script profiles only rank 0.
+The script takes train.py's overrides and runs train.py's model, optimizer and loop. The defaults are data=synthetic,
+logger=csv and batch_size=1 (one micro-batch per step). In a folder that is not a git checkout, pass +commit=HASH to
+show the commit in profile.md. The script profiles only rank 0.
 
-The script writes four files to the run's folder. `profile.md` and `profile.csv` list the exclusive time of each part.
-Exclusive means that each moment of the step counts for at most one part. The exclusive times and the idle time add up
-to the step's time. In the exclusive times, copies and communication count only while no kernel computes. The column
-`kernels ms` shows the full time of copies and communication. `trace.json.gz` is a trace for https://ui.perfetto.dev.
-`memory.png` shows the allocated memory of each component over time. The time axis of `memory.png` is host time, because
-the host allocates and frees memory.
+In the run's folder, `profile.md` and `profile.csv` list the exclusive time of each part. Exclusive means that each
+moment of the step counts for at most one part. In the exclusive times, copies and communication count only while no
+kernel computes. The column `kernels ms` shows the full time of copies and communication. `trace.json.gz` is a trace for
+https://ui.perfetto.dev. `memory.png` shows the allocated memory of each component over time. The time axis of
+`memory.png` is host time, because the host allocates and frees memory.
 
 If attention, the loss or the optimizer launched a kernel, the kernel belongs to that part of the step. The name of
-every other kernel decides to which part the kernel belongs. All copies belong to the part `copies`, and all
-communication belongs to the part `communication`. On a CPU, the script times torch's operators instead of kernels. On a
-CPU, the time of an operator excludes the operators that it calls.
+every other kernel decides to which part the kernel belongs. On a CPU, the script times torch's operators instead of
+kernels, each without the operators that it calls.
 """
 
 import csv
@@ -61,11 +58,7 @@ TOP = 25  # number of kernels in the list of kernels by name
 
 
 class StepProfiler(Callback):
-    """Times `warmup` steps without the profiler, runs one step to start the profiler, and then profiles one step of
-    rank 0.
-
-    The trace is written to the file `trace`.
-    """
+    """Times `warmup` steps, runs one step to start the profiler, and then profiles one step of rank 0."""
 
     def __init__(self, trace: Path, warmup: int) -> None:
         self.trace, self.warmup = trace, warmup
@@ -177,7 +170,6 @@ def _addresses(module: L.LightningModule, optimizers: list[torch.optim.Optimizer
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    """Returns the storage of a tensor, or of this rank's part of a sharded tensor."""
     return local(tensor).untyped_storage()
 
 
@@ -226,7 +218,7 @@ def report(step: Step, head: dict[str, str]) -> str:
 def profile_step(cfg: DictConfig, folder: Path) -> None:
     """Trains until one step has been profiled, and writes the results to `folder`."""
     cfg.max_steps = WARMUP + 2
-    cfg.callbacks.checkpoint = None  # save no checkpoint, because nobody needs the trained weights
+    cfg.callbacks.checkpoint = None
     run_config.check(cfg)
     trainer, lit_gpt, data = training.build(cfg)
     assert isinstance(lit_gpt, LitGPT)

@@ -1,4 +1,4 @@
-"""Makes the file name and the header of a results page. The header says how and where the results were measured."""
+"""Makes the file name and the header of a results page."""
 
 import os
 import platform
@@ -11,10 +11,7 @@ import triton
 
 
 def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
-    """Returns what a reader needs to repeat a measurement: command, commit, date, GPU and versions.
-
-    If `commit` is None, the commit comes from git.
-    """
+    """Returns what a reader needs to repeat a measurement: command, commit, date, GPU and versions."""
     if commit is None:
         git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
         commit = git.stdout.strip() if git.returncode == 0 else "unknown: no git checkout, and no --commit"

@@ -20,9 +20,9 @@ from fa_train.callbacks.monitor import GIB, memory, resident_bytes
 class RankMemory(Callback):
     """Records the peaks of the first `warm_up` optimizer steps and of the later steps, in GiB.
 
-    On a GPU, the peaks are the maxima of torch's allocator. After the first `warm_up` steps, the callback resets the
-    allocator's maxima. After the reset, the metrics perf/peak_gib and perf/reserved_gib cover only the later steps. On
-    the CPU, no peak can be reset, so the recorded peak of the later steps is the peak of the whole run.
+    After the first `warm_up` steps, the callback resets the allocator's maxima. After the reset, the metrics
+    perf/peak_gib and perf/reserved_gib cover only the later steps. On the CPU, no peak can be reset, so the recorded
+    peak of the later steps is the peak of the whole run.
     """
 
     def __init__(self, warm_up: PositiveInt) -> None:

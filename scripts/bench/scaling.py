@@ -6,10 +6,9 @@
     python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # context group.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
-A run on one GPU ignores STRATEGY and overrides of strategy.*. Cases that differ only in STRATEGY and overrides of
-strategy.* share one run on one GPU. In each step, every GPU trains on --rows rows of random tokens. With
-strategy.context=N, every group of N GPUs trains on --rows rows together. Each run is a new process with logger=csv,
-without validation and without checkpoints. The order of the runs is random.
+A run on one GPU ignores STRATEGY and overrides of strategy.*. In each step, every GPU trains on --rows rows of random
+tokens. With strategy.context=N, every group of N GPUs trains on --rows rows together. Each run is a new process with
+logger=csv, without validation and without checkpoints.
 
 The column `of ideal` is the tokens/s of N GPUs, divided by N times the tokens/s of one GPU. Times are medians over the
 log entries of the timed steps. The first third of the steps is not timed. The columns of step time, data wait,
@@ -68,7 +67,6 @@ ONE = ("auto",)  # the strategy of runs on one GPU
 LOGS = 12  # number of log entries in a run, if the run has enough steps
 FAILED_LINES = 15  # how many lines are printed from the end of a failed run's log
 MISTAKES = ValueError, HydraException, OmegaConfBaseException
-# maps a field of Row to a metric of train.py
 MEDIANS = {
     "tokens_per_s": "perf/tokens_per_s",
     "mfu": "perf/mfu",
@@ -100,8 +98,8 @@ class Case:
 class Run:
     """One run of train.py.
 
-    rows: rows per step on each GPU, or on each group of GPUs that share their rows. common: overrides for all runs. A
-    run on one GPU ignores overrides of strategy.*. cpu: whether the ranks are processes on the CPU.
+    rows: rows per step on each GPU, or on each group of GPUs that share their rows. common: overrides for all runs.
+    cpu: whether the ranks are processes on the CPU.
     """
 
     workload: Workload
@@ -115,7 +113,6 @@ class Run:
 
     @property
     def warm_up(self) -> int:
-        """The number of steps that are not timed."""
         return self.steps // 3
 
     @property
@@ -152,7 +149,6 @@ class Run:
         ]
 
     def _overrides(self) -> list[str]:
-        """Returns the overrides for this run: those of its case, and those for all runs."""
         common = [override for override in self.common if self.gpus > 1 or not sets_strategy(override)]
         return [*self.workload.overrides, *self.strategy[1:], *common]
 
@@ -174,7 +170,7 @@ def parse_case(text: str) -> Case:
 
 
 def sets_strategy(override: str) -> bool:
-    """Returns whether an override sets a key of strategy.*. A run on one GPU leaves out overrides of strategy.*."""
+    """Returns whether an override sets a key of strategy.*."""
     return key_of(override).startswith("strategy.")
 
 
@@ -214,7 +210,7 @@ class Process:
 
     def __init__(self, run: Run, gpus: Sequence[int], timeout: float, folder: Path) -> None:
         self.run, self.gpus, self.timeout, self.folder = run, gpus, timeout, folder
-        shutil.rmtree(folder, ignore_errors=True)  # removes the results of an earlier run
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.log = folder / "output.log"
         command = [sys.executable, str(REPOSITORY / "train.py"), *run.arguments(), f"hydra.run.dir={folder}"]
@@ -247,7 +243,7 @@ class Process:
         return replace(row, outcome=f"failed: {reason}")
 
     def kill(self) -> None:
-        """Ends the run with all its processes. Ranks end when their launcher is killed."""
+        """Ranks end when their launcher is killed."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -266,8 +262,7 @@ def visible(gpus: Sequence[int]) -> str:
 def results(runs: Sequence[Run], predictions: dict[Run, float | None], args: argparse.Namespace) -> Iterator[Row]:
     """Starts all runs, and yields the row of a run when the run ends.
 
-    Runs start in the given order, each as soon as its GPUs are free. Without --parallel, runs do not overlap. Runs that
-    would start after --budget seconds are left out.
+    Runs start in the given order, each as soon as its GPUs are free.
     """
     end = time.monotonic() + args.budget
     free, waiting = set(range(max(run.gpus for run in runs))), list(runs)
@@ -304,7 +299,7 @@ def gpus_for(run: Run, free: set[int]) -> list[int]:
 
 
 def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | None) -> Row:
-    """Returns the row of a run, without the run's results. seconds: how long the whole process ran."""
+    """Returns the row of a run, without the run's results."""
     return Row(
         model=run.workload.model,
         seq_len=run.workload.seq_len,
@@ -320,7 +315,7 @@ def row_of(run: Run, gpus: Sequence[int], seconds: float, predicted: float | Non
 def measured(row: Row, warm_up: int, folder: Path) -> Row:
     """Adds the results of a run to its row. The results are in metrics.csv and rank_memory_<rank>.json in `folder`.
 
-    Log entries that cover a warm-up step are ignored. If results are missing, the row says that the run failed.
+    If results are missing, the row says that the run failed.
     """
     try:
         with (folder / "metrics.csv").open() as file:
@@ -414,7 +409,7 @@ def main() -> None:
     for row in results(runs, predictions, args):
         rows.append(row)
         print(" | ".join(cells(row, rows)), flush=True)
-        write(rows, head, args.out)  # results are written after each run, so that an interrupted script keeps them
+        write(rows, head, args.out)
     print(f"\n{page(rows, head)}\nresults: {args.out}.*")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-ENOUGH = 0.95  # share of the ideal speed. The results page counts the runs that reach at least this share.
+ENOUGH = 0.95  # share of the ideal speed
 CLOSE = 0.05  # a prediction within 5% of the measured peak counts as close
 HEAD = (
     "case", "GPUs", "tokens/s (slowest to fastest log)", "of ideal", "step ms", "data wait ms", "communication ms",
@@ -57,8 +57,7 @@ class Row:
 def share_of_ideal(row: Row, rows: Sequence[Row]) -> float | None:
     """Returns the tokens/s of a run on N GPUs, divided by the ideal tokens/s. Returns None if a value is missing.
 
-    The ideal is N times the tokens/s of one GPU. With --every-gpu, the ideal is N times the mean tokens/s of all runs
-    on one GPU.
+    The ideal is N times the mean tokens/s of all runs on one GPU.
     """
     alone = [
         x.tokens_per_s
@@ -82,7 +81,7 @@ def plan_error(row: Row) -> float | None:
 
 
 def cells(row: Row, rows: Sequence[Row]) -> list[str]:
-    """Returns the cells of a table line. The cell `of ideal` is computed from the runs on one GPU in `rows`."""
+    """Returns the cells of a table line."""
     name = " ".join([row.model, f"{row.seq_len:,}", *([row.strategy] if row.gpus > 1 else []), row.overrides]).strip()
     logs = f" ({row.tokens_per_s_min:,.0f} to {row.tokens_per_s_max:,.0f})" if row.tokens_per_s_min is not None else ""
     return [
@@ -117,7 +116,7 @@ def with_largest(mean: float | None, largest: float | None, form: str) -> str:
 
 
 def page(rows: Sequence[Row], head: dict[str, str]) -> str:
-    """Formats all rows as Markdown. In the table, all runs of a workload are on consecutive lines."""
+    """Formats all rows as Markdown."""
     lines = [
         "# Training on several GPUs compared with one",
         "",

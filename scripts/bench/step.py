@@ -6,14 +6,12 @@
     python -m scripts.bench.step --variants hf hf-fa_train ours-none-compiled data.document_len=2048    # packing.
     python -m scripts.bench.step --model llama_8b --seq-lens 8192 adapter=lora trainer.precision=bf16-true    # LoRA.
 
-Each step trains on seq_len random tokens. The random tokens are one document, or packed documents of data.document_len
-tokens. All variants, ours and those of transformers, have the same precision, optimizer and adapters. Overrides such as
-`adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` apply to all variants. The default precision is
-fp32 weights with bf16 autocast. A step of our variants is a training step of train.py, which runs LitGPT in Lightning's
-loop, with gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop: forward,
-backward, optimizer. Each case runs in a new process. Times are host times, with a device sync after each step. Peak
-memory and reserved memory are the CUDA allocator's maxima over all steps. On a CPU, peak memory is that of the process.
-MFU counts FLOPs as fa_train/flops.py does, without recomputation.
+Each step trains on seq_len random tokens, in one document or in packed documents of data.document_len tokens. Overrides
+such as `adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` apply to all variants. The default
+precision is fp32 weights with bf16 autocast. A step of our variants is a training step of train.py, which runs LitGPT
+in Lightning's loop, with gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop:
+forward, backward, optimizer. Times are host times, with a device sync after each step. Peak memory and reserved memory
+are the CUDA allocator's maxima over all steps. MFU counts FLOPs as fa_train/flops.py does, without recomputation.
 
 Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels
@@ -91,8 +89,7 @@ class Row:
     """One result.
 
     If the outcome is "ok", the row has all measured values, except that mfu is None if the device's peak FLOP/s is
-    unknown. If the outcome is "oom", only peak_gib and reserved_gib can have values. With any other outcome, the row
-    has no measured values.
+    unknown. If the outcome is "oom", only peak_gib and reserved_gib can have values.
     """
 
     seq_len: int
@@ -132,7 +129,7 @@ def measure(case: Case) -> Row:
     """Runs the case in this process and returns its row.
 
     If the variant cannot run on this machine, the outcome is "missing: REASON". If the case runs out of memory, the
-    outcome is "oom". All errors except CannotRunError and out of memory are raised.
+    outcome is "oom".
     """
     torch.manual_seed(0)
     config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)
@@ -240,7 +237,7 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
 
 
 def cells(row: Row, rows: list[Row]) -> list[str]:
-    """Returns the cells of a table line. One cell is the speed of `row`, divided by that of the best peer in `rows`."""
+    """Returns the cells of a table line."""
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
     gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
@@ -272,7 +269,6 @@ def comparison(rows: list[Row], seq_len: int) -> list[str]:
 
 
 def _ratio(row: Row | None, peer: Row | None) -> str:
-    """Returns the speed of `row` divided by that of `peer`, with two decimals, or a dash if a speed is missing."""
     if row is None or peer is None or not row.tokens_per_s or not peer.tokens_per_s:
         return "–"
     return f"{row.tokens_per_s / peer.tokens_per_s:.2f}"
@@ -365,7 +361,7 @@ def main() -> None:
     for case in cases:
         rows.append(run_apart(case, args.timeout))
         print(" | ".join(cells(rows[-1], rows)), flush=True)
-        write(rows, head, out)  # written after each case, so that an interrupted run keeps its results
+        write(rows, head, out)
     print(f"results: {out}.*")
 
 

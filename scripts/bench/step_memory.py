@@ -25,8 +25,7 @@ COMPONENTS = {  # in the order of the plot from bottom to top; colours are the p
 def memory_over_time(
     events: Sequence[Event], before: dict[int, tuple[str, int]], gradients: set[int], device: torch.device
 ) -> tuple[list[float], dict[str, list[int]]]:
-    """Returns the times in microseconds at which the allocated memory changes, and the bytes of each component after
-    each change.
+    """Returns the microseconds at which the allocated memory changes, and each component's bytes after each change.
 
     before: {address of memory that was allocated before the step: (its component, its bytes)}. gradients: the addresses
     of the parameters' gradients when the optimizer starts.
@@ -86,10 +85,7 @@ def memory_over_time(
 
 
 def draw_memory(moments: Sequence[float], over_time: dict[str, list[int]], start: float, title: str) -> Figure:
-    """Draws the memory of all components as a stacked plot over the milliseconds since `start`.
-
-    The plot is a step function, because memory is constant between two changes.
-    """
+    """Draws the memory of all components as a stacked plot over the milliseconds since `start`."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots()
     corners = [(moment - start) / 1e3 for moment in moments for _ in range(2)][1:]

@@ -72,10 +72,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The time spans of the outermost ranges in each host thread. A range inside another range is left out.
-
-    Each range belongs to a part of the step.
-    """
+    """The time spans of the outermost ranges in each host thread."""
 
     by_thread: dict[int, list[Interval]]
 
@@ -91,7 +88,6 @@ class Ranges:
         return cls(dict(by_thread))
 
     def at(self, thread: int, moment: float) -> Interval | None:
-        """Returns the range of host thread `thread` that contains the time `moment`, or None."""
         ranges = self.by_thread.get(thread, [])
         before = bisect_right(ranges, moment, key=lambda interval: interval.start)
         return ranges[before - 1] if before and moment < ranges[before - 1].end else None
@@ -124,9 +120,9 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part of the step, including idle time. The parts add up to the step's time.
 
-    No time counts twice. While a kernel and a copy run together on a GPU, the time counts for the kernel. While several
-    kernels run together, the time counts for the kernel that started first. On the host, the time counts for the
-    innermost of the running operators.
+    While a kernel and a copy run together on a GPU, the time counts for the kernel. While several kernels run together,
+    the time counts for the kernel that started first. On the host, the time counts for the innermost of the running
+    operators.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:
@@ -177,8 +173,7 @@ def step_of(events: Sequence[Event]) -> Step:
     of_host = [event for event in inside if event.get("cat") in ("cpu_op", "user_annotation")]
     owners = Ranges.of(of_host, OPERATORS)
     device = [event for event in inside if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # A kernel and its launch have the same correlation id. A kernel belongs to the operator during which the host
-    # thread launched the kernel.
+    # A kernel and its launch have the same correlation id.
     launches = {
         event["args"]["correlation"]: event
         for event in inside

@@ -21,7 +21,7 @@ def require_gpu(script: str) -> None:
 
 
 def captured(prepare: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """Captures a CUDA graph of the function that `prepare` returns. The time of a replay contains no host time.
+    """Captures a CUDA graph of the function that `prepare` returns.
 
     `prepare` is called on the stream of the graph, because autograd runs a backward pass on the stream of its forward
     pass. If a function cannot be captured, the function itself is returned, and a message on stderr says so.

@@ -1,4 +1,4 @@
-"""Measures training steps with train.py's model, data and loop. Most benchmarks of our training step use `measure`."""
+"""Measures training steps with train.py's model, data and loop."""
 
 import math
 import time
@@ -33,7 +33,6 @@ Loss = Callable[[], Tensor]
 class StepTimes:
     """Collects the times and the losses of a case's steps.
 
-    steps: number of timed steps. warmup: number of untimed steps before the timed steps.
     slow_step: if the second step takes more seconds than `slow_step`, the second step is timed too, and at most
     `FEWEST_STEPS` steps are timed.
     limit: a time limit in seconds, counted from the end of the first step. A step does not start if it would probably
@@ -52,7 +51,6 @@ class StepTimes:
 
     @property
     def milliseconds(self) -> list[float]:
-        """Returns the milliseconds of the timed steps."""
         return self._milliseconds[self.warmup :]
 
     def add(self, seconds: float, loss: float = math.nan) -> None:
@@ -70,9 +68,7 @@ class StepTimes:
 
 
 class StepTimer(Callback):
-    """A Lightning callback that times each optimizer step between two device syncs, and ends the run after enough
-    steps.
-    """
+    """Times each optimizer step between two device syncs, and ends the run after enough steps."""
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
@@ -123,9 +119,9 @@ def training_config(
 def measure(config: DictConfig, device: torch.device, times: StepTimes, callbacks: Sequence[Callback] = ()) -> None:
     """Trains as train.py does, with LitGPT, Lightning's loop and the data of the config. Fills `times`.
 
-    The planner does not check beforehand whether the run fits in memory. Nothing is logged or saved. On a GPU, the
-    peak memory of the process covers only the training, because the callback Monitor resets the peak at the start.
-    callbacks: additional callbacks, for other measurements. The hooks of `callbacks` run after the hooks of StepTimer.
+    The planner does not check beforehand whether the run fits in memory. On a GPU, the peak memory of the process
+    covers only the training, because the callback Monitor resets the peak at the start. The hooks of `callbacks` run
+    after the hooks of StepTimer.
     """
     require_backend(instantiate(config.attention), device)
     if config.lit_gpt.float8 is not None:

@@ -10,12 +10,11 @@
 A candidate is a combination of block_m, block_n, warps and stages, where block_m and block_n are powers of two. A
 candidate must fit in shared memory (tiles.shared_bytes), and its fp32 tiles must leave registers for other values. With
 --near, the script tries only the table's entry and the candidates that differ from this entry by one step in one value.
-With --tiles, the script tries exactly the given candidates. First, several processes (--jobs) compile the candidates.
-After compilation, the script times the candidates one by one on a causal document of --seqlen tokens, with n_heads *
-head_dim = 2048 or slightly less. The TFLOP/s are computed from 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for
-dv and 3 for dq. Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries
-dk and dv to the table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each
-product is three TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as in runs that allow TF32 in
+The script times the candidates one by one on a causal document of --seqlen tokens, with n_heads * head_dim = 2048 or
+slightly less. The TFLOP/s are computed from 2 matmuls for the forward, 4 for dkdv, 3 for dk, 2 for dv and 3 for dq.
+Causality halves the FLOPs. If two kernels for dK and dV are together faster than one, add the entries dk and dv to the
+table instead of dkdv. With --dtype float32, the script tunes the entries for 4-byte dtypes, where each product is three
+TF32 matmuls. With --dtype tf32, each product is only one TF32 matmul, as in runs that allow TF32 in
 torch.backends.cuda.matmul. A candidate counts only if its results are correct (`check`). Writes OUT.md: its header, a
 table for each head_dim and pass, and the entries for tiles.py. The fastest tiles are added to OUT.json, except with
 --dtype tf32. fa_kernels loads OUT.json if the environment variable FLASH_ATTENTION_TILES names it. With --install, the
@@ -68,7 +67,7 @@ WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
 # limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
-# Limits for 4-byte dtypes. Each fp32 element is split into an upper and a lower half, which doubles the shared memory.
+# Each fp32 element is split into an upper and a lower half, which doubles the shared memory.
 # Products with lower halves have separate accumulators, so the maximum number of elements per thread is halved.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
@@ -123,9 +122,8 @@ def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> boo
 def has_scores_for_threads(tiles: TileConfig) -> bool:
     """Returns whether a tile has at least one score for each thread.
 
-    For fp32, `candidates` calls has_scores_for_threads instead of has_rows_for_warps. In fp32, tiles with 16 rows per
-    warp often do not fit in registers or shared memory. With mma.sync, warps can split the columns of a tile instead of
-    its rows.
+    In fp32, tiles with 16 rows per warp often do not fit in registers or shared memory. With mma.sync, warps can split
+    the columns of a tile instead of its rows.
     """
     return tiles.block_m * tiles.block_n >= 32 * tiles.num_warps
 
@@ -148,7 +146,7 @@ def near(
 
 
 def is_listed(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> bool:
-    """Returns whether the tile table has this entry. The table has entries dk and dv only for some head_dims."""
+    """Returns whether the tile table has this entry."""
     return direction not in APART or direction in key_passes(arch, head_dim, itemsize)
 
 
@@ -206,8 +204,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # `half` is the schedule without key tiles or without query tiles. With `half`, attention_backward launches only the
-    # candidate's kernel.
+    # With the schedule `half`, attention_backward launches only the candidate's kernel.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -225,10 +222,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
     """Computes the outputs of a pass in `dtype` with torch.
 
-    Returns {index: output}. The function that `launcher` returns gives a sequence of outputs, and `index` is an index
-    into this sequence.
-
-    tensors: q, k, v and do, as `inputs` returns them.
+    Returns {index: output}, with the index of each output in the results of the function that `launcher` returns.
     """
     q, k, v, do = (x.detach().to(dtype).requires_grad_() for x in tensors)
     ends = torch.tensor([0, q.shape[0]], dtype=torch.int32)
@@ -251,11 +245,10 @@ def largest(x: Tensor) -> float:
 def check(candidate: Candidate, device: str = "cuda") -> str:
     """Compiles a candidate into Triton's cache and checks its outputs. Returns an error message, or an empty string.
 
-    An error is the difference of an output element from its value in fp64. The candidate's errors are compared with the
-    errors of torch in the same dtype. The root mean square of the candidate's errors may be twice that of torch, plus
-    rounding. The candidate's largest error may be four times the largest error of torch, plus rounding, because the
-    largest error depends on chance. For example, on an AMD CPU, the largest error of a correct dq in fp32 was up to 2.9
-    times the largest error of torch. The root mean square of the errors of this dq was only 1.4 times that of torch.
+    An error is the difference of an output element from its value in fp64. The root mean square of the candidate's
+    errors may be twice that of torch, plus rounding. The candidate's largest error may be four times the largest error
+    of torch, plus rounding, because the largest error depends on chance. For example, on an AMD CPU, the largest error
+    of a correct dq in fp32 was up to 2.9 times the largest error of torch.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()
@@ -272,7 +265,7 @@ def check(candidate: Candidate, device: str = "cuda") -> str:
 
 
 def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
-    """Returns the candidate and the result of `check`. An exception becomes an error message."""
+    """Returns the candidate and the result of `check`."""
     try:
         return candidate, check(candidate)
     except Exception as error:  # Triton, ptxas or the driver can fail for some candidates.
@@ -324,10 +317,7 @@ def entries(results: list[Result], name: str) -> str:
 
 
 def tiles_to_load(results: list[Result], arch: Arch) -> dict[tuned_tiles.Key, tuned_tiles.Sizes]:
-    """Returns the fastest tiles in the form that tuned_tiles.write_tiles needs.
-
-    The result leaves out combinations of head_dim, pass and dtype that are not in the table of tiles.
-    """
+    """Returns the fastest tiles in the form that tuned_tiles.write_tiles needs."""
     return {
         (head_dim, direction, itemsize): astuple(result.candidate.tiles)
         for (head_dim, direction), result in best(results).items()

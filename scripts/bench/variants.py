@@ -33,14 +33,11 @@ class Variant:
     portable: bool = False
     checkpointing: bool = False
     fa_train: bool = False  # whether transformers runs with our attention
-    float8: bool = False  # whether the blocks' linear layers compute in float8
+    float8: bool = False
 
     @property
     def is_peer(self) -> bool:
-        """Whether the variant is a peer: neither its model nor its attention is ours.
-
-        step.py compares our variants with the fastest peer.
-        """
+        """Whether the variant is a peer: neither its model nor its attention is ours."""
         return not self.ours and not self.fa_train
 
 
