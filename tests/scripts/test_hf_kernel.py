@@ -1,4 +1,4 @@
-"""Hugging Face's package `kernels` can load the written folder, even after an import of fa_kernels.
+"""The package `kernels` can load the folder that scripts/hf_kernel.py writes, even after an import of fa_kernels.
 
 `make install-dev` installs `kernels` in a folder that is not on Python's path.
 """
