@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Lets one worker run the tests that train with several ranks, while other workers run the other tests.
 
-    Ranks often wait for each other. If the ranks of two tests shared the CPU cores, ranks would wait far longer.
+    If the ranks of two tests shared the CPU cores, ranks would wait far longer for each other.
     """
     if config.getoption("dist") != "loadfile":
         return None

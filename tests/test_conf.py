@@ -1,7 +1,4 @@
-"""Every config composes and can be instantiated.
-
-A user's mistake gives an error of one line before anything is computed.
-"""
+"""Every config composes and can be instantiated."""
 
 from itertools import zip_longest
 
@@ -34,7 +31,7 @@ ALONE = ("adapter", "optimizer", "strategy")  # each option has its own run, bec
 
 
 def options():
-    """Yields the options of each run. Each option occurs once, and options of `TOGETHER` share runs."""
+    """Yields the options of each run: each option occurs once, and options of `TOGETHER` share runs."""
     groups = {path.name: sorted(file.stem for file in path.glob("[!_]*.yaml")) for path in CONF.iterdir()}
     groups = {name: [f"{name}={option}" for option in found] for name, found in groups.items()}
     assert groups.keys() - {"train.yaml", "model", "experiment", "preset"} == {*TOGETHER, *ALONE}
@@ -88,7 +85,7 @@ def test_a_config_of_the_tests_is_that_of_hydra(tmp_path, monkeypatch):
     expected = configs()
     assert not fast_configs._lists and len({*expected}) == len(cases)
     monkeypatch.undo()
-    for cached in ("_lists", "_configs"):  # empty both caches, because keys of _configs are ids of objects in _lists
+    for cached in ("_lists", "_configs"):
         monkeypatch.setattr(fast_configs, cached, {})
     assert configs() == expected
     assert len(fast_configs._lists) == len(cases)

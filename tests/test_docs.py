@@ -40,7 +40,7 @@ def test_every_fragment_runs(page):
 
 @cache
 def composes(*overrides: str) -> None:
-    """Composes and checks the config. A config is composed only once, although pages repeat commands."""
+    """Composes and checks a config only once, although pages repeat commands."""
     composed([*overrides])
 
 
@@ -49,7 +49,7 @@ class Parsed(Exception):
 
 
 def parse(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails if a command names a script, target, option or setting that does not exist. Runs plan_memory completely."""
+    """Fails if a command names a script, target, option or setting that does not exist."""
     if words[0] == "make":
         targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets, f"make {words[1]}"

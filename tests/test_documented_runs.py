@@ -1,9 +1,6 @@
 """Tests that documented runs train. Resumed runs, runs with float8 and runs on several machines are left out.
 
-The tests use a tiny model, short rows and few steps. A documented run on several GPUs is tested with two ranks on the
-CPU.
-
-tests/test_docs.py checks that all other documented commands can be parsed.
+A documented run on several GPUs is tested with two ranks on the CPU.
 """
 
 import json
@@ -35,7 +32,7 @@ SMALL_MODEL = {
 def documented() -> list[str]:
     """Returns the commands of the documented runs on one device, without a leading `python`.
 
-    Runs that these tests cannot run are left out. A sweep is replaced by its first run.
+    A sweep is replaced by its first run.
     """
     found: dict[str, None] = {}
     for words in (words for page in GUIDES for words in commands(page) if words[:2] == ["python", "train.py"]):
@@ -54,9 +51,9 @@ def documented_on_several_devices() -> list[str]:
 
 
 def shrunk(overrides: list[str]) -> list[str]:
-    """Returns the overrides with short rows and one step. Without a checkpoint, the model is tiny.
+    """Returns the overrides with short rows and one step.
 
-    A run with `epochs` trains for all its epochs, and not for one step. A run on several devices gets two devices.
+    A run with `epochs` trains for all its epochs, and not for one step.
     """
     given = dict(override.split("=", 1) for override in overrides)
     given |= {name: "2" for name in ("trainer.devices", "strategy.context") if name in given}

@@ -1,6 +1,4 @@
-"""Tests experiment=finetune, from chats and a checkpoint to an exported folder, and compares its losses with those of
-transformers' training loop. Also tests experiment=extend_context.
-"""
+"""Tests experiment=finetune, from chats and a checkpoint to an exported folder, and experiment=extend_context."""
 
 import json
 from pathlib import Path
@@ -39,7 +37,6 @@ def settings(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module", params=["none", "lora"])
 def run(request, tmp_path_factory) -> Path:
-    """Runs train.py on the command line and returns the folder of the finished run."""
     folder = tmp_path_factory.mktemp(request.param)
     done = command_line(folder, *settings(folder), f"adapter={request.param}", "optimizer.lr=0.02")
     assert done.returncode == 0, done.stderr

@@ -72,7 +72,6 @@ print(is_kernels_available(), kernels.__file__)
 
 @pytest.mark.slow
 def test_a_package_named_kernels_imports_next_to_ours(tmp_path: Path) -> None:
-    """The order of the folders in the search path makes no difference."""
     stub = tmp_path / "site" / "kernels"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("")

@@ -34,7 +34,7 @@ class Watched(L.Callback):
 
 
 def by_hand(model: nn.Module, accumulated: int, clip: float) -> list[float]:
-    """Trains a model on the same batches without Lightning. Returns the gradient norm of each step before clipping."""
+    """Trains a model without Lightning, and returns the gradient norm of each step before clipping."""
     optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1), []
     rows = batches(STEPS * accumulated)
     for step in range(STEPS):
@@ -109,10 +109,7 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("ends", "one"), [((0, TOTAL), True), ((0, 9, TOTAL), False), ((0, TOTAL, TOTAL), False)])
 def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
-    """The host sees from the shape of cu_seqlens that a batch has one document, and does not wait for the GPU.
-
-    For a batch of one document, SDPA needs no mask tensor of shape (queries, keys).
-    """
+    """The host sees from the shape of cu_seqlens that a batch has one document, and does not wait for the GPU."""
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
@@ -132,12 +129,9 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     ids=["known", "not"],
 )
 def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
-    """The batch's mean_seqlen determines the length class of documents.
+    """In the first layer, the window of 10 tokens limits the mean length.
 
-    In the first layer, the window of 10 tokens limits the mean length.
-
-    If mean_seqlen is missing, the mean length is estimated from cu_seqlens. In this test, padding makes the estimated
-    mean too small, so both layers get the class "short".
+    Without mean_seqlen, the mean length is estimated from cu_seqlens, and padding makes the estimated mean too small.
     """
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)

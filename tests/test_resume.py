@@ -1,6 +1,4 @@
-"""A resumed run draws the same random numbers as a run that never stopped. Changed settings take effect in the first
-step of the resumed run.
-"""
+"""A resumed run draws the same random numbers as a run that never stopped."""
 
 import os
 from pathlib import Path
@@ -39,7 +37,6 @@ def _plain_arithmetic(monkeypatch):
 
 
 def run(folder: Path, *overrides: str) -> Path:
-    """Trains in this process and returns the folder of the run."""
     folder.mkdir()
     with composed(folder, *tiny(folder.parent, *SMALL, *overrides)) as cfg:
         training.train(cfg)
@@ -155,7 +152,6 @@ def test_a_fused_optimizer_goes_on_from_one_that_was_not(runs, tmp_path):
     ],
 )
 def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
-    """A run that resumes from the state of another optimizer raises an error, and saves no checkpoint."""
     whole = run_of(saved, runs)
     on_cpu = "trainer.accelerator=cpu"
     with pytest.raises(ValueError, match=rf"checkpoint of optimizer={given}; got one of optimizer={saved}$"):
@@ -164,7 +160,7 @@ def test_another_kind_of_optimizer_is_refused(saved, given, runs, tmp_path):
 
 
 def rmsprop(model: torch.nn.Module, *, lr: float, **others: Any) -> torch.optim.Optimizer:
-    """Returns an optimizer that a user has defined. Its states have other names than AdamW's states."""
+    """Returns an optimizer whose states have other names than AdamW's states."""
     return torch.optim.RMSprop(model.parameters(), lr=lr)
 
 
@@ -192,10 +188,7 @@ class WithoutAGradient(Callback):
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Trains as one of two ranks, and makes the checks that need two ranks.
-
-    A run is named after what it tests.
-    """
+    """Trains as one of two ranks, and makes the checks that need two ranks."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     os.environ.update(environments[rank])
@@ -260,10 +253,7 @@ of_two_ranks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port
 
 @of_two_ranks
 def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
-    """One process runs four micro-batches per step.
-
-    Two processes run two micro-batches each, so the order of the fp32 sums differs.
-    """
+    """Two processes run two micro-batches each per step, so the order of the fp32 sums differs."""
     one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
     assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"
 

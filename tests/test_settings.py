@@ -1,7 +1,4 @@
-"""Every value in a config is checked before anything is built.
-
-Each mistake gives an error of one line that names the mistake.
-"""
+"""Every value in a config is checked before anything is built."""
 
 import math
 import pkgutil
@@ -25,8 +22,7 @@ from fa_train.errors import explain
 from tests.support.marks import slow_except
 from tests.support.training import CONF, command_line, composed
 
-# Each command composes a config that contains only some of the keys. Together, the configs of all commands contain
-# every kind of config node.
+# Together, the configs of all commands contain every kind of config node.
 COMMANDS = {
     "default": ["preset=cpu"],
     "gpu": ["preset=gpu", "data=synthetic", "logger=csv", "optimizer=adamw_8bit", "strategy=ddp", "attention=chunked"],
@@ -58,10 +54,9 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # keys that hold the class or function 
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Returns whether the key has its own value, and does not copy another key.
+    """Returns whether the key has its own value, and does not copy another key by an interpolation.
 
-    An interpolation copies another key. If the value of a node is an interpolation, every key in the node
-    is a copy.
+    If the value of a node is an interpolation, every key in the node is a copy.
     """
     for name in key.split("."):
         if not isinstance(raw, dict) or name not in raw:
@@ -315,8 +310,8 @@ def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
 def options():
     """Yields lists of config options, such as `optimizer=adamw`. Each option of conf/ is in at least one list.
 
-    A list has at most one option of each config group. A list with an experiment contains only the experiment and a
-    preset, because the experiment itself chooses options of other config groups.
+    A list with an experiment contains only the experiment and a preset, because the experiment itself chooses options
+    of other config groups.
     """
     folders = sorted(path for path in CONF.iterdir() if path.is_dir())
     groups = [[f"{folder.name}={file.stem}" for file in sorted(folder.glob("[!_]*.yaml"))] for folder in folders]

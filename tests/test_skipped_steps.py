@@ -1,6 +1,6 @@
 """If the gradients of an optimizer step are not finite, the step is skipped and counted.
 
-Many skipped steps in a row end the run. With SKIPPED_STEPS=300, runs have 300 steps instead of 16.
+With SKIPPED_STEPS=300, runs have 300 steps instead of 16.
 """
 
 import copy
@@ -46,7 +46,7 @@ ON_TWO_RANKS = ["ddp", "fsdp"]
 class InfiniteLoss(Callback):
     """Makes the loss of the last rank infinite, so that every gradient of that rank is not finite.
 
-    steps: the values of trainer.global_step with an infinite loss. In the first step, trainer.global_step is 0.
+    steps: the values of trainer.global_step with an infinite loss.
     """
 
     def __init__(self, steps: list[int]) -> None:
@@ -97,7 +97,6 @@ UNDONE = ["+callbacks.undo._target_=tests.test_skipped_steps.Undo", f"+callbacks
 
 
 def run(folder: Path, corpus: Path, *overrides: str) -> Path:
-    """Trains in this process and returns the folder of the run."""
     folder.mkdir()
     with composed(folder, *tiny(corpus, *SMALL, *overrides)) as cfg:
         training.train(cfg)
@@ -107,8 +106,7 @@ def run(folder: Path, corpus: Path, *overrides: str) -> Path:
 def assert_only_the_bad_step_differs(skipping: Path, undone: Path) -> None:
     """Asserts that two runs have bitwise equal losses except in the bad step.
 
-    In the run `skipping`, the bad step has an infinite loss and is skipped. In the run `undone`, the same step has a
-    finite loss and is undone afterwards.
+    In the run `undone`, the bad step has a finite loss and is undone afterwards.
     """
     losses, expected = column(skipping, "train/loss"), column(undone, "train/loss")
     assert sorted(losses) == list(range(1, STEPS + 1))
@@ -131,10 +129,7 @@ def test_a_step_without_finite_gradients_changes_nothing(name, tmp_path, monkeyp
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Trains as one of two ranks, and makes the checks that need two ranks.
-
-    For ddp and for fsdp, one run skips the bad step and another run undoes it.
-    """
+    """Trains as one of two ranks, and makes the checks that need two ranks."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     for strategy in ON_TWO_RANKS:
@@ -187,9 +182,7 @@ DIVERGING = [
     ],
 )
 def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
-    """The losses of steps 6 to 10 are infinite.
-
-    Validation after steps 6 and 9 does not reset the count of skipped steps.
+    """Validation after steps 6 and 9 does not reset the count of skipped steps.
 
     The run ends at step 12, the first logged step after step 10.
     """
@@ -209,7 +202,6 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
 
 
 def test_a_finite_step_ends_a_row(tmp_path, capsys):
-    """The run continues after four skipped steps, one good step and four more skipped steps."""
     bad = [2, 3, 4, 5, 7, 8, 9, 10]
     folder = run(tmp_path / "run", tmp_path, "max_steps=12", *bad_steps(*bad))
     assert column(folder, "train/skipped_steps")[12] == 8

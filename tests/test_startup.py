@@ -18,7 +18,7 @@ TRAIN = str(REPOSITORY / "train.py")
 
 
 def imports(cwd: Path, *command: str) -> tuple[str, set[str]]:
-    """Runs `python command`. Returns all that the command prints, and the names of the packages that it imports."""
+    """Returns all that `python command` prints, and the names of the packages that it imports."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", *command],
         cwd=cwd,
@@ -69,7 +69,7 @@ def test_the_driver_and_torch_agree_on_whether_there_is_a_gpu():
 
 
 def fake_driver(error: int, version: int, gpus: int) -> SimpleNamespace:
-    """Returns a fake CUDA driver. error: what cuInit returns. version: the driver version. gpus: the number of GPUs."""
+    """Returns a fake CUDA driver. error: what cuInit returns."""
 
     def writes(value):
         return lambda pointer: setattr(pointer._obj, "value", value) or 0

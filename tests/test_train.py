@@ -55,9 +55,7 @@ def test_micro_batches_change_nothing_but_memory(tmp_path):
 
 @pytest.mark.slow
 def test_validation_does_not_depend_on_micro_batches(tmp_path):
-    """Three rows are validated in micro-batches of 1, 2 and 8 rows. If a micro-batch is filled up with rows without
-    labels, these rows do not change val/loss.
-    """
+    """Rows without labels, which fill up a micro-batch, do not change val/loss."""
     settings = ["max_steps=2", "batch_size=8", "data.val_rows=3", "trainer.val_check_interval=1"]
     one, *others = (
         column(run(tmp_path, *settings, f"data.micro_batch_size={size}")[1], "val/loss") for size in (1, 2, 8)
@@ -68,10 +66,7 @@ def test_validation_does_not_depend_on_micro_batches(tmp_path):
 
 
 def test_labels_are_counted_exactly_with_bf16_weights(tmp_path):
-    """With bf16 weights, Lightning converts floating-point buffers to bf16.
-
-    The dtype bf16 cannot represent most counts above 256.
-    """
+    """With bf16 weights, Lightning converts float buffers to bf16, which cannot represent most counts above 256."""
     with composed(tmp_path, *tiny(tmp_path, "trainer.precision=bf16-true")) as cfg:
         trainer, lit_gpt, _ = training.build(cfg)
     trainer.precision_plugin.convert_module(lit_gpt)
@@ -126,10 +121,6 @@ def test_an_export_that_would_fail_is_refused_before_training(settings, exports,
 
 @pytest.mark.slow
 def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
-    """If a run gets SIGTERM, it saves a checkpoint.
-
-    With ckpt_path=last, a run continues with the same data and equal losses.
-    """
     _, folder = run(tmp_path)
     whole = column(folder, "train/loss")
     overrides = tiny(tmp_path, "run_name=cut")
@@ -142,7 +133,7 @@ def test_a_terminated_run_resumes_with_the_same_losses(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
-    """A killed run cannot save its last steps. A resumed run repeats the steps after the newest checkpoint."""
+    """A resumed run repeats the steps after the newest checkpoint."""
     settings = ["data.packing=best_fit", "data.num_workers=1", "callbacks.checkpoint.every_n_train_steps=3"]
     overrides = [*tiny(tmp_path, *settings, "run_name=killed", "max_steps=16"), *RECORDED]
     _, folder = run(tmp_path, *settings, "max_steps=16", *RECORDED)
@@ -181,11 +172,7 @@ def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
 
 
 def start_and_finish_ranks(folder, tmp_path, *overrides):
-    """Runs train.py with two ranks in `folder`.
-
-    Each rank is forked from a server that has done the imports, because the imports of a new process would take
-    seconds.
-    """
+    """Runs train.py with two ranks, forked from a server that has done the imports, which would take seconds."""
     processes.start_server()  # start one server now, because otherwise each of the two threads would start a server
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
     with ThreadPoolExecutor() as pool:
@@ -200,11 +187,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 def test_the_number_of_processes_may_change(tmp_path):
     """The rows and the losses of both resumed runs are those of the first run.
 
-    The first run has nine steps and one process. The second run resumes the first run after step 3, with two processes.
-    The third run resumes the second run after step 5, with one process.
-
-    The three validation rows cannot be shared evenly by two processes. A step has 4 micro-batches, so each of
-    two processes computes 2 of them.
+    The three validation rows cannot be shared evenly by two processes.
     """
     settings = [
         "max_steps=9", "data.packing=best_fit", "trainer.accelerator=cpu", "callbacks.checkpoint.every_n_train_steps=1",

@@ -42,7 +42,7 @@ def silent_host():
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A fake W&B server. If `status` is 200, the server accepts every key, and otherwise it refuses every key."""
+    """A fake W&B server, which accepts every key if `status` is 200, and otherwise refuses every key."""
 
     status = 200
 

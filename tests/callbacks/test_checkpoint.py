@@ -8,8 +8,8 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-# Each step has one micro-batch. With several micro-batches per step, a run could also save the checkpoint of a step
-# after a micro-batch of the next step.
+# With several micro-batches per step, a run could also save the checkpoint of a step after a micro-batch of the next
+# step.
 ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 

@@ -1,7 +1,4 @@
-"""Tests how a run measures the time that its ranks wait for data and for each other.
-
-tests/parallel/test_launch.py tests the measured times of a run with two ranks.
-"""
+"""Tests how a run measures the time that its ranks wait for data and for each other."""
 
 import mmap
 import time

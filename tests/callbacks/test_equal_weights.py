@@ -1,7 +1,4 @@
-"""Weights that must be equal on several ranks are compared by a hash of their bits.
-
-tests/parallel/test_sharding.py tests the callback on several ranks, and changes one bit of a weight on the last rank.
-"""
+"""Weights that must be equal on several ranks are compared by a hash of their bits."""
 
 from types import SimpleNamespace
 
@@ -47,7 +44,7 @@ def test_the_order_of_elements_counts(small_pieces):
     x = torch.randn(20)
     changed = [x.clone() for _ in range(4)]
     changed[0][[3, 4]] = x[[4, 3]]
-    changed[1][[3, 11]] = x[[11, 3]]  # swaps elements 3 and 11, which are hashed in different pieces
+    changed[1][[3, 11]] = x[[11, 3]]  # elements 3 and 11 are hashed in different pieces
     changed[2][[0, 5]] *= -1
     changed[3][[2, 19]] *= -1
     assert len({hash_of(x), hash_of(x.flip(0)), *map(hash_of, changed)}) == 6
@@ -83,10 +80,7 @@ def test_ranks_are_compared_with_the_first_copy(hashes, copies, expected):
     ],
 )
 def test_only_copies_are_compared(strategy, world_size, expected):
-    """If each weight exists on one rank only, the callback does not hash the weights.
-
-    In this test, hashing would raise an error, because no module is given.
-    """
+    """Hashing the weights would raise an error, because no module is given."""
     trainer = SimpleNamespace(strategy=strategy, world_size=world_size, global_step=0)
     assert copies(trainer) == expected
     if expected == 1:

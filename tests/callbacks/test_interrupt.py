@@ -1,7 +1,4 @@
-"""Tests the handler of Ctrl-C and SIGTERM by calling it directly.
-
-tests/test_train.py sends signals to real runs.
-"""
+"""Tests the handler of Ctrl-C and SIGTERM by calling it directly."""
 
 import signal
 from types import SimpleNamespace
@@ -19,11 +16,7 @@ def test_ctrl_c_before_training_is_one_line(capsys):
 
 
 def test_the_second_signal_stops_at_once(monkeypatch, capfd):
-    """A second signal within one second of the first one is ignored, because torchrun repeats each signal once.
-
-    A signal after more than one second ends the process at once. In a forked data worker, the handler ignores every
-    signal.
-    """
+    """A second signal within one second of the first one is ignored, because torchrun repeats each signal once."""
     now, exits = [100.0], []
     monkeypatch.setattr("fa_train.callbacks.interrupt.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr("fa_train.callbacks.interrupt.os._exit", exits.append)

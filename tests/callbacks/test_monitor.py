@@ -1,6 +1,4 @@
-"""Monitor logs each value under the step that the value belongs to. Monitor reads the values of a step after the next
-micro-batch has been launched.
-"""
+"""Monitor logs a step's values under that step, and reads them after the next micro-batch has been launched."""
 
 import json
 import math
@@ -52,7 +50,7 @@ class Synchronous(Callback):
 
 
 def fit(tmp_path, watching, *overrides):
-    """Trains a tiny model with the callback `watching`, which runs before all other callbacks. Returns the trainer."""
+    """Trains a tiny model with the callback `watching`, which runs before all other callbacks."""
     folder = tmp_path / "run"
     folder.mkdir()
     with composed(folder, *tiny(tmp_path, *SMALL, *overrides)) as cfg:
@@ -105,8 +103,6 @@ def test_the_host_waits_for_a_step_after_the_next_micro_batch(overrides, micro_b
 
 
 class Fails(Synchronous):
-    """Raises an error in the first micro-batch after step 4."""
-
     def on_before_backward(self, trainer, pl_module, loss) -> None:
         if trainer.global_step == EVERY:
             raise RuntimeError("broken on purpose")
@@ -122,9 +118,7 @@ def test_the_last_log_is_written_when_a_run_fails(tmp_path, capsys):
 
 @pytest.mark.parametrize(("ranks", "arrived", "logs"), [(1, False, True), (2, True, True), (2, False, False)], ids=str)
 def test_a_failed_run_does_not_wait_for_other_ranks(ranks, arrived, logs):
-    """With several ranks, a failed run must not wait for the device, because the device could wait forever for a failed
-    rank.
-    """
+    """The device could wait forever for a failed rank."""
     end = SimpleNamespace(passed=lambda: arrived)
     monitor, logged = Monitor(seq_len=1, batch_size=1, max_skipped_steps=None), []
     monitor.log_reading = lambda trainer, together: logged.append(trainer)
@@ -165,7 +159,6 @@ def test_an_interrupted_run_that_has_diverged_is_not_saved(diverged, tmp_path, m
 
 
 def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
-    """The fake clock advances by one second at each call."""
     seconds = iter(range(1000))
     monkeypatch.setattr("fa_train.callbacks.timestamp.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     monkeypatch.setattr("fa_train.callbacks.monitor.RECENT_LOGS", 2)
@@ -179,9 +172,7 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
 
 
 class NoSync(Callback):
-    """Makes torch raise an error if the host waits for the GPU. The first steps are allowed to wait, because they
-    compile kernels.
-    """
+    """Makes torch raise an error if the host waits for the GPU, except in the first steps, which compile kernels."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == EVERY:

@@ -10,8 +10,6 @@ from tests.support.training import composed, tiny
 
 
 class Ends(Callback):
-    """Ends the run after the first step."""
-
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         trainer.should_stop = trainer.global_step > 0
 

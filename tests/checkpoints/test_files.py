@@ -255,10 +255,7 @@ def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path):
 
 
 def test_no_copy_is_made_in_memory_or_elsewhere(tmp_path, monkeypatch):
-    """The checkpoint has 64 MB, and memory may grow by at most 32 MB.
-
-    No temporary file can be made, because Python's folder for temporary files does not exist.
-    """
+    """The checkpoint has 64 MB, and memory may grow by at most 32 MB."""
     monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
     weights = torch.ones(2**24)
     with peak_growth() as peak:

@@ -42,7 +42,6 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def one_line(done) -> str:
-    """Checks that the error message of a command is a single line, and returns that line."""
     assert done.returncode == 1, done.stderr
     lines = [line for line in done.stderr.strip().splitlines() if "UserWarning" not in line]
     [error] = [line for line in lines if line.startswith("error: ")]
@@ -117,7 +116,6 @@ def test_a_kill_while_saving_leaves_the_older_checkpoints_whole(tmp_path):
         require_whole(folder / "checkpoints" / name)
     rest = start_and_finish(tmp_path, *overrides, "ckpt_path=last")
     assert sorted(column(rest, "train/loss")) == [3, 4, 5]
-    # resume in the folder of the killed run
     done = command_line(tmp_path, *overrides, "ckpt_path=last", "max_steps=6", "hydra.run.dir=runs/killed/run")
     assert done.returncode == 0 and not list(folder.rglob("*.partial")), done.stderr
 
@@ -222,8 +220,6 @@ def test_a_failed_run_names_the_override_that_resumes(folder, is_last, tmp_path,
 
 
 class Spoil(Callback):
-    """Sets one weight to NaN after step 2."""
-
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step == 2:
             with torch.no_grad():

@@ -26,9 +26,7 @@ def _short_epochs(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _frozen_again():
-    """conftest.py calls gc.freeze to make garbage collections faster. A run with data workers calls gc.unfreeze when it
-    ends. This fixture calls gc.freeze again after a run with data workers.
-    """
+    """Calls gc.freeze again, because a run with data workers calls gc.unfreeze when it ends."""
     yield
     if not gc.get_freeze_count():
         gc.freeze()
@@ -64,7 +62,6 @@ def test_rows_hold_documents_of_varying_length(packing):
 
 
 def rows_of(batches):
-    """Returns the rows of some batches, sorted so that equal sets of rows give equal lists."""
     return sorted(torch.cat(batches).view(-1, 16).tolist())
 
 
@@ -89,7 +86,7 @@ def test_ranks_that_share_a_micro_batch_need_a_function_that_divides_it():
 @pytest.mark.parametrize("val_rows", [1, 3, pytest.param(99, id="more-than-there-are")])
 @pytest.mark.parametrize(("world_size", "size"), [(1, 1), (1, 3), (1, 32), (2, 3), (3, 1), (8, 4)])
 def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val_rows, monkeypatch):
-    """Micro-batches are filled up with rows that have no labels. All ranks have equal numbers of micro-batches."""
+    """Micro-batches are filled up with rows that have no labels."""
     monkeypatch.setattr("fa_train.data.sources.synthetic.N_TOKENS", 150)
     ranks, printed = [], []
     for rank in range(world_size):
@@ -158,8 +155,7 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
     """The first run stops after 5 steps, which are 20 micro-batches of 2 rows each.
 
-    With one row per micro-batch, a step of the resumed run has 8 micro-batches. The first run's 20 micro-batches are
-    not a multiple of 8.
+    With one row per micro-batch, a step of the resumed run has 8 micro-batches, and 20 is not a multiple of 8.
     """
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
@@ -268,10 +264,7 @@ def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
 
 
 def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_path):
-    """`packing=best_fit` puts rows with long documents before all other rows.
-
-    In this test, a minority of the rows contain a long document.
-    """
+    """`packing=best_fit` puts rows with long documents before all other rows."""
     rows = [{"prompt": "2?", "completion": "4" * n} for n in [30] * 20 + [2] * 200]
     train, val = (write_jsonl(tmp_path / f"{name}.jsonl", rows) for name in ("train", "val"))
     tokenizer, options = save_tokenizer(tmp_path / "tokenizer"), OPTIONS | {"seq_len": 64, "val_rows": 10}
@@ -304,7 +297,6 @@ def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, c
 
 @pytest.mark.parametrize("empty", ["path", "val_path"])
 def test_named_validation_files_are_never_trained_on(empty, tmp_path):
-    """Training uses only data.path, and validation only data.val_path, even if one of them has no valid document."""
     paths = {name: write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("path", "val_path")}
     write_jsonl(paths[empty], [{"text": "no chat"}] * 3)
     tokenizer = save_tokenizer(tmp_path / "tokenizer")

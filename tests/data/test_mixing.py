@@ -1,6 +1,4 @@
-"""In any range of consecutive rows of a mixture, each source has its requested share. The rows depend only on the seed
-and the position.
-"""
+"""In any range of consecutive rows of a mixture, each source has its requested share."""
 
 import numpy as np
 import pytest

@@ -31,10 +31,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def small(attention=naive_attention, **options) -> GPT:
-    """Builds a model of two layers.
-
-    The model's random weights are so large that each token depends on all earlier tokens.
-    """
+    """Builds a model with random weights that are so large that each token depends on all earlier tokens."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 48}
     kinds = {"norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "activation": "swiglu", "init": "llama"}
@@ -47,7 +44,7 @@ def small(attention=naive_attention, **options) -> GPT:
 
 
 def continuation(model: GPT, n: int) -> list[int]:
-    """Returns the `n` most likely next tokens. Each token is computed from the logits of the whole text so far."""
+    """Returns the `n` most likely next tokens, each computed from the logits of the whole text so far."""
     stream = list(PROMPT)
     for _ in range(n):
         stream.append(int(model(torch.tensor(stream, device=model.head.weight.device))[-1].argmax()))
@@ -212,7 +209,6 @@ def test_learned_positions_end():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Saves a tiny Llama with a tokenizer that has a chat template."""
     path = tmp_path_factory.mktemp("model")
     tokenizer = chat_tokenizer()
     torch.manual_seed(0)

@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture
 def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables oneDNN. On virtual machines that announce AMX without having it, oneDNN's bf16 matmuls crash."""
+    """Disables oneDNN, whose bf16 matmuls crash on virtual machines that announce AMX without having it."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

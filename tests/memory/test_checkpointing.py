@@ -25,8 +25,8 @@ OTHER_ATTENTIONS = ("naive", "sdpa", "chunked")  # flash attention has a separat
 
 
 CASES = [(*case, False) for case in product(OTHER_ATTENTIONS, ("selective", "full"))]
-# Compiled blocks have one case with naive attention and one with chunked attention. For naive attention, selective and
-# full checkpointing are equal, because neither keeps a result of attention. Chunked attention is never compiled.
+# For naive attention, selective and full checkpointing are equal, because neither keeps a result of attention. Chunked
+# attention is never compiled.
 CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "full", True), ("chunked", "full", True)]
 
 
@@ -38,7 +38,7 @@ CASES += [("naive", "selective", True), ("sdpa", "selective", True), ("sdpa", "f
 def test_checkpointing_does_not_change_loss_and_gradients(attention, checkpointing, compiled, device):
     model = small_gpt(levers(checkpointing), device, attention)
     if compiled:
-        compile_blocks(model, fullgraph=attention != "chunked")  # chunked attention is not compiled
+        compile_blocks(model, fullgraph=attention != "chunked")
     assert_equal(step(model, stream(device)), step_without_levers(attention, device))
 
 
@@ -55,7 +55,7 @@ def test_checkpointing_does_not_change_loss_and_gradients(attention, checkpointi
     ],
 )
 def test_flash_has_the_same_loss_and_gradients(checkpointing, times, compiled, device, monkeypatch):
-    """Full checkpointing runs the forward of flash attention twice. Otherwise, it runs once."""
+    """Only full checkpointing runs the forward of flash attention twice."""
     expected = step_without_levers("flash", device)
     calls = []
     forward = backend.forward

@@ -31,10 +31,7 @@ GROUPS = sorted(path.stem for path in (CONF / "memory").glob("[!_]*.yaml"))
 
 
 def assert_like_none(ours: list[Tensor], none: list[Tensor], mlp_chunk: int | None) -> None:
-    """Requires `ours` to equal the results of a step without memory levers.
-
-    With a chunked FFN, sums are added in another order, so the results can differ by rounding.
-    """
+    """With a chunked FFN, sums are added in another order, so the results can differ by rounding."""
     if mlp_chunk is None:
         return assert_equal(ours, none)
     for a, b in zip(ours, none, strict=True):
@@ -70,10 +67,7 @@ def test_all_levers_work_around_compiled_blocks(checkpointing, device):
 
 @pytest.mark.usefixtures("bf16_matmul")
 def test_all_levers_change_little_under_autocast(device):
-    """The difference between the results with and without levers must be less than 1e-2 of their norm.
-
-    bf16 has a relative error of 4e-3, and the sums over chunks are in fp32.
-    """
+    """bf16 has a relative error of 4e-3, and the sums over chunks are in fp32."""
     batch, results = stream(device), []
     for memory in (levers(), levers("selective", True, 10)):
         model = small_gpt(memory, device, "naive")
@@ -85,7 +79,6 @@ def test_all_levers_change_little_under_autocast(device):
 
 
 def test_levers_do_not_change_accumulated_gradients(device):
-    """Runs two micro-batches before one optimizer step, as training with gradient accumulation does."""
     batches, results = [stream(device), stream(device, [24])], []
     for memory in (levers(), levers("selective", True, 10)):
         model = small_gpt(memory, device)

@@ -51,10 +51,6 @@ def test_offload_works_around_compiled_blocks(checkpointing, device):
     ],
 )
 def test_offload_all_changes_no_result_and_reuses_host_memory(qk_norm, mlp_chunk, compiled, device):
-    """Blocks offload all tensors that they keep for the backward.
-
-    Results are bitwise equal to those without offload. All later steps reuse the host memory of the first step.
-    """
     batch = stream(device)
     expected = step(small_gpt(levers(mlp_chunk=mlp_chunk), device, qk_norm=qk_norm), batch)
     model = small_gpt(levers(offload="all", mlp_chunk=mlp_chunk), device, qk_norm=qk_norm)
@@ -84,9 +80,7 @@ class Watched(nn.Module):
 def test_states_leave_the_device(checkpointing, compiled, device):
     """With offload, only the input of the last block stays on the device, because the backward needs it first.
 
-    Without offload, the inputs of all blocks stay on the device, except those of compiled blocks without checkpointing.
-    The test watches the first input of each block. A compiled block without checkpointing keeps the sum of its two
-    inputs, and not the first input itself.
+    A compiled block without checkpointing keeps the sum of its two inputs, and not the first input itself.
     """
     for offloaded in (True, False):
         model = small_gpt(levers(checkpointing, offload=offloaded), device, n_layers=4)
@@ -114,8 +108,7 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # Each state is back on the device when its block needs it. When a block has taken its state, the copy of the next
-    # state starts.
+    # When a block has taken its state, the copy of the next state starts.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 
@@ -253,7 +246,7 @@ def test_too_little_host_memory_is_an_error(device, monkeypatch):
 
 
 def test_too_little_host_memory_for_offload_all_is_an_error(device, monkeypatch):
-    """offload=all checks host memory after the first block. With too little host memory, block 2 does not run."""
+    """offload=all checks host memory after the first block."""
     model = small_gpt(EVERYTHING, device, n_layers=4)
     step(model, stream(device))
     needed, allocated = model.offload.pool.nbytes, model.offload.pool.allocated
@@ -289,9 +282,7 @@ def test_available_host_memory_heeds_a_containers_limit(tmp_path):
 
 
 def test_pinned_memory_is_whole_pages_of_the_exact_size(monkeypatch):
-    """A buffer's memory is registered when the buffer is made, and unregistered when it is freed. The test replaces the
-    CUDA runtime by a stub that records which memory is registered.
-    """
+    """A buffer's memory is registered when the buffer is made, and unregistered when it is freed."""
     registered = {}
 
     class Runtime:

@@ -25,7 +25,7 @@ class SavesEmptyTensor(torch.autograd.Function):
 
 
 def gradient(run, passes=1):
-    """Returns the gradient of `run`. In the forward pass, Lightning sets the default dtype to bf16 (bf16-true)."""
+    """Returns the gradient of `run`, whose forward pass has the default dtype bf16, as in Lightning with bf16-true."""
     x = torch.full((2,), 3.0, requires_grad=True)
     with HalfPrecision("bf16-true").forward_context():
         y = run(SavesEmptyTensor.apply, x).sum()
@@ -36,7 +36,7 @@ def gradient(run, passes=1):
 
 
 def test_torchs_checkpoint_finds_another_dtype():
-    """torch's own checkpoint raises a CheckpointError here. If it did not, `recomputed` would not be needed."""
+    """If torch's own checkpoint raised no CheckpointError here, `recomputed` would not be needed."""
     with pytest.raises(CheckpointError, match="different metadata"):
         gradient(partial(checkpoint, use_reentrant=False))
 

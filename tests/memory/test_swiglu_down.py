@@ -1,6 +1,4 @@
-"""In a compiled FFN, SwiGLU and the down projection form one operator. The operator's gradients equal autograd's, and
-the tensors that the operator saves take no more memory than autograd's.
-"""
+"""In a compiled FFN, SwiGLU and the down projection form one operator with autograd's gradients and memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,14 +48,14 @@ def _forget_compiled() -> Iterator[None]:
 
 
 def feed_forward(device: torch.device, bias: bool = False, activation: Activation = "swiglu") -> RecomputedFFN:
-    """Builds an FFN. Every call gives the FFN the same weights."""
+    """Builds an FFN with the same weights in every call."""
     torch.manual_seed(0)
     up = nn.Linear(DIM, FFN_DIM if activation == "gelu" else 2 * FFN_DIM, bias=bias)
     return RecomputedFFN(up, nn.Linear(FFN_DIM, DIM, bias=bias), activation, checkpointed=False).to(device)
 
 
 def compiled(ffn: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Compiles the FFN with a backend that needs no C++ compiler. A graph break is an error."""
+    """Compiles the FFN with a backend that needs no C++ compiler."""
     return torch.compile(ffn, backend="aot_eager", fullgraph=True)
 
 
@@ -112,7 +110,6 @@ def test_bf16_is_as_accurate_as_eager(autocast, bias, device, passes):
 
 
 def test_a_second_backward_reads_the_saved_tensors(device, passes):
-    """The first backward must not overwrite the saved tensors, because a second backward reads them."""
     ffn, (x, dy) = feed_forward(device), draw(device)
     y = compiled(ffn)(x)
     first, second = (torch.autograd.grad(y, (x, *ffn.parameters()), dy, retain_graph=True) for _ in range(2))
@@ -150,7 +147,6 @@ def test_the_ffn_is_compiled_once_for_all_lengths(device, passes):
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_the_kernel_runs_once_per_layer_of_a_model(checkpointing, device, passes):
-    """SwiGLU's backward kernel runs once for each of the two layers, with every kind of checkpointing."""
     expected = step(small_gpt(levers(), device, n_layers=2), stream(device))
     assert not passes
     assert_equal(step(compile_blocks(small_gpt(levers(checkpointing), device, n_layers=2)), stream(device)), expected)
@@ -163,10 +159,7 @@ def test_the_kernel_runs_once_per_layer_of_a_model(checkpointing, device, passes
     [("none", "bf16-mixed"), ("none", "bf16-true"), ("selective", "bf16-mixed"), ("full", "bf16-mixed")],
 )
 def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
-    """The operator does not change how many bytes a compiled block keeps.
-
-    A compiled block keeps no rounded copy of its weights.
-    """
+    """A compiled block keeps no rounded copy of its weights."""
     plan = changed(LLAMA_1B, n_layers=1, vocab_size=64, seq_len=64, checkpointing=checkpointing, precision=precision)
     uses = []
 
@@ -203,10 +196,7 @@ def test_only_plain_layers_train_plainly(device):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["down_proj", "gate_proj", "q_proj"])
 def test_adapters_keep_their_path(target, device, passes):
-    """The adapter of q_proj is outside the FFN, and the other adapters are inside it.
-
-    The frozen weights under an adapter get no gradient.
-    """
+    """The adapter of q_proj is outside the FFN, and the other adapters are inside it."""
 
     def adapted() -> GPT:
         return LoRA(2, 4.0, 0.0, [target], False, None, None)(small_gpt(levers(), device, n_layers=1))

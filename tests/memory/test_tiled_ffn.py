@@ -127,9 +127,7 @@ def test_gradients_may_have_any_layout(layout, device):
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
-    """The backward allocates two tensors per chunk, `projected` and one gradient, and writes its results into these
-    two.
-    """
+    """The backward writes results into the two tensors that it allocates per chunk, `projected` and one gradient."""
     places = []
 
     def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
@@ -174,7 +172,7 @@ def test_the_input_may_be_frozen(device):
 @pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
-    """The backward recomputes each chunk once. Checkpointing recomputes only the operations before the FFN."""
+    """Checkpointing recomputes only the operations before the FFN."""
     calls = []
     for name in ("_activated", "_activation_backward"):
         function = getattr(tiled_ffn, name)

@@ -60,8 +60,7 @@ def check(attention, tensors: list[Tensor], cu_seqlens: Tensor, window: int = -1
     ours = with_gradients(partial(attention, schedule=schedule, **scores), *tensors)
     exact = with_gradients(lambda *x: reference(*x)[0], *tensors)
     baseline = with_gradients(lambda *x: reference(*x, dtype=tensors[0].dtype)[0], *tensors)
-    # If a query sees only one key, the exact dq and dk are 0. `floor` is the smallest error that the test allows, and
-    # covers the rounding of two sums of 16 products.
+    # If a query sees only one key, the exact dq and dk are 0. `floor` covers the rounding of two sums of 16 products.
     floor = 32 * torch.finfo(tensors[0].dtype).eps
     for name, result, truth, same_dtype in zip(("o", "dq", "dk", "dv"), ours, exact, baseline, strict=True):
         assert_as_accurate(name, result, truth, same_dtype, floor=floor)

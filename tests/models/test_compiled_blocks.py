@@ -73,10 +73,7 @@ def test_all_blocks_share_one_graph_under_autocast(device, passes):
 
 @pytest.mark.slow
 def test_what_the_first_block_adds_is_let_go(device):
-    """The first block adds zeros to its input, and these zeros must not be a leaf of autograd.
-
-    As a leaf, the tensor of zeros would stay in memory until its gradient is computed.
-    """
+    """As a leaf of autograd, the zeros that the first block adds would stay in memory until their gradient exists."""
     model = compile_blocks(small_gpt(levers(), device, n_layers=1))
     first = []
     model.blocks[0].register_forward_pre_hook(lambda _, arguments: first.append(arguments[-1]))

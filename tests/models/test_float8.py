@@ -215,9 +215,6 @@ def test_a_missing_torchao_is_named(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_trains_and_its_checkpoint_continues_without_float8(tmp_path, monkeypatch):
-    """One run trains with float8, which the CPU emulates, and a second run trains without float8. A third run continues
-    without float8 from the checkpoint of the run with float8.
-    """
     compile_blocks = GPT.compile_blocks
     monkeypatch.setattr(training, "require_float8_gpu", lambda device: None)
     monkeypatch.setattr("fa_train.lit_gpt.use_float8", partial(use_float8, emulate=True))

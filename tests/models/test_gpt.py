@@ -48,7 +48,7 @@ VARIANTS = [
 
 @pytest.fixture
 def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables oneDNN. On virtual machines that announce AMX without having it, oneDNN's bf16 matmuls crash."""
+    """Disables oneDNN, whose bf16 matmuls crash on virtual machines that announce AMX without having it."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
@@ -94,7 +94,6 @@ def test_attentions_give_one_model(overrides, device):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_documents_do_not_leak(attention, device):
-    """If document 1 changes, the loss and the gradients of document 2 stay bitwise equal."""
     model = build(attention=ATTENTIONS[attention]).to(device)
     tokens, cu_seqlens, labels = stream([11, 0, 13], device)
     labels[:11] = -100
@@ -127,10 +126,7 @@ def test_the_future_does_not_leak(device):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_window_ends_what_a_token_sees(attention, device):
-    """Both layers have a window of 4 tokens: a token sees itself and the 3 tokens before it.
-
-    A layer without a window sees all earlier tokens.
-    """
+    """Both layers have a window of 4 tokens: a token sees itself and the 3 tokens before it."""
     tokens, cu_seqlens, _ = stream([16, 8], device)
     changed = tokens.clone()
     changed[[2, 18]] = (changed[[2, 18]] + 1) % 40
@@ -146,10 +142,7 @@ def test_a_window_ends_what_a_token_sees(attention, device):
 
 
 def test_layers_may_have_no_rope_or_a_separate_theta(device):
-    """If no layer has RoPE, changed positions do not change the logits.
-
-    A window as long as the stream hides no token.
-    """
+    """If no layer has RoPE, changed positions do not change the logits."""
     tokens, _, _ = stream([12], device)
     far = torch.arange(12, device=device) * 3
     for family, same in (
@@ -332,7 +325,7 @@ def test_a_model_from_the_meta_device_is_initialised_alike(tied):
     with torch.device("meta"):
         model = build(**overrides)
     assert all(parameter.is_meta for parameter in model.parameters())
-    torch.manual_seed(1)  # this seed has no effect: the model uses the seed that was set when the model was built
+    torch.manual_seed(1)  # the model uses the seed that was set when the model was built
     model.materialise(torch.device("cpu"))
     for (name, ours), theirs in zip(model.named_parameters(), build(**overrides).parameters(), strict=True):
         assert torch.equal(ours, theirs), name

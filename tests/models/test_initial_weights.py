@@ -99,7 +99,6 @@ def test_two_ranks_have_the_weights_of_one(tmp_path):
 
 
 def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]]) -> None:
-    """Makes all checks that need two ranks."""
     torch.set_num_threads(1)
     os.environ.update(environments[rank])
     dist.init_process_group("gloo")
@@ -143,10 +142,7 @@ def same_pretrained_weights(folder: Path) -> None:
 
 
 def never_the_whole_model(rank: int, folder: Path) -> None:
-    """Each of two ranks needs memory for half of the model and for one whole parameter.
-
-    A single process needs memory for the whole model.
-    """
+    """Each of two ranks needs memory for half of the model and for one whole parameter."""
     with META:
         models = [build(LARGE), load_pretrained(folder / "large", "sdpa")]
     for model in models:
@@ -189,7 +185,8 @@ def test_drawing_leaves_torchs_generator_alone():
 
 @pytest.mark.gpu
 def test_a_cpu_can_hold_what_a_gpu_draws():
-    """Weights can be drawn on a GPU and held in host memory. A GPU and a CPU draw different weights from the same seed.
+    """A GPU and a CPU draw different weights from the same seed.
+
     If training drew the base weights on a GPU, the export of an adapter must draw them on a GPU, too.
     """
     with drawn_on(torch.device("cuda")):

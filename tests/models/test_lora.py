@@ -33,12 +33,11 @@ TARGETS = [
 
 @pytest.fixture(autouse=True)
 def torch_products(monkeypatch):
-    """Disables oneDNN. Some CPUs announce bf16 instructions that they do not have."""
+    """Disables oneDNN, because some CPUs announce bf16 instructions that they do not have."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def write_base(name: str, folder: Path) -> Any:
-    """Builds a random transformers model, saves its checkpoint in `folder`, and returns the model."""
     family, fields = CHECKPOINTS[name]
     torch.manual_seed(0)
     # transformers' SDPA attention has no soft cap
@@ -102,10 +101,7 @@ def test_a_is_drawn_as_published():
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_gradients_are_those_of_the_merged_weights(activation, targets):
-    """The gradients of an adapter's matrices A and B follow from the gradient of the merged weight.
-
-    If dW is the gradient of the rows that the adapter changes, `dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`.
-    """
+    """If dW is the gradient of the changed rows, `dA = scale * B.T @ dW` and `dB = scale * dW @ A.T`."""
     settings = lora(target_modules=targets, use_rslora=True)
     model, dense = (small(settings=settings, activation=activation) for _ in range(2))
     linears = dict(adapted(model))
@@ -157,7 +153,6 @@ def test_adapters_are_fp32_whatever_the_precision(precision):
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", *slow("llama-biased-own-head", "qwen3", "gemma2", "arcee-gelu")])
 def test_a_saved_adapter_is_the_formula(name, tmp_path):
-    """The logits equal those of a transformers model whose weights include `scale * B @ A` from the adapter's files."""
     base = write_base(name, tmp_path / "base")
     settings = lora(use_rslora=name == "qwen2")
     model = randomised(settings(load_pretrained(tmp_path / "base", "naive")))
@@ -295,8 +290,6 @@ def test_optimizers_for_bf16_weights_are_refused(optimizer):
 
 @pytest.mark.slow
 def test_a_run_trains_adapters_and_resumes(tmp_path):
-    """The loss falls. A run that was stopped and resumed has the same losses as a run that never stopped."""
-
     def run(folder: Path, *overrides: str) -> dict[int, float]:
         folder.mkdir()
         settings = tiny(

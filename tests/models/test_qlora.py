@@ -24,23 +24,19 @@ NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 
 
 @pytest.fixture(autouse=True)
 def torch_products(monkeypatch):
-    """Disables oneDNN. Some CPUs announce bf16 instructions that they do not have."""
+    """Disables oneDNN, because some CPUs announce bf16 instructions that they do not have."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
-    """Rounds each element to the nearest of 16 levels.
-
-    The levels of a block of 64 elements are NF4's levels, multiplied by the block's scale. The scale is the largest
-    magnitude in the block, and is not rounded.
-    """
+    """Rounds each element to NF4's 16 levels, times the unrounded largest magnitude in a block of 64 elements."""
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     return (NF4[(blocks[..., None] / scales[..., None] - NF4).abs().argmin(-1)] * scales).reshape(weight.shape)
 
 
 def dense() -> GPT:
-    """Builds an fp32 model whose weights are rounded to NF4. The adapters are those of the QLoRA model."""
+    """Builds an fp32 model with weights rounded to NF4, and with the adapters of the QLoRA model."""
     model, plain = small(settings=QLORA), small()
     with torch.no_grad():
         for path, linear in adapted(model):
@@ -77,10 +73,7 @@ def test_memory_levers_change_nothing(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, COMPILED_CHUNKS[-1]])
 def test_memory_levers_change_nothing_compiled(memory):
-    """The backward recomputes the dense weights, either for the whole FFN or for its chunks.
-
-    Each case takes some seconds.
-    """
+    """The backward recomputes the dense weights, either for the whole FFN or for its chunks."""
     found = step(compile_blocks(small(memory, QLORA)), stream(CPU))
     for a, b in zip(found, step(small(settings=QLORA), stream(CPU)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

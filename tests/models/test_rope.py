@@ -89,7 +89,7 @@ SCALINGS = [
 
 @pytest.mark.parametrize("parameters", SCALINGS)
 def test_scalings_equal_transformers(parameters):
-    """head_dim, theta and the trained length are those of Llama 3. The row is longer than the trained length."""
+    """head_dim, theta and the trained length are those of Llama 3."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

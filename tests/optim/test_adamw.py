@@ -60,16 +60,16 @@ def test_frozen_parameters_are_left_out():
 
 
 def small_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-    """Builds a model. Every call gives the model the same weights.
+    """Builds a model with the same weights in every call.
 
-    The matrices of the model are large enough to be quantized and offloaded. The vectors are not.
+    Only the matrices of the model are large enough to be quantized and offloaded.
     """
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 64)).to(device, dtype)
 
 
 def train_steps(model: nn.Module, optimizer: Optimizer, first: int, last: int) -> None:
-    """Runs steps `first` to `last`. As in LitGPT, the gradients of a step are scaled after its backward."""
+    """Runs steps `first` to `last`, and scales the gradients of a step after its backward, as in LitGPT."""
     scheduler = warmup_cosine(optimizer, warmup_steps=2, max_steps=10, min_lr_ratio=0.1)
     for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         group["lr"] = group["initial_lr"] * factor(first)
@@ -156,8 +156,7 @@ def test_states_are_as_small_as_promised():
 def test_stochastic_rounding_lets_small_updates_count(name):
     """Each exact update is 1/1024 of the distance between two adjacent bf16 numbers.
 
-    In each step, stochastic rounding therefore moves one weight in 1024 to the next bf16 number. After 64 steps, one
-    weight in 16 should have moved.
+    After 64 steps, one weight in 16 should have moved to the next bf16 number.
     """
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     nn.init.ones_(model.weight)
@@ -173,7 +172,7 @@ def test_stochastic_rounding_lets_small_updates_count(name):
 
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses the CPU in place of the GPU. CUDA streams do nothing, and memory is not pinned."""
+    """Uses the CPU in place of the GPU."""
     from torchao.optim import cpu_offload
 
     stream, event = SimpleNamespace(), SimpleNamespace(synchronize=lambda: None)
@@ -200,10 +199,6 @@ def test_offloaded_optimizer_steps_like_adamw():
 
 @pytest.mark.usefixtures("one_device")
 def test_the_offloaded_optimizer_skips_a_step():
-    """A skipped step does not change weights and moments on the host.
-
-    After the skipped step, training continues as in a run without the skipped step.
-    """
     from fa_train.optim.adamw import parameter_groups
     from fa_train.optim.low_memory import OffloadedAdamW
 
@@ -266,7 +261,6 @@ def test_low_memory_optimizers_scale_or_skip_without_waiting_for_the_gpu(name, m
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", OF_TORCHAO)
 def test_low_memory_optimizers_step_like_those_of_torchao(name):
-    """Also checks that a step of our optimizer does not call torch.compile."""
     from torchao import optim
 
     make, dtype = LOW_MEMORY[name]
@@ -339,7 +333,6 @@ def test_configs_instantiate_and_their_state_is_plain():
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_compiler")
 def test_a_run_goes_on_from_states_of_8_bits(tmp_path):
-    """A run that stops after step 4 and is resumed for two steps has the same losses as a run of six steps."""
     losses = []
     for name, steps in (("whole", [6]), ("parts", [4, 6])):
         for max_steps in steps:

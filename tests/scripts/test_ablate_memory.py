@@ -1,8 +1,4 @@
-"""Tests scripts/ablate_memory.py.
-
-One test runs a small sweep from the command line and checks its files. Other tests check which cases a sweep skips, and
-which time and memory a sweep predicts.
-"""
+"""Tests scripts/ablate_memory.py."""
 
 import csv
 import json
@@ -70,7 +66,7 @@ def parts():
 
 @pytest.mark.slow
 def test_a_sweep_reports_cases_that_run_out_of_memory(tmp_path):
-    """Cases whose scores need 274 GB fail, and longer cases are skipped. Checks the sweep's files and W&B runs."""
+    """Cases whose scores need 274 GB fail, and longer cases are skipped."""
     arguments = ["--attentions", "naive", "--seq-lens", "32", "131072", "262144", "--model", "nano", "--steps", "1"]
     arguments += ["--attention-seq-lens", "64", "131072", "262144", "--n-heads", "4", "--head-dims", "16"]
     arguments += ["--max-step-seconds", "1e9"]
@@ -171,7 +167,7 @@ def opened(html, folder):
 
 
 def outcomes(run_outcomes, path, cases, max_step_seconds=100.0):
-    """Runs a sweep in which each case has an invented outcome or time. Returns the outcomes, and the cases that ran."""
+    """Runs a sweep of cases with invented outcomes or times, and returns the outcomes and the cases that ran."""
     ran = []
 
     def run(case):
@@ -239,8 +235,8 @@ def test_a_step_is_measured(attention):
     result = measure(case(attention))
     assert result.outcome == "ok" and result.step_ms > 0 and result.peak_gib > 0 and result.timed_steps == 2
     assert result.mfu is None and result.reserved_gib is None
-    # The FLOPs are `6 * N * T + 6 * layers * n_heads * head_dim * T**2`. T is the number of tokens. N is the number of
-    # elements in all matrices, including the output matrix of 259 x 32.
+    # The FLOPs of T tokens are `6 * N * T + 6 * layers * n_heads * head_dim * T**2`. N is the number of elements in all
+    # matrices, including the output matrix of 259 x 32.
     matrices = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 259 * 32
     flops = 6 * matrices * 32 + 6 * 2 * 32 * 32**2
     assert result.tflops * 1e12 * result.step_ms / 1e3 == pytest.approx(flops)
@@ -338,9 +334,8 @@ def allocated(run):
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The measured peak is at least the peak of `attention_formula`, which leaves out terms linear in N.
 
-    In fp32, the measured peak may be at most 1.03 * (peak of the formula + N^2 bytes). A second attention mask has N^2
-    bytes. In fp16, the measured peak has no upper bound, because torch copies the operands of fp16 matmuls on some
-    CPUs.
+    In fp32, the measured peak may include a second attention mask of N^2 bytes. In fp16, the measured peak has no upper
+    bound, because torch copies the operands of fp16 matmuls on some CPUs.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]
@@ -383,7 +378,7 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
 def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch, updates):
-    """A case runs two warm-up steps and two timed steps, all with 320 tokens. Each step updates the weights."""
+    """A case runs two warm-up steps and two timed steps, all with 320 tokens."""
     lengths, compiled = [], []
     block, forward = GPT.compile_blocks, GPT.forward
     monkeypatch.setattr(GPT, "compile_blocks", lambda model: compiled.append(block(model, backend="eager")))

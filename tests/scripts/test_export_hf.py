@@ -40,9 +40,7 @@ def write_base(folder: Path, **fields: int | None) -> Path:
 
 
 def train(folder: Path, *overrides: str) -> Path:
-    """Runs train.py for three steps and returns the checkpoint. The run uses the command line, because only then is the
-    folder .hydra written.
-    """
+    """Runs train.py for three steps on the command line, because only then is the folder .hydra written."""
     done = command_line(folder, *overrides, "max_steps=3", "trainer.val_check_interval=3")
     assert done.returncode == 0, done.stderr
     [checkpoint] = folder.rglob("*.ckpt")
@@ -218,7 +216,7 @@ def test_a_run_with_an_adapter_is_exported(adapter_run, tmp_path):
     assert "library_name: peft" in card and "| Base model | base |" in card
     with pytest.raises(ValueError, match="--adapter writes float32, so --dtype must not be given; got bfloat16"):
         trained_model.export(checkpoint, tmp_path / "half", [], "bfloat16", adapter=True)
-    if kind == "lora":  # load the base model and the exported adapter
+    if kind == "lora":
         model = LoRA(1, 1.0, 0.0, "all-linear", False, None, str(out))(load_pretrained(base, "sdpa", dtype="float32"))
         torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
 
@@ -302,7 +300,6 @@ def test_weights_that_are_not_finite_are_not_exported(scratch, tmp_path):
 
 
 def script(name: str, *arguments: object):
-    """Runs a script of this repository on the command line and waits for its end."""
     return processes.finish(f"scripts.{name}", [*map(str, arguments)], processes.REPOSITORY, quiet_environment())
 
 

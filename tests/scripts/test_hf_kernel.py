@@ -1,8 +1,6 @@
-"""Hugging Face's package `kernels` can load the folder that scripts/hf_kernel.py writes, even if the process has
-already imported fa_kernels.
+"""The package `kernels` can load the folder that scripts/hf_kernel.py writes, even after an import of fa_kernels.
 
-`make install-dev` installs `kernels` in a folder that is not on Python's path. Only the process that
-`run_with_library` starts has the folder of `kernels` on its path.
+`make install-dev` installs `kernels` in a folder that is not on Python's path.
 """
 
 import json
@@ -63,7 +61,6 @@ def run_with_library(check: str, variant: Path) -> None:
 
 
 def check_kernel(kernel, variant):
-    """Compares the outputs, gradients and operators of the loaded kernel with those of fa_kernels."""
     name = name_of(variant)
     q, k, v = torch.randn(3, 1, 19, 2, 16).unbind()
     results = []

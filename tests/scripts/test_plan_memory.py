@@ -408,7 +408,7 @@ def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
 
 
 def printed_plan(folder: Path, devices: int, *overrides: str) -> str:
-    """Returns the memory plan that train.py prints for a run on GPUs. The run has one micro-batch per step."""
+    """Returns the memory plan that train.py prints for a run on GPUs with one micro-batch per step."""
     printed: list[str] = []
     trainer: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=CUDA),

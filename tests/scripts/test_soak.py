@@ -15,10 +15,7 @@ MIB = 2**20
 
 
 def metrics(tmp_path, step_ms, reserved_gib=None):
-    """Writes a metrics.csv.
-
-    After each training row comes a validation row, which has no values in the training columns.
-    """
+    """Writes a metrics.csv, in which rows of validations have no values in the training columns."""
     lines = ["step,perf/step_ms,perf/reserved_gib,val/loss"]
     for step, ms in enumerate(step_ms):
         lines += [f"{step},{ms},{'' if reserved_gib is None else reserved_gib[step]},", f"{step},,,2.5"]

@@ -1,7 +1,4 @@
-"""Each data row of a step goes to exactly one rank. All ranks get nearly equal work.
-
-The rows of a step do not depend on the number of GPUs.
-"""
+"""Each data row of a step goes to exactly one rank, and all ranks get nearly equal work."""
 
 import numpy as np
 import pytest
@@ -63,8 +60,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_gpus():
 
 
 def test_steps_are_dealt_by_squared_lengths():
-    # A row of one document costs 16^2 = 256. A row of eight documents of two tokens costs 8 * 2^2 = 32. The two ranks
-    # process the two most expensive rows of a step at the same time.
+    # A row of one document costs 16^2 = 256. A row of eight documents of two tokens costs 8 * 2^2 = 32.
     data = make([16, 16, *[2] * 48], batch_size=8, micro_batch_size=1)
     rows = PackedRows(data, held_out=False, shuffle=True)
     assert sorted(map(rows.rows.cost, range(rows.per_epoch))) == [32] * 6 + [256] * 2
@@ -91,14 +87,11 @@ def test_concatenated_rows_are_balanced_too():
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_every_batch_says_how_long_a_tokens_document_is(document_mask):
-    """mean_seqlen is the same integer in every batch, so that a model is compiled only once.
-
-    Without the document mask, a whole row counts as one document.
-    """
+    """mean_seqlen is the same integer in every batch, so that a model is compiled only once."""
     # three rows have two documents each, and one row has four documents
     data = make([8] * 6 + [4] * 4, document_mask=document_mask)
     batches = [MicroBatches(PackedRows(data, held_out=False, shuffle=True), 1, 0, 1)[i] for i in range(4)]
-    # the mean over tokens is (48 * 8 + 16 * 4) / 64 = 7: six documents have 8 tokens, and four documents have 4
+    # the mean over tokens is (48 * 8 + 16 * 4) / 64 = 7
     assert {batch["mean_seqlen"] for batch in batches} == {7 if document_mask else 16}
     # mean_seqlen is an int and not a tensor, because Lightning would move a tensor to the GPU
     assert all(type(batch["mean_seqlen"]) is int for batch in batches)

@@ -21,7 +21,7 @@ lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
 def naive_best_fit_decreasing(lengths, capacity):
-    """Packs the pieces one by one, searches all rows for each piece, and returns the free space of each row."""
+    """Packs the pieces one by one, and returns the free space of each row."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(rooms) if room >= length]
@@ -99,8 +99,7 @@ def test_rows_have_correct_labels_positions_boundaries_and_costs(lengths, seq_le
 def test_a_layout_equals_a_worked_example():
     layout = lay([3, 9, 5, 0, 2], seq_len=8)
     rows = [layout.row(i) for i in range(layout.n_rows)]
-    # The pieces have 8, 5, 3, 2 and 1 tokens. The document of 9 tokens continues in another row, so the last token of
-    # its first piece has a label.
+    # The document of 9 tokens continues in another row, so the last token of its first piece has a label.
     assert rows[0].tokens.tolist() == [*range(1000, 1008)] and rows[0].labels.tolist() == [*range(1001, 1009)]
     assert rows[1].tokens.tolist() == [*range(2000, 2005), 0, 1, 2]
     assert rows[1].labels.tolist() == [*range(2001, 2005), IGNORE_INDEX, 1, 2, IGNORE_INDEX]

@@ -17,7 +17,7 @@ from fa_train.data.tokens.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes eight documents to files of five kinds. One of the documents is empty."""
+    """Writes eight documents, one of them empty, to files of five kinds."""
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.md").write_text("# two")
     (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in ("drei", "vier ü")) + "\n")

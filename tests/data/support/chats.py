@@ -77,7 +77,7 @@ def write_jsonl(path, rows):
 
 
 def many_chats(n=60):
-    """Returns chats of many lengths. Every call returns the same chats."""
+    """Returns chats of many lengths, the same chats in every call."""
     return [
         {
             "messages": [

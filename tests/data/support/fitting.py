@@ -10,7 +10,7 @@ class Killed(Exception):
 
 
 class Recorder(L.LightningModule):
-    """A Lightning module that records its batches and trains nothing. At a given step, the module raises Killed."""
+    """A Lightning module that records its batches, trains nothing, and raises Killed at a given step."""
 
     def __init__(self, die_at=None):
         super().__init__()

@@ -28,7 +28,7 @@ class Numbered:
 
 
 class NumberedSource:
-    """A source of documents of given lengths. All tokens of a source are different."""
+    """A source of documents of given lengths."""
 
     vocab_size, pad_id, cache_dir = 10**9, PAD, None
 

@@ -1,7 +1,4 @@
-"""Loss masks stay aligned with tokens in the cache and after both kinds of packing.
-
-The packing report counts every label that packing loses.
-"""
+"""Loss masks stay aligned with tokens in the cache and after both kinds of packing."""
 
 from types import SimpleNamespace
 
@@ -25,7 +22,7 @@ from tests.data.support.numbered import OPTIONS, PAD, Numbered
 
 
 class Masked(Numbered):
-    """Numbered documents with loss masks. A StoredMask with two arrays holds the masks, as in the token cache."""
+    """Numbered documents with loss masks, which a StoredMask with two arrays holds as in the token cache."""
 
     def __init__(self, masks):
         super().__init__([len(mask) for mask in masks])

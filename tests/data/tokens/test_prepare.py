@@ -1,9 +1,4 @@
-"""The shards of the token cache do not depend on the number of processes.
-
-After a restart, preparation continues where it stopped.
-
-An incomplete cache is never used.
-"""
+"""The shards of the token cache do not depend on the number of processes."""
 
 import errno
 import json
@@ -27,7 +22,6 @@ from tests.support.marks import slow
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Writes twenty documents, and limits each shard to three documents."""
     monkeypatch.setattr(module, "SHARD", 3)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
     return TextCorpus(str(tmp_path / "texts.jsonl"), "text")
@@ -137,7 +131,7 @@ def garble_tokens(shard):
 
 
 def overwrite(shard, values):
-    """Overwrites the bytes of an array in a file with 0xff. The size of the file does not change."""
+    """Overwrites the bytes of an array in a file with 0xff."""
     content, part = shard.read_bytes(), values.tobytes()
     assert content.count(part) == 1
     shard.write_bytes(content.replace(part, b"\xff" * len(part)))

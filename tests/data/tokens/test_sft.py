@@ -100,10 +100,7 @@ def test_lone_surrogates_in_tools_and_calls_are_replaced(tmp_path, arguments):
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
-    """The test decodes the tokens one by one to get the characters of each token.
-
-    The loss counts a token if its first character belongs to an answer.
-    """
+    """The loss counts a token if its first character belongs to an answer."""
     messages = [
         chat_message("user", "the weather \n"),
         chat_message("assistant", answer),
@@ -135,10 +132,7 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
     ("before", "begin"), [("", "<|im_start|>assistant\n"), ("<|im_start|>", "assistant\n")], ids=["role", "name"]
 )
 def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before, begin, tmp_path):
-    """The template's generation block begins with a part of the generation prompt.
-
-    The earlier answer of the assistant is not trained on.
-    """
+    """The template's generation block begins with a part of the generation prompt."""
     answer = before + "{% generation %}" + begin + "{{ message.content }}<|im_end|>{% endgeneration %}"
     template = "{% for message in messages %}{% if message.role == 'assistant' %}" + answer + "{% else %}"
     template += "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endif %}{% endfor %}"

@@ -94,10 +94,6 @@ STEP_MS = {
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_ranks_levers_as_they_were_measured(tokens):
-    """Levers whose measured times differ by at least 2% are ranked correctly.
-
-    The predicted time difference between two sets of levers is wrong by at most 2% of a step's time.
-    """
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     measured = STEP_MS[tokens]
     predicted = [1e3 * extra_seconds(with_levers(plan, levers)) for levers, _ in measured]
@@ -110,10 +106,7 @@ def test_auto_ranks_levers_as_they_were_measured(tokens):
 
 @pytest.mark.parametrize("tokens", STEP_MS)
 def test_auto_takes_chunks_before_host_memory(tokens):
-    """memory=auto prefers an FFN in chunks to offload, although neither of them makes a step measurably longer.
-
-    Offload takes pinned host memory, which the whole machine shares.
-    """
+    """Offload takes pinned host memory, which the whole machine shares."""
     plan = changed(LLAMA_1B, seq_len=tokens, compiled=True)
     none, chunks, copies, both = (
         extra_seconds(with_levers(plan, Levers("selective", offload, mlp_chunk)))
@@ -130,10 +123,7 @@ def test_auto_takes_chunks_before_host_memory(tokens):
     ],
 )
 def test_copies_save_no_time_where_chunks_are_computed_again(plan):
-    """With offload=all, tiled_mlp keeps the output of the FFN's first matmul, and its backward skips this matmul.
-
-    An FFN with adapters or GeGLU does not use tiled_mlp, so offload=all saves no recomputation in this FFN.
-    """
+    """An FFN with adapters or GeGLU does not use tiled_mlp, so offload=all saves no recomputation in this FFN."""
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies
     plain = changed(LLAMA_1B, seq_len=2**18)
@@ -181,9 +171,7 @@ def test_auto_reaches_as_far_as_any_levers():
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["all-weights", "adapters"])
 def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
-    """require_shardable refuses optimizers with 8-bit states or with states on the host, so the advice must not name
-    them.
-    """
+    """require_shardable refuses optimizers with 8-bit states or with states on the host."""
     plan = changed(with_adapters(LLAMA_1B)[0] if adapters else LLAMA_1B, ranks=8, seq_len=2**14)
     sizes = {GIB * gib for gib in range(4, 20)}
     advice = {next_lever(plan, gpu_bytes, HOST) for gpu_bytes in sizes}
@@ -197,9 +185,7 @@ def test_advice_for_sharded_weights_is_what_they_can_take(adapters):
     ("ranks", "sizes", "smaller"), [(1, (22, 20, 17), "adamw_8bit"), (8, (9, 6, 5), "adamw_bf16")], ids=["one", "eight"]
 )
 def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
-    """If memory is short, the plan recommends adamw_master. The plan recommends less exact optimizers only if
-    adamw_master does not fit. adamw_master cannot train adapters.
-    """
+    """adamw_master cannot train adapters."""
     plan = changed(LLAMA_1B, ranks=ranks, seq_len=2**14)
     none, master, less_exact = (next_lever(plan, GIB * gib, HOST) for gib in sizes)
     assert "optimizer" not in none and f"optimizer={smaller}" in less_exact
@@ -211,10 +197,7 @@ def test_advice_keeps_fp32_weights_as_long_as_possible(ranks, sizes, smaller):
 
 
 def test_levers_with_dropout_are_those_that_lora_accepts():
-    """LoRA refuses dropout in a model with memory levers that recompute activations.
-
-    With dropout and float8, the restrictions of LoRA and those of float8 apply together.
-    """
+    """LoRA refuses dropout in a model with memory levers that recompute activations."""
     plan = changed(with_adapters(LLAMA_1B, dropout=0.1)[0], seq_len=2**17, compiled=True)
     accepted = []
     for levers in COMBINATIONS:

@@ -1,14 +1,11 @@
 """Compares the memory planner's predictions with the memory that the real model needs.
 
-In most tests, the real model runs on fake tensors or on the CPU. Some tests use peaks that were measured on GPUs.
-
-By default, the tests leave out some cases. In most tests, the cases that run by default cover all pairs of values for
-any two settings. Some tests leave out cases with offload or with compiled blocks. With PLANNER_CASES=all, all cases
-run.
+In most tests, the cases that run by default cover all pairs of values for any two settings. With PLANNER_CASES=all, all
+cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
-the first step, in which the optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys.
-A record has `keys` only if the number is below the upper bound that the planner uses.
+the first step, in which the optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. A
+record has `keys` only if the number is below the upper bound that the planner uses.
 """
 
 import json
@@ -72,10 +69,7 @@ def test_predictions_are_the_peaks_measured_on_gpus(measured, monkeypatch):
 def test_ranks_that_gather_fewer_keys_have_lower_peaks(measured, monkeypatch):
     """By default, the planner predicts the peak of the rank that gathers all keys.
 
-    In the recorded runs, one document fills each row. One rank gathers all keys. All other ranks gather fewer keys, so
-    their peaks are lower. For each rank, this test tells the planner how many keys the rank gathers. The planner must
-    predict the difference between the highest peak and each rank's peak.
-
+    For each rank, this test tells the planner how many keys the rank gathers.
     `ranks_gib` lists the peaks of all ranks, and `ranks_keys` lists how many keys the buffers of each rank hold.
     """
     plan, peaks, keys = recorded(measured["plan"]), measured["ranks_gib"], measured["ranks_keys"]
@@ -153,16 +147,12 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
     ],
 )
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
-    """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul.
-
-    The FFN's activations are not kept, because they can be computed from the output of its first matmul.
-    """
+    """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul."""
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     assert kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision) == kept_per_layer(plan)
 
 
-# Each tuple chooses four settings: the model, the precision, checkpointing and the chunks of the FFN. For any two of
-# these settings, all pairs of values occur.
+# Each tuple chooses four settings: the model, the precision, checkpointing and the chunks of the FFN.
 PAIRWISE = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)]
 
 
@@ -249,8 +239,7 @@ SIMULATED_LEVERS = {
     "offload": Levers("selective", True, 8192),
     "offload-all": Levers("none", "all", 8192),
 }
-# All cases run with the levers `none`. By default, a quarter of the cases also run with `offload`, and another quarter
-# with `offload-all`.
+# By default, a quarter of the cases also run with `offload`, and another quarter with `offload-all`.
 SIMULATED = [
     pytest.param(levers, case, marks=slow_if(case not in ("default", "capped-logits")))
     for number, case in enumerate(CASES)
@@ -341,10 +330,7 @@ def test_predictions_are_the_simulated_peaks_of_every_combination(levers):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_predictions_are_what_autograd_saves_on_the_cpu(activation, checkpointing, mlp_chunk):
-    """Uses real fp32 tensors.
-
-    Saved-tensor hooks do not see the outputs of attention, because selective checkpointing has its own store for them.
-    """
+    """Saved-tensor hooks miss the outputs of attention, because selective checkpointing has its own store for them."""
     tokens, saved = SMALL.run.tokens, []
     plan = changed(SMALL, activation=activation, precision="32-true", checkpointing=checkpointing, mlp_chunk=mlp_chunk)
     for n_layers in (2, 3):
@@ -389,7 +375,6 @@ def test_components_add_up():
 @pytest.mark.parametrize("mlp_chunk", [None, 16], ids=["ffn-whole", "ffn-chunks"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_the_host_memory_of_offload_all_is_what_a_forward_takes(qk_norm, mlp_chunk):
-    """Compares the predicted host memory with the bytes that a forward pass takes from the pool of host memory."""
     plan = changed(SMALL, n_layers=3, activation="swiglu", precision="32-true", qk_norm=qk_norm)
     plan = changed(plan, offload="all", mlp_chunk=mlp_chunk)
     model, tokens, taken = build(plan, sdpa_attention), torch.zeros(plan.run.tokens, dtype=torch.int64), []

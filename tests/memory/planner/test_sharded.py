@@ -1,10 +1,9 @@
 """Compares the peak memory that the planner predicts for a sharded step with the peak of FSDP2 on fake tensors.
 
-FSDP2 itself runs, with a process group that sends nothing. FSDP2 frees a gathered weight by resizing its storage to 0
-bytes, so `LiveShards` follows the sizes of storages.
+FSDP2 frees a gathered weight by resizing its storage to 0 bytes, so `LiveShards` follows the sizes of storages.
 
-By default, the cases in `REST` are left out. Every moment and every setting in `CASES` occurs in at least one case that
-runs by default. With PLANNER_CASES=all, all cases run.
+Every moment and every setting in `CASES` occurs in at least one case that runs by default. With PLANNER_CASES=all, all
+cases run.
 """
 
 import weakref
@@ -67,7 +66,7 @@ class LiveShards(Live):
 
 @contextmanager
 def two_ranks() -> Iterator[DeviceMesh]:
-    """Yields a mesh of two ranks. This process is rank 0. No process runs as rank 1."""
+    """Yields a mesh of two ranks, of which only rank 0 runs, in this process."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
@@ -76,11 +75,10 @@ def two_ranks() -> Iterator[DeviceMesh]:
 
 
 def simulated_peak(plan: Plan) -> int:
-    """Returns the peak bytes of a micro-batch that has one document. Gathered weights are counted.
+    """Returns the peak bytes of a micro-batch, with gathered weights, without the rank's shards and optimizer states.
 
-    The rank's shards of the weights are not counted, and the simulation has no optimizer states. The function runs two
-    micro-batches and measures only the second one, because FSDP2's allocations in the first micro-batch differ from
-    those in later micro-batches. If plan.run.accumulates is true, the two micro-batches belong to one step.
+    The function measures only the second of two micro-batches, because FSDP2's allocations in the first micro-batch
+    differ from those in later micro-batches.
     """
     run = plan.run
     autocast = autocast_of_lightning(run.precision)

@@ -1,9 +1,7 @@
 """Simulates a training step on fake tensors, and counts its memory allocation by allocation.
 
-The real model runs, so torch's storages have their real sizes and lifetimes. Fake tensors do not show allocations
-inside an operator. The chunked loss and the chunked FFN are operators, so the simulation replaces each of these two by
-its Python code. `_attention_backward` makes the allocations of attention's backward pass. As on CUDA, RMSNorm is one
-operator in the forward and one in the backward.
+Fake tensors do not show allocations inside an operator, so the simulation replaces the operators of the chunked loss
+and the chunked FFN by their Python code. As on CUDA, RMSNorm is one operator in the forward and one in the backward.
 """
 
 import weakref
@@ -80,11 +78,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the allocations of attention's backward pass.
-
-    In fp32, the allocations are those of the portable kernels. In other dtypes, the allocations are those of the Hopper
-    kernels.
-    """
+    """Makes the allocations of attention's backward kernels: the portable ones in fp32, otherwise the Hopper ones."""
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
     dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)
@@ -157,10 +151,7 @@ class Step:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Patches functions so that a step allocates the same memory on the CPU as on a GPU.
-
-    The patches replace RMSNorm, the cross entropy, the accumulating matmuls and the pool of host memory.
-    """
+    """Patches functions so that a step allocates the same memory on the CPU as on a GPU."""
 
     def cross_entropy(logits: Tensor, labels: Tensor, *terms: float) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(labels, dtype=torch.float32), logits
@@ -193,8 +184,7 @@ def as_on_a_gpu() -> Iterator[None]:
 def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.Module]:
     """Yields the model, wrapped in DDP unless buckets="none".
 
-    DDP runs with a single process, which never waits for others. The first step under DDP does not depend on the values
-    of tensors, and therefore also runs on fake tensors.
+    The first step under DDP does not depend on the values of tensors, and therefore also runs on fake tensors.
     communicates: whether DDP moves gradients to its buckets in the backward pass.
     """
 
@@ -217,7 +207,7 @@ def in_buckets(model: GPT, buckets: Buckets, communicates: bool) -> Iterator[nn.
 
 
 def autocast_of_lightning(precision: str) -> AbstractContextManager[object]:
-    """Returns the context of a training step. Lightning turns off autocast's cache of weights."""
+    """Returns the context of a training step, in which autocast does not cache weights, as in Lightning."""
     if precision == "bf16-mixed":
         return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
     return nullcontext()
@@ -228,9 +218,7 @@ def simulate(
 ) -> Step:
     """Runs a micro-batch of one document, and returns the memory that the micro-batch needs.
 
-    tokens: the length of the document.
-    accumulates: whether the step has other micro-batches before and after this micro-batch. If `accumulates` is true,
-    gradients of earlier micro-batches exist, and DDP does not communicate in this micro-batch.
+    accumulates: whether the step has other micro-batches before and after this micro-batch.
     buckets: as in RunSize.
     """
     autocast = autocast_of_lightning(precision)
@@ -265,10 +253,7 @@ def simulate(
 
 
 def kept_by_compiled_block(build: Callable[[], GPT], tokens: int, precision: str) -> int:
-    """Compiles the first block, and returns the bytes that the block keeps for its backward.
-
-    The bytes of the block's input are included.
-    """
+    """Returns the bytes that the compiled first block keeps for its backward, including the block's input."""
     autocast = autocast_of_lightning(precision)
     storages: dict[int, int] = {}
 

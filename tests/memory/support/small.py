@@ -32,7 +32,7 @@ def levers(
 def small_gpt(
     memory: Memory, device: torch.device, attention: str = "sdpa", n_layers: int = 3, **overrides: Any
 ) -> GPT:
-    """Builds a model. Every call gives the model the same weights."""
+    """Builds a model with the same weights in every call."""
     arguments: dict[str, Any] = {
         "vocab_size": VOCAB,
         "dim": 32,
@@ -63,10 +63,7 @@ def small_gpt(
 
 
 def stream(device: torch.device, lengths: list[int] = LENGTHS) -> dict[str, Tensor]:
-    """Returns packed documents. Every call returns the same documents. One document is empty.
-
-    The last token has no label.
-    """
+    """Returns packed documents, the same in every call. The last token has no label."""
     tokens = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1)
     labels[-1] = -100
@@ -84,28 +81,19 @@ def step(model: GPT, batch: dict[str, Tensor]) -> list[Tensor]:
 
 @cache
 def step_without_levers(attention: str, device: torch.device) -> list[Tensor]:
-    """Returns the loss and the gradients of small_gpt without memory levers.
-
-    The result is computed once and shared by all tests.
-    """
+    """Returns the loss and the gradients of small_gpt without memory levers."""
     return step(small_gpt(levers(), device, attention), stream(device))
 
 
 def compile_blocks(model: GPT, *, fullgraph: bool = True) -> GPT:
-    """Compiles the model's blocks as LitGPT does, but with a backend that needs no C++ compiler.
-
-    fullgraph: whether a graph break is an error.
-    """
+    """Compiles the model's blocks as LitGPT does, but with a backend that needs no C++ compiler."""
     torch._dynamo.reset()
     model.compile_blocks(backend="aot_eager", fullgraph=fullgraph)
     return model
 
 
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """On the CPU, requires bitwise equality.
-
-    On a GPU, rounding may differ, because attention's backward adds in an order that varies.
-    """
+    """Requires bitwise equality, except on a GPU, where attention's backward adds in an order that varies."""
     for a, b in zip(ours, theirs, strict=True):
         if a.is_cuda:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

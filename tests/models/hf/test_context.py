@@ -53,9 +53,7 @@ def test_another_scaling_is_exported(name, scaling, checkpoint, tmp_path):
 
 
 def reached(folder: Path, tmp_path: Path, **options) -> dict:
-    """Exports a checkpoint, compares its logits for a long text with those of transformers, and returns its
-    config.json.
-    """
+    """Exports a checkpoint, compares its logits for a long text with those of transformers, and returns its config."""
     model = load_pretrained(folder, attention="naive", **options)
     save_pretrained(model, tmp_path / "reached")
     stream = torch.cat([tokens()] * 3)
@@ -65,8 +63,8 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Both checkpoints in the test below support 64 tokens. llama has no RoPE scaling. According to its config, llama-3.1
-# was trained on 32 tokens, and RoPE scaling extends this length to 64 tokens.
+# Both checkpoints in the test below support 64 tokens. According to its config, llama-3.1 was trained on 32 tokens, and
+# RoPE scaling extends this length to 64 tokens.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

@@ -1,4 +1,4 @@
-"""Imports tiny random Hugging Face checkpoints of every model family. transformers writes the checkpoints."""
+"""Imports tiny random Hugging Face checkpoints of every model family, which transformers writes."""
 
 import json
 import weakref
@@ -42,10 +42,7 @@ def test_logits_are_transformers(name, checkpoint):
 
 @torch.no_grad()
 def test_a_model_with_images_is_imported_without_them(tmp_path):
-    """Gemma 3 models with 4B or more parameters also take images.
-
-    The config.json of a Gemma 3 model with images leaves out values that equal transformers' defaults.
-    """
+    """The config.json of a Gemma 3 model with images leaves out values that equal transformers' defaults."""
     images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = transformers.Gemma3Config(
         text_config=GEMMA_LIKE | {"layer_types": ALTERNATING},
@@ -92,7 +89,6 @@ def test_sharded_files_hold_the_same_weights(name, checkpoint, tmp_path, monkeyp
 
 
 def test_weights_are_read_one_at_a_time(checkpoint, monkeypatch):
-    """Each tensor is freed before the next one is read."""
     living: list[weakref.ref[Tensor]] = []
     read = weights._read
 
@@ -155,10 +151,7 @@ def test_a_llama_config_before_transformers_5_is_read(checkpoint):
 
 
 def test_a_gemma_3_config_before_transformers_5_is_read(checkpoint):
-    """Before transformers 5, a Gemma 3 config had two RoPE thetas and `sliding_window_pattern`.
-
-    Since transformers 5, a Gemma 3 config has RoPE parameters for each layer type, and a list of layer types.
-    """
+    """Before transformers 5, a Gemma 3 config had two RoPE thetas and `sliding_window_pattern`."""
     folder = checkpoint("gemma3-scaled")
     expected = load_pretrained(folder, attention="naive")(tokens())
     config = json.loads((folder / "config.json").read_text())
@@ -181,10 +174,7 @@ def test_a_gemma_3_config_before_transformers_5_is_read(checkpoint):
     ],
 )
 def test_fields_of_published_checkpoints_are_kept(name, fields, checkpoint, tmp_path):
-    """Configs on the Hub have fields that the classes of transformers lack.
-
-    An import accepts fields that the classes lack, and an export writes these fields again.
-    """
+    """Configs on the Hub have fields that the classes of transformers lack."""
     folder = checkpoint(name)
     before = load_pretrained(folder, attention="naive")
     model = load_pretrained(edit_config(folder, **fields), attention="naive")

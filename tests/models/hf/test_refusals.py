@@ -1,4 +1,4 @@
-"""Tests which checkpoints and options are refused. The error message must name the reason for the refusal."""
+"""Tests which checkpoints and options are refused."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ from tests.memory.support.small import levers, small_gpt
 
 CPU = torch.device("cpu")
 SELECTIVE = pytest.param(levers("selective"), id="selective")
-# The compiler unrolls the loop over chunks. With mlp_chunk=16, the stream of 24 tokens has only two chunks.
+# With mlp_chunk=16, the loop over chunks, which the compiler unrolls, has only two passes.
 COMPILED_CHUNKS = [
     pytest.param(levers("none", mlp_chunk=16), id="mlp-chunk"),
     pytest.param(levers("full", offload=True, mlp_chunk=16), id="all"),
@@ -37,7 +37,7 @@ def lora(**changes: Any) -> LoRA:
 
 
 def randomised(model: GPT) -> GPT:
-    """Fills the adapters with random values. The matrix B of an adapter starts at 0, which would hide most mistakes."""
+    """Fills the adapters with random values, because the initial B of 0 would hide most mistakes."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in adapter_tensors(model).values():
@@ -46,7 +46,7 @@ def randomised(model: GPT) -> GPT:
 
 
 def small(memory: Memory | None = None, settings: LoRA | None = None, **overrides: Any) -> GPT:
-    """Builds a model. Every call gives the model the same weights and adapters."""
+    """Builds a model with the same weights and adapters in every call."""
     if overrides.get("activation") == "gelu":
         overrides["qk_norm"] = False  # no model family has both GELU and qk_norm
     return randomised((settings or lora())(small_gpt(memory or levers(), CPU, **overrides)))

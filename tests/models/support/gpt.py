@@ -8,7 +8,7 @@ from fa_train.models.gpt import GPT
 
 
 def build(**overrides) -> GPT:
-    """Builds a model. Every call gives the model the same weights."""
+    """Builds a model with the same weights in every call."""
     arguments = {
         "vocab_size": 40,
         "n_layers": 2,

@@ -1,6 +1,4 @@
-"""Tests the attention ablation as a multirun of train.py: its files, its summary, skipped and resumed runs, and
-errors.
-"""
+"""Tests the attention ablation as a multirun of train.py."""
 
 import csv
 import json
@@ -30,10 +28,7 @@ def ablation(tmp_path, *overrides):
 
 @pytest.mark.slow
 def test_a_multirun_with_jobs_that_run_out_of_memory(tmp_path):
-    """The scores for 131072 tokens need 274 GB, so jobs of that length run out of memory.
-
-    Checks the files and the offline W&B runs: one for each job that was started, and one for the summary.
-    """
+    """The scores for 131072 tokens need 274 GB, so jobs of that length run out of memory."""
     sweep = ["attention=naive", "seq_len=32,131072,262144", "logger=wandb"]
     arguments = ["-m", *ablation(tmp_path, *sweep)]
     environment = {"WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}

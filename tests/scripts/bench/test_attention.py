@@ -1,7 +1,4 @@
-"""Tests the arithmetic and the reports of scripts/bench/attention.py on invented rows.
-
-Timing itself would need a GPU.
-"""
+"""Tests the arithmetic and the reports of scripts/bench/attention.py on invented rows."""
 
 import csv
 import time
@@ -312,9 +309,7 @@ def test_time_is_the_gpus_alone() -> None:
 
 
 def test_candidates_run_in_random_order(monkeypatch) -> None:
-    """The test uses a fake clock. The slow candidate heats the GPU, so the next run of another candidate takes twice as
-    long.
-    """
+    """The slow candidate heats the GPU, so the next run of another candidate takes twice as long."""
     clock, ran = 0.0, ["nothing"]
 
     class Event:

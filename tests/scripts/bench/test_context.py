@@ -1,4 +1,4 @@
-"""Tests the streams, the parts and the table of scripts/bench/context.py. Measuring times would need several GPUs."""
+"""Tests the streams, the parts and the table of scripts/bench/context.py."""
 
 from dataclasses import replace
 from functools import partial
@@ -61,7 +61,7 @@ def test_sharing_a_stream_computes_what_one_rank_computes(stream, one_rank, monk
     monkeypatch.setattr(context, "WINDOW", 7)
     outputs = []
     for part in ("one", "shared", "alone"):
-        torch.manual_seed(0)  # each new case draws its inputs again, and the same seed gives the same inputs
+        torch.manual_seed(0)  # each new case draws its inputs again
         monkeypatch.setattr(context, "_inputs", drawn_once())
         case = context.Case(stream, 96, 0, Setting(4, 2, 8, 1, 1, "cpu"))
         outputs.append(case.parts[part]())

@@ -1,7 +1,4 @@
-"""Tests scripts/bench/decode.py: its candidates compute the same result, and its arguments and report are right.
-
-The tests measure no times, because timing needs a GPU.
-"""
+"""Tests scripts/bench/decode.py: its candidates compute the same result, and its arguments and report are right."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Tests scripts/bench/features.py: its count of visible pairs, the results of its features, its table and its
-arguments.
-"""
+"""Tests the count of visible pairs, the results, the table and the arguments of scripts/bench/features.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests the batches and the table of scripts/bench/fresh_documents.py. Timing itself would need a GPU."""
+"""Tests the batches and the table of scripts/bench/fresh_documents.py."""
 
 import pytest
 import torch

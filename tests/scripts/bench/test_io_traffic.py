@@ -188,7 +188,6 @@ def test_head_dims_without_hopper_kernels_are_portable_only():
 
 
 def test_hopper_forward_counts_the_tiles_that_it_takes():
-    """The test covers short, medium and long documents with head_dim 64."""
     assert [_blocks(Case("hopper", "forward", n, 64, False), "sm90", "fwd") for n in (256, 2048, 4096)] == [
         (192, 64),
         (128, 128),

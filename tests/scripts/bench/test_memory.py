@@ -40,7 +40,7 @@ ROWS = [
 
 
 def in_this_process(case, timeout):
-    """Replaces run_apart, which would start a new process. In a new process, the imports would take seconds."""
+    """Replaces run_apart, because the imports of a new process would take seconds."""
     return Row(**json.loads(json.dumps(asdict(measure(case_of(json.loads(json.dumps(asdict(case)))))))))
 
 
@@ -59,7 +59,6 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch, updates):
     found, text = run_main(
         monkeypatch, tmp_path, "--seq-lens", "64", "--combinations", *names, "--rounds", "2", "--profile"
     )
-    # the second round measures the combinations in reverse order
     assert [row["combination"] for row in found["rows"]] == names + names[::-1]
     # each measurement has two warm-up steps and two timed steps; each profile has five steps
     assert len(updates) == 4 * 4 + 2 * 5
@@ -67,8 +66,7 @@ def test_a_run_from_its_command_line(tmp_path, monkeypatch, updates):
         assert row["outcome"] == "ok" and len(row["step_ms"]) == len(row["optimizer_ms"]) == 2
         assert all(0 < part < whole for part, whole in zip(row["optimizer_ms"], row["step_ms"], strict=True))
         assert row["loss"] == pytest.approx(math.log(259), rel=0.1) and row["peak_gib"] > 0
-        # Offload copies the inputs of the first and the second block to the host. The input of the last block stays on
-        # the device.
+        # Offload copies the inputs of the first and the second block to the host.
         kept = 2 * row["seq_len"] * 32 * 4 if "offload" in row["combination"] else 0
         assert row["host_gib"] * 2**30 == pytest.approx(kept)
     assert "- commit: `abc`" in text and f"torch {torch.__version__}" in text and "--seq-lens 64" in text

@@ -1,4 +1,4 @@
-"""scripts/bench/packing.py packs as many documents as its output says. The test does not check the measured times."""
+"""scripts/bench/packing.py packs as many documents as its output says."""
 
 import sys
 

@@ -33,7 +33,6 @@ def peer_of(name, *overrides):
 
 
 def copy_weights(ours, llama):
-    """Copies the peer's weights to our model."""
     for block, layer in zip(ours.blocks, llama.layers, strict=True):
         q, k, v, out, gate, up, down = (
             getattr(linear, "base", linear).weight
@@ -63,9 +62,7 @@ def copy_adapters(ours, llama):
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_both_sides_train_the_same_model(adapter):
-    """With equal weights and adapters, our model and transformers have equal logits. Equal logits show that sizes,
-    theta, the norm's eps and the scale of the adapters are equal.
-    """
+    """Equal logits show that sizes, theta, the norm's eps and the scale of the adapters are equal."""
     config = configuration(replace(CASE, overrides=(*TINY, f"adapter={adapter}")))
     ours = build_model(config, config.model.vocab_size)
     peer = build_peer(config, CPU, variant_of("hf")).model
@@ -101,10 +98,7 @@ def test_transformers_has_the_same_loss_with_our_attention(document_len):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hf-compiled", "hf-compiled-checkpointing"])
 def test_each_layer_is_compiled(name, monkeypatch):
-    """Each layer is compiled without graph breaks, and all layers share one compiled graph.
-
-    Losses and gradients equal those of layers that are not compiled.
-    """
+    """Each layer is compiled without graph breaks, and all layers share one compiled graph."""
     graphs, calls = [], []
 
     def backend(graph, inputs):

@@ -1,7 +1,4 @@
-"""Tests scripts/bench/profile_step.py.
-
-The tests profile a step of a tiny model, classify kernels by their names, and read an invented trace.
-"""
+"""Tests scripts/bench/profile_step.py."""
 
 import csv
 import gzip
@@ -161,7 +158,7 @@ def test_parts_by_name(name, part):
 
 
 def test_the_names_of_our_kernels():
-    """Attention kernels in the set `forward` belong to the forward pass. All others belong to the backward pass."""
+    """Attention kernels that are not in the set `forward` belong to the backward pass."""
     forward = {
         "_fwd_kernel", "_repair_fwd_kernel", "_append_kernel", "_decode_kernel", "_merge_kernel", "_schedule_kernel",
     }  # fmt: skip

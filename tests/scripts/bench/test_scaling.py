@@ -1,7 +1,6 @@
 """Tests scripts/bench/scaling.py: its cases, the results of a run, the schedule of the runs, and the table.
 
-Measuring the speed would need several GPUs. In these tests, train.py runs on the CPU in this process, or a short script
-replaces train.py.
+In these tests, train.py runs on the CPU in this process, or a short script replaces train.py.
 """
 
 import csv

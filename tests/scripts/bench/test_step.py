@@ -142,7 +142,6 @@ def test_a_slow_case_does_fewer_steps(slow_step, timed, steps):
 
 @pytest.mark.slow
 def test_ours_takes_the_steps_of_a_run(tmp_path):
-    """The losses of the benchmark equal those that train.py logs with the same settings."""
     own = ["memory=none", "lit_gpt.compile_model=false", "trainer.log_every_n_steps=1"]
     own += ["preset=cpu", "model=nano", "attention=sdpa", "seq_len=64", "max_steps=4", "data=synthetic", "batch_size=1"]
     own += ["data.vocab_size=259", "trainer.accelerator=cpu", "logger=csv", "callbacks.checkpoint=null", *TINY]

@@ -1,4 +1,4 @@
-"""Tests the candidates, arguments and reports of scripts/bench/tune_tiles.py. Timing itself would need a GPU."""
+"""Tests the candidates, arguments and reports of scripts/bench/tune_tiles.py."""
 
 import re
 
@@ -78,9 +78,7 @@ def test_measured_precisions_are_those_of_launches(dtype):
 
 
 def test_candidates_of_4_bytes_have_a_score_a_thread_and_half_the_numbers():
-    """For head_dim 128, 32 x 32 with four warps was fastest on an H200. The candidates must include 32 x 32 with
-    four warps, although each warp has only 8 rows.
-    """
+    """For head_dim 128, 32 x 32 with four warps was fastest on an H200, although each warp has only 8 rows."""
     found = list(candidates("sm90", 128, "dkdv", SHARED_LIMIT["sm90"], "float32"))
     assert TileConfig(32, 32, 4, 1) in found and TileConfig(32, 32, 8, 1) in found
     assert all(tiles.block_m * tiles.block_n >= 32 * tiles.num_warps for tiles in found)
@@ -195,9 +193,7 @@ def test_new_tiles_replace_those_of_the_same_entry_in_a_file(tmp_path):
 
 
 def test_tiles_of_one_tf32_product_are_not_loaded():
-    """By default, fp32 uses three TF32 products. Tile sizes that were measured with one TF32 product can be unsuitable
-    for three TF32 products.
-    """
+    """By default, fp32 uses three TF32 products, for which tile sizes measured with one product can be unsuitable."""
     tf32 = Result(Candidate(64, "fwd", TileConfig(64, 32, 4, 2), "tf32"), 1.0, 100.0)
     assert tiles_to_load([tf32], "sm90") == {}
 

@@ -17,7 +17,7 @@ class References(HTMLParser):
 
 
 def assert_self_contained(html: str) -> References:
-    """Asserts that a page loads nothing, neither from other hosts nor from other files. Returns its tags."""
+    """Asserts that a page loads nothing, neither from other hosts nor from other files, and returns its tags."""
     parser = References()
     parser.feed(html)
     parser.close()
