@@ -3,7 +3,7 @@
 The launcher is torchrun or train.py. The environment variable TORCHELASTIC_ERROR_FILE holds the path of an error file.
 A failing rank writes the reason to the error file, and the launcher shows the reason. The launcher ends all ranks as
 soon as one fails. A failing rank also sends the reason to all other ranks, because on several nodes each launcher sees
-only the ranks of its own node. Ranks that lose their connection to the failing rank report the failing rank's reason.
+only the ranks of one node. Ranks that lose their connection to the failing rank report the failing rank's reason.
 """
 
 import json
