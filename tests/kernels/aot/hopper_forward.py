@@ -32,8 +32,6 @@ def case_source(head_dim, documents, dtype, out_dtype, features):
     constants |= {"CONFIG": config}
     if "marks" not in features:
         constants["marks_ptr"] = None
-    if not config.dynamic:
-        constants["counter_ptr"] = None
     names, descriptors = _fwd_kernel.arg_names, {}
     for part, columns in zip(("", "_2"), split_columns(int(head_dim)), strict=True):
         for operand, rows in (("q", ROWS), ("k", config.block_n), ("v", config.block_n), ("o", ROWS)):

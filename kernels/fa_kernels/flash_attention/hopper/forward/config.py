@@ -2,7 +2,6 @@
 
 The values were chosen by measurements on an H200 (docs/hopper.md). The following list explains the options.
 
-`dynamic`: programs are persistent. A persistent program starts only once, and processes many tiles.
 `pingpong`: consumers take turns on the tensor cores for each block, so all consumers must visit the same blocks.
 `ranged`: to save work on short documents, each consumer visits only the blocks of keys that its own 64 queries see.
 `consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. Three
@@ -28,7 +27,6 @@ class ForwardConfig(NamedTuple):
     consumers: int
     stages: int  # the number of blocks of K, and of V, that can be in shared memory at once
     order: Literal["query_tiles", "wide_query_tiles"]  # the field of Schedule that holds the order of tiles
-    dynamic: bool = True  # whether programs draw items from a queue, instead of processing one item each
     ranged: bool = False  # each consumer visits only the blocks of keys that its own queries see
     pingpong: bool = False  # consumers alternate between the tensor cores and softmax
     max_first: bool = False  # softmax compares scores with row_max before the exponentials (softmax.py)
@@ -49,7 +47,7 @@ FORWARD_CONFIGS = {
     64: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
     96: ForwardConfig(128, 2, 3, "query_tiles", pingpong=True),
     128: ForwardConfig(128, 2, 2, "query_tiles", pingpong=True),
-    256: ForwardConfig(64, 2, 2, "query_tiles", dynamic=False, pingpong=True, o_in_q=True),
+    256: ForwardConfig(64, 2, 2, "query_tiles", pingpong=True, o_in_q=True),
 }
 _LONG = {
     64: ForwardConfig(128, 3, 3, "wide_query_tiles", pingpong=True, pv_first=True),
@@ -65,7 +63,7 @@ OTHER_CONFIGS: dict[LengthClass, dict[int, ForwardConfig]] = {
         256: ForwardConfig(64, 2, 2, "query_tiles", ranged=True, o_in_q=True),
     },
     "medium": {
-        256: ForwardConfig(64, 2, 2, "query_tiles", dynamic=False, pingpong=True, max_first=True, o_in_q=True),
+        256: ForwardConfig(64, 2, 2, "query_tiles", pingpong=True, max_first=True, o_in_q=True),
     },
     "long": _LONG,
     "very_long": _LONG | {128: ForwardConfig(128, 2, 2, "query_tiles")},

@@ -9,6 +9,7 @@ from fa_kernels.flash_attention.hopper.primitives.columns import (
     start_load,
 )
 from fa_kernels.flash_attention.hopper.primitives.queue import (
+    DRAWN_BEFORE,
     item_of,
     post,
     take,
@@ -137,13 +138,15 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
     while index < n_items:
         item = _locate_item(index, order, ranges, ROWS_EACH * CONSUMERS, BLOCK_N)
         _post_item(queue, item_index, item, ranges, CONSUMERS, BLOCK_N, CONFIG.ranged)
-        if counter_ptr is not None:
-            ticket = take(counter_ptr)
+        draw_at = gl.maximum(item.n_blocks - DRAWN_BEFORE, 0)
+        ticket = 0
         for consumer in gl.static_range(CONSUMERS):  # each consumer has its own mbarrier for Q, to start early
             mbarrier.wait(rings.q.empty.index(consumer), item_index & 1 ^ 1)
             row = item.first + consumer * ROWS_EACH
             _load(rings.q, consumer, inputs.q, row, item.head * inputs.stride_qh)
         for step in range(item.n_blocks):
+            if step == draw_at:
+                ticket = take(counter_ptr)
             if CONFIG.ranged:
                 key = item.end - (step + 1) * BLOCK_N
             else:
@@ -156,10 +159,7 @@ def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: g
             _load(rings.v, stage, inputs.v, key, item.head // inputs.group * inputs.stride_vh)
             block += 1
         item_index += 1
-        if counter_ptr is not None:
-            index = item_of(ticket, counter_ptr, n_items)
-        else:
-            index = n_items
+        index = item_of(ticket, counter_ptr, n_items)
     post(queue, item_index, (-1,))
 
 

@@ -59,7 +59,7 @@ def _fwd_kernel(
     stride_qh, stride_kh, stride_vh, softmax_scale, softcap,
     CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """Program i processes work item i, and then draws further items if counter_ptr is not None.
+    """Program i processes work item i, and then draws further items from the queue (queue.py).
 
     Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc, k_desc and so on describe the first column
     block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have only
@@ -163,7 +163,7 @@ def run_forward(
     n_tiles = tiles.numel()
     section = heads_per_section(k, v, n_heads) if uses_sections(schedule) else n_heads
     n_items = n_tiles * n_heads
-    programs, counter = programs_of(n_items, q.device, config.dynamic)
+    programs, counter = programs_of(n_items, q.device, dynamic=True)
     marks = new_marks(n_heads, total_q, q.device) if schedule.crosses_documents else None
     descs, rest = columns_of_heads((q, ROWS), (k, config.block_n), (v, config.block_n), (o, ROWS))
     launch(

@@ -23,8 +23,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# Backward kernels draw the next ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. If they drew it
-# earlier, work would be balanced less well. If they drew it later, the next item would be loaded late.
+# A program draws the next ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. If it drew the ticket
+# earlier, work would be balanced less well. If it drew the ticket later, the next item would be loaded late.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
