@@ -132,8 +132,9 @@ def _forward_fake(
 def backward(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, added and weight. If added is None, x holds x + added of the forward pass.
+    """Returns the gradients of x, added and weight.
 
+    If the argument `added` is None, the argument `x` must be the sum x + added that `forward` returned.
     If x and added have the same dtype, their gradients are the same, and the returned gradient of added is an empty
     tensor.
     """

@@ -90,7 +90,7 @@ try:
 except ImportError:
 
     class TorchDispatchMode:  # type: ignore[no-redef]
-        """Takes the place of torch's TorchDispatchMode if torch lacks it. A `with` statement raises ImportError."""
+        """A substitute if torch lacks TorchDispatchMode. Entering the substitute with `with` raises ImportError."""
 
         def __enter__(self) -> Any:
             raise ImportError(f"TorchDispatchMode is missing from torch {torch.__version__}; install torch 2.13")

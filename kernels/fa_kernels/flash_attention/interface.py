@@ -202,8 +202,8 @@ def flash_attn_varlen_func(
         k.shape[0],
         causal=causal,
         window_size=window_of(window_size),
-        # Compiled code ignores max_seqlen_k. If compiled code used max_seqlen_k, torch would compile again for each
-        # length class, and torch 2.11 would compile again for each value of max_seqlen_k.
+        # If compiled code used max_seqlen_k, torch would compile again for each new length class
+        # (schedule.LengthClass). With torch 2.11, each new value of max_seqlen_k would cause a compilation.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )

@@ -20,7 +20,7 @@ from fa_kernels.flash_attention.interface import window_of
 from fa_kernels.flash_attention.portable.cache import Cache, Rotary, append_to_cache
 from fa_kernels.flash_attention.portable.decode import MAX_SPLITS, decode_attention
 
-PAGE_UNIT = 16  # tokens; kernels read blocks of 16 keys or more, so page sizes must be multiples of 16
+PAGE_UNIT = 16  # page sizes must be multiples of 16 tokens, because kernels read blocks of at least 16 keys
 
 
 @torch.no_grad()

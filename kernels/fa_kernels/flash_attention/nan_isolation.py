@@ -20,11 +20,11 @@ def isolate_nan(x):
 
     The vector has one element per row of x: NaN if the row contains inf or NaN, and 0 otherwise.
 
-    The next matmul multiplies a row of x by the weight 0 if a query does not see the row. Because 0 * NaN is NaN, NaN
-    would reach other documents without `isolate_nan`. The caller can add the vector to each query's weights, but only
-    for the rows that the query sees. This addition makes the result of a query NaN if the query sees a row that
-    contains inf or NaN. `isolate_nan` doubles the instructions of a masked loop, so kernels for one document are
-    compiled without `isolate_nan`.
+    In the forward pass, x is a block of V, and the next matmul computes P V. P is 0 where a query does not see a key.
+    Because 0 * NaN is NaN, NaN would reach other documents without `isolate_nan`. The caller can add the vector to the
+    row of P of each query, but only at the keys that the query sees. This addition makes o of a query NaN if the query
+    sees a key whose row of V contains inf or NaN. `isolate_nan` doubles the instructions of a masked loop, so kernels
+    for one document are compiled without `isolate_nan`.
     """
     zeros = x * 0.0  # `zeros` is NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
@@ -34,7 +34,8 @@ def isolate_nan(x):
 def is_marked(marks_ptr, head, first, total, ROWS: tl.constexpr):
     """Returns whether a tile has a NaN mark. The tile is the `ROWS` rows of a head that begin at row `first`.
 
-    marks_ptr points to the result of `new_marks`. If head and first are blocks [N], is_marked checks N tiles at once.
+    If the arguments `head` and `first` are blocks [N], `is_marked` checks N tiles at once. marks_ptr points to the
+    result of `new_marks`.
     """
     marks_ptr += head.to(tl.int64) * tl.cdiv(total, ROWS_PER_MARK)
     last = tl.minimum(first + ROWS, total) - 1

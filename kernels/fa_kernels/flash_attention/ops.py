@@ -40,7 +40,7 @@ from fa_kernels.torch_private import (
     without_dead_wrapper,
 )
 
-_PLAIN = {Tensor, Parameter, type(None)}  # types that do not override torch operators. Other subclasses of Tensor may.
+_PLAIN = {Tensor, Parameter, type(None)}  # argument types that cannot override torch operators
 
 
 @torch.library.custom_op("flash_attention::forward", mutates_args=())
@@ -204,7 +204,7 @@ def _gradients(
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
-_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # the last two elements are deterministic and is_observed
+_Options = tuple[Schedule, Features, torch.dtype, bool, bool]  # bools: `deterministic`, then `is_observed`
 
 
 class _Attention(torch.autograd.Function):
@@ -266,8 +266,8 @@ def observed(q: Tensor, *others: Tensor | None) -> bool:
     """Returns whether code outside this file could watch the operator.
 
     Operators can be watched by a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a
-    functorch transform, a trace, a profiler or a tensor subclass. Calls on meta tensors also count as observed. A call
-    that is not observed skips torch's dispatcher, and so saves 20 us of host time.
+    functorch transform, a trace, a profiler or a tensor subclass. If q is a meta tensor, `observed` also returns True.
+    A call that is not observed skips torch's dispatcher, and so saves 20 us of host time.
     """
     return (
         torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()

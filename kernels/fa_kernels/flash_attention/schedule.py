@@ -18,7 +18,7 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
 # Bounds between length classes. The length is the largest number of keys that a query can see. docs/hopper.md says
-# which kernels each class uses.
+# which kernels run for each length class.
 SHORT_DOCUMENT = 2**9  # for shorter documents, key_tiles is ascending, so that neighbouring tiles share queries in L2
 LONG_DOCUMENT = 2**12  # for packed documents of this length, Hopper's forward processes only a few heads at a time
 VERY_LONG_DOCUMENT = 2**16
@@ -80,15 +80,16 @@ def build_schedule(
 ) -> Schedule:
     """Returns the schedule of packed queries and keys. The GPU computes the schedule, and the host does not wait.
 
-    The last query of a document is aligned with the document's last key (flash-attn's bottom-right alignment). Tokens
-    after the last document see no token, and no token sees them.
+    The last query of a document is aligned with the document's last key, the query before the last query with the key
+    before the last key, and so on (flash-attn's bottom-right alignment). Tokens after the last document see no token,
+    and no token sees them.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, both with the same number of documents.
         total_q, total_k: the numbers of rows of q and of k.
         causal: whether to replace `right` in window_size by 0.
-        window_size: (left, right), how many keys a query sees to the left and right of its aligned key; a negative
-            number means all.
+        window_size: (left, right), the numbers of keys that a query sees before and after the key with which the query
+            is aligned. A negative number means all keys.
         padded: whether there can be tokens after the last document.
         seqlen: the number of keys per document, which determines the length class; by default the mean.
         gradients: whether the schedule must also serve backward passes. If gradients is False, the fields that
@@ -159,8 +160,8 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
-    # Queries with the same first key are treated like one document. The last of these queries sees the most keys.
-    # With a window, most of these documents contain only one query, because few queries have the same first key.
+    # For the order of tiles, queries with the same first key form a group that counts as one document. The last query
+    # of a group sees the most keys. With a window, few queries have the same first key, so most groups have one query.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start
@@ -242,7 +243,11 @@ def dense_cu_seqlens(batch: int, seqlen_q: int, seqlen_k: int, device: torch.dev
 
 
 def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple[Tensor, Tensor]:
-    """Returns the aligned key and the document of each query, both (total_q,) int32, as ALiBi needs them."""
+    """Returns the tensors `aligned` and `document` that ALiBi needs (features.py), both (total_q,) int32.
+
+    `aligned` holds the index of the key with which each query is aligned. `document` holds the index of each query's
+    document.
+    """
     side = _Side.of(cu_seqlens_q, total_q)
     aligned = side.token - side.ends[side.document] + _ends(cu_seqlens_k)[side.document]
     return aligned, (side.document - 1).clamp(0, max(0, cu_seqlens_q.numel() - 2))
@@ -251,8 +256,8 @@ def alignment(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int) -> tuple
 class _Side(NamedTuple):
     """One side of the attention: either the documents of the queries, or the documents of the keys.
 
-    Documents are counted from 1. Tokens after the last document belong to an additional document, which has no tokens
-    on the other side.
+    Documents are counted from 1. Queries after the last document belong to an additional document that has no keys.
+    Keys after the last document belong to an additional document that has no queries.
     """
 
     starts: Tensor  # (n_docs + 2,) int32
@@ -282,13 +287,16 @@ class _Paired(NamedTuple):
 
 
 def _paired(own: _Side, other: _Side) -> _Paired:
-    """Returns the _Paired of the tokens in `own`, whose fields are indices of tokens in `other`."""
+    """Returns a `_Paired` for the tokens in `own`. The fields of the `_Paired` hold indices of tokens in `other`."""
     start, end = other.starts[own.document], other.ends[own.document]
     return _Paired(start, end, own.token if own is other else own.token - own.ends[own.document] + end)
 
 
 def _visible_ranges(start: Tensor, end: Tensor, aligned: Tensor, *, before: int, after: int) -> tuple[Tensor, Tensor]:
-    """Returns the start and the end of the range that each token sees on the other side, both (total,) int32."""
+    """Returns the start and the end of each token's range, both (total,) int32.
+
+    The range of a query contains keys, and the range of a key contains queries.
+    """
     first = start if before < 0 else torch.clamp(aligned - before if before else aligned, start, end)
     past_last = end if after < 0 else torch.clamp(aligned + (after + 1), start, end)
     return first, past_last
@@ -315,8 +323,8 @@ def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tens
     run last. If a tile holds several documents, the longer of its first and last document determines the tile's place.
 
     Args:
-        length: (total,), the length of each token's document. If the tiles contain queries, the length is the number of
-            keys in the document. If the tiles contain keys, the length is the number of queries in the document.
+        length: (total,), the length of each token's document. For tiles of queries, `length` holds the number of keys
+            in each query's document. For tiles of keys, `length` holds the number of queries in each key's document.
         last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
             has the most work, and so has its first tile of keys.
     """

@@ -1,8 +1,8 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-torch would need more than thirty operators to compute a schedule. The launches of thirty operators would take more host
-time than attention over short documents takes on the GPU. Each program of the kernel computes either the ranges of some
-tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
+With torch, computing a schedule would need more than thirty operators. To launch thirty operators, the host needs more
+time than the GPU needs for attention over short documents. Each program of the kernel computes either the ranges of
+some tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
 finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
 before this tile. Each program finds the documents of all tiles itself, so programs do not communicate.
 
@@ -43,9 +43,9 @@ class _Side:
     n_edges: tl.tensor  # the number of elements of cu_seqlens
     stride: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
-    total_other: tl.tensor  # the number of all tokens that ranges can contain, for example of all keys
-    before: tl.tensor  # how many tokens a range has before the aligned token; -1 means all
-    after: tl.tensor
+    total_other: tl.tensor  # the total number of tokens that ranges can contain, for example the number of keys
+    before: tl.tensor  # the window's `left` for ranges of queries, and `right` for ranges of keys; -1 means all
+    after: tl.tensor  # the window's `right` for ranges of queries, and `left` for ranges of keys; -1 means all
 
 
 @structure
@@ -152,7 +152,7 @@ def _schedule_kernel(
     WORK_TILE: tl.constexpr, WIDE_TILE: tl.constexpr,
     TOKENS: tl.constexpr, TILES: tl.constexpr, OTHERS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes a part of one order of tiles, or a part of the ranges of queries or keys.
+    """Each program computes a part of the tensors of a schedule.
 
     In the order of their ids, programs compute query_tiles, wide_query_tiles, the ranges of queries, key_tiles, and the
     ranges of keys. A launch without gradients has no programs for key_tiles and for the ranges of keys.
@@ -193,7 +193,7 @@ class _Layout(NamedTuple):
     """The layout of a schedule's tensors in one int32 buffer, and the number of programs that fill the buffer."""
 
     size: int  # the size of the buffer in elements
-    sizes: list[int]  # sizes of parts: one empty part for all empty tensors, then the other tensors and their padding
+    sizes: list[int]  # sizes of the buffer's parts: an empty part for empty tensors, then other tensors and padding
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # returns the tensors in the order of Schedule's fields
     programs: int
 
@@ -251,7 +251,8 @@ def schedule_tensors(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, contiguous.
-        window: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
+        window: (left, right), the numbers of keys that a query sees before and after the key with which the query is
+            aligned. -1 means all keys.
         keys_in_order: whether key_tiles is in ascending order.
         gradients: whether to compute query_start, query_end and key_tiles, which only backward passes read. If
             gradients is False, query_start, query_end and key_tiles are empty.

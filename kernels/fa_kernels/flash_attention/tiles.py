@@ -132,13 +132,15 @@ def tile_config(arch: Arch, head_dim: int, direction: Pass, itemsize: int) -> Ti
 def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
     """Returns the passes that compute dK and dV: ("dk", "dv") if the table lists both, else ("dkdv",).
 
-    Two passes compute the scores twice, so they need five matmuls instead of four. The pass for dK and the pass for dV
-    each have half as many accumulators as one pass that computes both. The tiles of these two passes can therefore be
-    twice as long, and two warpgroups can divide the rows of the scores.
+    The pass for dK and the pass for dV both compute the scores, so the two passes together need five matmuls. One pass
+    for dK and dV (dkdv) needs only four matmuls. The pass for dK and the pass for dV each have half as many
+    accumulators as one pass for dK and dV. The tiles of these two passes can therefore be twice as long, and two
+    warpgroups can divide the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
-    # The interpreter uses the table of sm90, so that tests run both choices of passes, depending on head_dim.
+    # The interpreter uses the table of sm90, so that tests run the dkdv pass at some values of head_dim, and the passes
+    # dk and dv at other values of head_dim.
     table: dict[Arch, Arch] = {"interpreter": "sm90", "unknown": "sm80"}
     known = table.get(arch, arch)
     apart = (known, next(d for d in HEAD_DIMS if head_dim <= d), "dk") in _TILES
@@ -239,12 +241,13 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
     """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
-    Each fp32 value is split into an upper and a lower half. A half takes 4 bytes of shared memory. Blocks are
-    prefetched in fp32, and split into halves in registers, one column block at a time. The current block is the block
-    that the program multiplies. Shared memory holds both halves of the tiles that a program keeps, and both halves of
-    the current block, 8 bytes per element. With mma.sync, registers hold the halves of the current block, and shared
-    memory holds only the current block in fp32, 4 bytes per element. Kernels for dK and dV need 8 bytes per element of
-    the current block even with mma.sync, because they store the block a second time, transposed.
+    Each fp32 value is split into two TF32 values, which are called the upper part and the lower part. Each part takes 4
+    bytes of shared memory. Blocks are prefetched in fp32, and split in registers, one column block at a time. The
+    current block is the block that the program multiplies. For the tiles that a program keeps, and for the current
+    block, shared memory holds the upper and the lower part of each element, 8 bytes per element. With mma.sync, the
+    upper and lower parts of the current block are in registers, and shared memory holds the current block only in fp32,
+    4 bytes per element. Kernels for dK and dV need 8 bytes per element of the current block even with mma.sync, because
+    they store the block a second time, transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """
@@ -302,7 +305,7 @@ def _shared_of_one_product(
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
     """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
 
-    The operands of tcgen05 that a program fills are P and dS, and copies of loaded blocks with 0 instead of NaN.
+    The program itself writes P, dS, and copies of loaded blocks in which 0 replaces NaN.
     """
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory
@@ -315,11 +318,11 @@ def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, di
 def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
-    For fp32, the default is "tf32x3": the sum of three TF32 products of the upper and lower halves of the inputs.
+    For fp32, the default is "tf32x3": the sum of three TF32 products of the upper and lower parts of the inputs.
     Torch's own attention also uses three TF32 products. "tf32x3" is as accurate as FMA instructions ("ieee"), and three
-    times as fast. A single product ("tf32") is used if the user allowed TF32 in torch's matmuls. With "tf32x3",
-    infinities and NaN give the same results as with FMA instructions. Values in the top 1/4096 of the fp32 range round
-    to infinity in TF32, and count as infinite.
+    times as fast. If the user allowed TF32 in torch's matmuls, the precision is "tf32": one TF32 product instead of
+    three. With "tf32x3", infinities and NaN give the same results as with FMA instructions. Values in the top 1/4096 of
+    the fp32 range round to infinity in TF32, and count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"

@@ -47,7 +47,7 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
-MAX_KEYS = 512  # maximum number of keys; a further key first removes all recordings, as many may never be used again
+MAX_KEYS = 512  # maximum number of keys; one more key removes all recordings, because many recordings may be obsolete
 MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
 ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
@@ -74,7 +74,7 @@ class _Watched(threading.local):
 
 _WATCHED = _Watched()
 _KEYS: dict[Hashable, "_Recording | _Known"] = {}
-_COMPILED: dict[Hashable, Any] = {}  # kernels of launch_unspecialised; a key holds kernel, device, dtypes, constants
+_COMPILED: dict[Hashable, Any] = {}  # compiled kernels of launch_unspecialised, by (kernel, device, dtypes, constants)
 _SAID = False  # whether a failure to record has been logged
 
 
@@ -161,10 +161,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 def launch_unspecialised(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Launches a kernel in less host time than `launch`.
 
-    The kernel is compiled once for each combination of device, constants and dtypes. Calls of one compiled kernel can
-    differ in their numbers and in their grid. A recording keeps the numbers and the grid of the recorded call. The
-    first argument must be a tensor. Numbers must be int32 and listed in do_not_specialize. Pointers must be aligned or
-    listed in do_not_specialize_on_alignment.
+    The kernel is compiled once for each combination of device, constants and dtypes. The same compiled kernel is
+    launched with different grids and different int32 arguments. A recording keeps the grid and the int32 arguments of
+    the recorded call. The first argument must be a tensor. Arguments that are numbers must be int32 and listed in
+    do_not_specialize. Pointers must be aligned or listed in do_not_specialize_on_alignment.
     """
     stream = _recordable_stream(arguments[0])
     if stream is None or _WATCHED.recorder is not None:
@@ -344,7 +344,7 @@ class _Recorder(torch_private.TorchDispatchMode):
             self.temporary.append(len(self.allocations))
             self.add(result, _allocation(result))
         elif not func.is_view:
-            self.clear = False  # a repeated call would not run the operator `func`
+            self.clear = False  # `_Recording.play` would not run the operator `func`
         return result
 
     def add(self, x: Tensor, again: Callable[[], Tensor]) -> None:
@@ -411,7 +411,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
 
-        Each launch picks its arguments from one list, which holds the constants, then the addresses, then the maps.
+        Each launch picks its arguments from one list of constants, then addresses, then TMA descriptors.
         """
         n_constants = len(self.constants)
 
@@ -428,8 +428,8 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
         """Returns where a repeated call finds the values for the kernel argument x.
 
-        Each place is (tag, index), with the tag "constant", "address" or "map". A TMA descriptor has one "map" place,
-        and one "constant" place for each size and stride. Any other argument has one place.
+        Each list element is (tag, index), with the tag "constant", "address" or "map". A TMA descriptor gives one "map"
+        element, and one "constant" element for each size and stride. Any other kernel argument gives one element.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())
@@ -453,9 +453,9 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the index of the tensor whose first row contains `address`, and the offset in the row in bytes.
 
-        Only the first row of each tensor is searched, because later rows of two tensors can overlap in memory. For
-        example, q, k and v can be views of one projection. If several tensors start at the same address, `same` records
-        that their addresses must also be equal in repeated calls.
+        The function looks for `address` only in the first row of each tensor, because the address ranges of whole
+        tensors can overlap. For example, q, k and v can be views of one projection. If several tensors start at the
+        same address, `same` records that their addresses must also be equal in repeated calls.
         Raises: _Unclear if no tensor's first row contains `address`, or two tensors have it at different offsets.
         """
         found = []
@@ -484,7 +484,7 @@ def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that picks the values at the indices `places`, and returns a tuple.
+    """Returns a function that maps a sequence to a tuple of the sequence's values at the indices `places`.
 
     For a single index, operator.itemgetter would return the value itself, not a tuple.
     """

@@ -70,8 +70,8 @@ from fa_kernels.flash_attention.tile_order import fewest_kv_heads, kv_heads_per_
 from fa_kernels.launch.descriptors import columns_of_heads, elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
-# Registers per thread. All warps start with `REGISTERS`. `GROUP_REGISTERS` holds the later numbers for the second
-# consumer, the dQ warpgroup and the producer. The first consumer gets the rest of the multiprocessor's registers.
+# All warps start with `REGISTERS` registers per thread. The second consumer, the dQ warpgroup and the producer then
+# change to `GROUP_REGISTERS`. The first consumer gets the rest of the multiprocessor's registers.
 REGISTERS = 128
 GROUP_REGISTERS = (208, 72, 24)
 ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # order.py adds two warps with 24 registers per thread
@@ -79,7 +79,7 @@ ORDERED_REGISTERS = (*GROUP_REGISTERS, 24, 24)  # order.py adds two warps with 2
 
 @gluon.constexpr_function
 def _arrivals(config):
-    """Returns how many threads of a consumer signal that the consumer's half of dS is written."""
+    """Returns how many threads of each consumer arrive at an mbarrier when the consumer's half of dS is written."""
     return WARPGROUP.value if config.each_hands_over else 1
 
 

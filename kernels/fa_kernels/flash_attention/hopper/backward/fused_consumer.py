@@ -390,7 +390,10 @@ def _consume_item(
 
 @gluon.jit
 def _sums_of(gradients):
-    """Returns a tuple with the sum dK + dV of each column block. The sum is NaN where dK or dV is NaN."""
+    """Adds dK and dV elementwise, and returns a tuple with one sum for each column block.
+
+    The sums are used only to find NaN, because a sum is NaN where dK or dV is NaN.
+    """
     sums = ()
     for i in gl.static_range(len(gradients) - 1, -1, -1):
         sums = (gradients[i].dk + gradients[i].dv,) + sums  # noqa: RUF005  Gluon knows no stars
@@ -401,7 +404,7 @@ def _sums_of(gradients):
 def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
     """Writes dK and dV to the buffers of K and V in shared memory, and starts to store them to global memory by TMA.
 
-    k and v: this consumer's 64 rows of the buffers. k_tiles and v_tiles: all 128 rows of the buffers.
+    k_tiles and v_tiles: all 128 rows of each buffer of K and V. k and v: this consumer's 64 rows of each buffer.
     """
     dtype: gl.constexpr = k[0].dtype
     HEAD_DIM: gl.constexpr = width_of(k)

@@ -145,8 +145,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head, or, after the last block, the first block
-    of the next head. With `BACKWARDS`, the next step is the same block of the next head. After the last head, the next
-    step with `BACKWARDS` is the preceding block of the first head.
+    of the next head. With `BACKWARDS`, the next step is the same block of the next head. After the last head of a
+    block, steps with `BACKWARDS` go back by one block of queries, and begin again with the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -173,8 +173,8 @@ def visible_queries(ranges, first, KEYS: gl.constexpr, layout: gl.constexpr):
     no mask, because their queries see all `KEYS` keys.
     """
     keys = first + gl.arange(0, KEYS, layout=layout)
-    # Past the last key, TMA loads zeros, and P = 2^(0 - lse) might overflow. Keys that do not exist therefore get an
-    # empty range of queries.
+    # Past the last key, TMA loads zeros, and P = 2^(0 - lse) might overflow. Positions after the last key therefore get
+    # an empty range of queries.
     start = gl.load(ranges.start + keys, mask=keys < ranges.total, other=0x7FFFFFFF)
     end = gl.load(ranges.end + keys, mask=keys < ranges.total, other=0)
     last = first + KEYS - 1

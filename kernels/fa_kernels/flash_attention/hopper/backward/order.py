@@ -40,9 +40,9 @@ _PLACES = gl.constexpr(2)  # the maximum number of `added` signals that `raise_s
 class OrderBarriers:
     """The mbarriers with which the warps of one program keep the dQ order.
 
-    due: one mbarrier for each place in the ring of dS. It signals that a step is allowed to add its part to dQ.
-    added: `_PLACES` mbarriers, which steps use in turn. They signal that dQ in memory includes the step's part.
-    noted: `_PLACES` mbarriers. They signal that `raise_semaphores` has seen the signal of `added`.
+    due: one mbarrier for each place in the ring of dS. `due` signals that a step is allowed to add its part to dQ.
+    added: `_PLACES` mbarriers. `added` signals that TMA has added a step's dQ to the sum in global memory.
+    noted: `_PLACES` mbarriers. `noted` signals that `raise_semaphores` has received a signal of `added`.
     """
 
     due: gl.shared_memory_descriptor  # [DS_STAGES]
@@ -74,8 +74,8 @@ def wait_for_order(
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp also waits until the previous tile's part is in memory.
 
-    The dQ warpgroup waits for the signal `due` of a place in the ring before it empties the place. Therefore, `due` is
-    not signalled again for a place before the dQ warpgroup has seen the signal of the step before.
+    The dQ warpgroup empties a place in the ring only after it has received the place's signal `due`. The dQ warpgroup
+    therefore receives each signal before this warp signals the same mbarrier again.
     """
     DS_STAGES: gl.constexpr = ds_empty.shape[0]
     gl.static_assert(BLOCK_M == ALIGNMENT)
@@ -104,7 +104,7 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
     place, phase = place_of(step + _PLACES, _PLACES)  # adding _PLACES avoids a negative index for step -1
-    # Wait until raise_semaphores has seen the signal of step - _PLACES, which used the same mbarrier of `added`.
+    # Wait until `raise_semaphores` has received the signal of the last step that used the same mbarrier of `added`.
     mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)
     mbarrier.arrive(dq_order.added.index(place), count=1, pred=step >= 0)
 
@@ -147,7 +147,8 @@ def _wait_for(semaphore, number):
 def _raise(semaphore, number):
     """Raises a semaphore to `number`. One warp calls this function.
 
-    After `_wait_for(semaphore, number)`, a program sees all writes that this warp saw before it raised the semaphore.
+    When `_wait_for(semaphore, number)` returns in another program, the other program sees all writes that this warp saw
+    before the call of `_raise`.
     """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0; }"

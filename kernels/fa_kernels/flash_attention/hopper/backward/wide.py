@@ -15,9 +15,9 @@ cycles. Shared memory transfers 128 bytes per cycle.
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel with a third warpgroup for dQ was slower than the two kernels of the table together. For a block of
-scores of 64 queries and 64 keys, the fused kernel needs at least 2560 cycles of the tensor cores and 2624 cycles of
-shared memory, and adds 64 KiB of fp32 values to dQ in L2.
+A fused kernel, with a third warpgroup for dQ, took longer than this kernel and the kernel for dQ take in total. For a
+block of scores of 64 queries and 64 keys, the fused kernel needs at least 2560 cycles of the tensor cores and 2624
+cycles of shared memory, and adds 64 KiB of fp32 values to dQ in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -140,7 +140,11 @@ def _begin_halves(operand, b, halves):
 
 @gluon.jit
 def _store_halves(halves, scale, buffer, desc, item):
-    """Multiplies an accumulator by `scale`, if not None, and stores the result by TMA from the buffer of K or V."""
+    """Multiplies an accumulator by `scale`, unless `scale` is None, and stores the product in global memory.
+
+    The function writes the product to `buffer` in shared memory. TMA then copies the product to global memory. Before
+    the call, K or V was in `buffer`.
+    """
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):
         values = halves[i] if scale is None else halves[i] * scale

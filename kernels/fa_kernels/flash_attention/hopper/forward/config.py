@@ -10,7 +10,8 @@ consumers help at head_dim 64 and 96. On short documents, larger tiles waste mor
 `max_first`: to save registers, softmax does not keep the scores while it computes P (softmax.py).
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
 
-Three consumers have too few registers for the default softmax, so they use `pv_first` or `max_first`.
+With three consumers, a thread has too few registers for the default softmax. Configurations with three consumers
+therefore use `pv_first` or `max_first`.
 """
 
 from typing import Literal, NamedTuple

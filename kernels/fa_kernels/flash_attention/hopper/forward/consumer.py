@@ -34,7 +34,7 @@ class Work:
 
     out: Output
     lse: gl.tensor  # pointer
-    sinks: gl.tensor  # pointer, which is read only if `HAS_SINKS` is true
+    sinks: gl.tensor  # pointer; used only if `HAS_SINKS` is true
     scale: Scale
     rings: Rings
     queue: Queue

@@ -1,17 +1,17 @@
 """The running softmax of the forward kernel, and operations on its probabilities and output in registers.
 
 For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
-therefore wait for the block's maximum. Here, the value that softmax subtracts is called the reference. A reference
-below the row's maximum makes the exponentials larger, but not less accurate unless an exponential overflows: fp32 and
-bf16 have the same relative precision at 2^15 and at 1. Each row therefore uses the maximum of its first block in later
-blocks too, and does not wait for the maxima of later blocks. If a thread's sum of exponentials exceeds 2^15, the
-thread's warp raises the references of the affected rows, and computes the exponentials of the block again.
-Probabilities therefore never exceed 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o, because
-torch rounds P to bf16 too.
+therefore wait for the block's maximum. In this file, `row_max` is the value that softmax subtracts from the scores of a
+row. If `row_max` is less than the row's maximum, exponentials are larger, and may overflow. Large exponentials that do
+not overflow are as accurate as small exponentials, because fp32 and bf16 have the same relative precision at 2^15 as at
+1. A row therefore keeps the `row_max` of its first block for later blocks, and does not wait for the maxima of later
+blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp increases `row_max` of the affected rows, and
+computes the exponentials of the block again. An exponential therefore never exceeds 2^15, which fp16 can represent. In
+bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
 
-In the code, row_max is the value that softmax subtracts from the scores of a row. By default, scores and probabilities
-are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the scores are compared with row_max
-before exponentials are computed. `MAX_FIRST` needs fewer registers than the default, but more instructions.
+By default, scores and probabilities are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the
+scores are compared with `row_max` before exponentials are computed. `MAX_FIRST` needs fewer registers than the default,
+but more instructions.
 
 Maxima and sums have the layout `registers.PER_ROW`. The sum of a row is stored as eight partial sums, so that the
 threads that hold elements of a row do not wait for each other.
@@ -118,8 +118,9 @@ def operand(pairs, dtype: gl.constexpr, o):
 
 @gluon.jit
 def rescale(o, factor):
-    """Multiplies o [M, D] by the factors [M, 8] of its rows.
+    """Multiplies each row of o [M, D] by the row's factor.
 
+    `factor` [M, 8] holds the factor of a row in all 8 columns (registers.PER_ROW).
     A warp skips the product if the factors of its 16 rows are all 1.
     """
     n: gl.constexpr = o.shape[1] // 2  # values per thread
@@ -184,8 +185,9 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
 
     Each packed pair appears twice in p. exponent_0 and exponent_1 are row_max of the thread's two rows, in log2 units.
     Partial sum i adds the values i, i + 4, i + 8 and so on. Without `MAX_FIRST`, `_of_thread` calls `_under` a second
-    time if a partial sum exceeds `_LARGEST_SUM`. Both calls must return the same bits for a row whose row_max does not
-    change. This needs the explicit fma: without it, the compiler would round `score * scale` only in the second call.
+    time if a partial sum exceeds `_LARGEST_SUM`. For a row whose row_max does not change, the second call of `_under`
+    must return the same bits as the first call. `_under` therefore uses an explicit fma. Without the explicit fma, the
+    compiler would round `score * scale` in the second call, but not in the first call.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -2,8 +2,8 @@
 
 A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
 can give the mbarrier's memory to another buffer. Without mbarrier.inval, PTX does not allow other uses of an mbarrier's
-memory. If several processes take turns on a GPU, 8 bytes of the buffer that got the mbarrier's memory can change to the
-old value of the mbarrier.
+memory. If the memory of an mbarrier was given to a buffer, and several processes take turns on the GPU, 8 bytes of the
+buffer can change to the old value of the mbarrier.
 """
 
 from triton._C.libtriton import ir
@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-# Numbers of the hardware's named barriers. Triton uses 0, 1 and one more for each worker partition, all below 8. The
-# numbers 8 to 15 are therefore free.
+# Numbers of the hardware's named barriers. Triton uses barrier 0, barrier 1, and one barrier for each worker partition.
+# All barriers of Triton have numbers below 8, so the numbers 8 to 15 are free.
 PINGPONG_BARRIER = gl.constexpr(8)  # the first of barriers 8, 9 and 10: each consumer of the forward kernel has one
 HALVES_BARRIER = gl.constexpr(10)  # in the backward kernels, the two consumers of an item meet at this barrier
 MARKS_BARRIER = gl.constexpr(11)  # the first of barriers 11 to 15, which nan_marks.mark_rows uses

@@ -48,7 +48,7 @@ def new_buffers(descs, PLACES: gl.constexpr):
 
 @gluon.jit
 def at(buffers, place):
-    """Returns a tuple with tile number `place` of each buffer."""
+    """Returns a tuple with one tile per buffer: the tile at index `place`."""
     tiles = ()
     for i in gl.static_range(len(buffers)):
         tiles += (buffers[i].index(place),)
@@ -69,7 +69,7 @@ def both_at(a, b, place):
 def with_rest_at(tiles, buffers, place):
     """Returns the tile of each buffer at index `place`.
 
-    `tiles` holds the tiles that the caller has already taken from the first `len(tiles)` buffers.
+    The argument `tiles` must already hold the tiles of the first `len(tiles)` buffers.
     """
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)
@@ -109,7 +109,7 @@ def begin_scores(a, b, zeros):
 
 @gluon.jit
 def begin_scores_at(a, first, buffers, place, zeros):
-    """Starts the same matmuls as `begin_scores`. b consists of tile number `place` of each buffer.
+    """Starts the same matmuls as `begin_scores`. The operand b has one tile per buffer: the tile at index `place`.
 
     `first` is the first tile of b. The addresses of the other tiles of b are computed between the matmuls, and the
     compiler keeps this order.

@@ -1,9 +1,10 @@
 """A queue of work items for persistent programs.
 
 Program i processes item i first, and then draws tickets from a counter in global memory. With n programs, ticket t
-belongs to item n + t. A program stops when its ticket belongs to no item. A program draws no ticket for its first item,
-but draws one ticket that belongs to no item. In a launch, the number of tickets is therefore equal to the number of
-items. The warp that draws the last ticket resets the counter to 0 for the next launch.
+belongs to item n + t. A program stops when its ticket belongs to no item. A program that processes k items draws k
+tickets: one for each item after the first item, and a last ticket that belongs to no item. In a launch, the number of
+tickets is therefore equal to the number of items. The warp that draws the last ticket resets the counter to 0 for the
+next launch.
 
 One warp of a program draws tickets, and posts each item in one of two slots in shared memory. A slot holds up to 32
 integers. The warpgroups that read the slots wait only for an mbarrier, not for global memory.
@@ -23,8 +24,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# A program draws the next ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. If it drew the ticket
-# earlier, work would be balanced less well. If it drew the ticket later, the next item would be loaded late.
+# A program draws the next ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. Drawing tickets earlier would
+# balance the work less well. Drawing tickets later would delay the loads of the next item.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
@@ -140,6 +141,6 @@ def read(queue, item_index):
 
 @gluon.jit
 def field(values, INDEX: gl.constexpr):
-    """Returns field `INDEX` of a posted item. Each thread holds all fields, so a call compiles to one move."""
+    """Returns field `INDEX` of a posted item. Each thread holds all fields, so `field` only copies a register."""
     index = gl.arange(0, _FIELDS, layout=gl.BlockedLayout([32], [32], [4], [0]))
     return gl.sum(gl.where(index == INDEX, values, 0), 0)

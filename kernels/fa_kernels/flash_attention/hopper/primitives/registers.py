@@ -36,7 +36,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """Wraps a Triton code generator, and passes all values to a function as one tuple, followed by `constants`."""
+    """Wraps a Triton code generator, so that called functions get one tuple of all values, followed by `constants`."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants

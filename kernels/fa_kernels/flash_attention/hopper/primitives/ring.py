@@ -10,7 +10,7 @@ from fa_kernels.flash_attention.structure import structure
 
 @structure
 class Ring:
-    """A ring buffer with two mbarriers per place.
+    """A ring buffer that consists of equal parts, called places. Each place has two mbarriers.
 
     `buffers` has the shape [places, ...]. If the columns are split into blocks, `buffers` is a tuple with one buffer
     [places, ...] per column block.
@@ -47,10 +47,10 @@ def new_barriers(PLACES: gl.constexpr):
 
 @gluon.jit
 def wait_full(full, number, pred=True):
-    """Waits until fill `number` of a ring buffer is complete. The function does not wait if `pred` is false.
+    """Waits until the fill with index `number` of a ring buffer is complete.
 
-    A fill writes one place of the ring. Fills are numbered from 0, and fill i writes place i % PLACES. `full` holds one
-    mbarrier for each place of the ring.
+    A fill writes one place of the ring. Fills are numbered from 0, and the fill with index i writes place i % PLACES.
+    `full` holds one mbarrier for each place of the ring. If `pred` is false, the function does not wait.
     """
     PLACES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(number % PLACES), (number // PLACES) & 1, pred=pred)
@@ -58,12 +58,15 @@ def wait_full(full, number, pred=True):
 
 @gluon.jit
 def wait_empty(empty, number):
-    """Waits until fill `number` can begin, because all readers have read the previous fill of the same place."""
+    """Waits until the fill with index `number` can begin.
+
+    The fill can begin when all readers have read the previous data in the same place.
+    """
     PLACES: gl.constexpr = empty.shape[0]
     mbarrier.wait(empty.index(number % PLACES), (number // PLACES) & 1 ^ 1)
 
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place of fill `number` in a ring, and the phase of the mbarriers of that place."""
+    """Returns the place in a ring that the fill with index `number` writes, and the phase of the place's mbarriers."""
     return number % PLACES, (number // PLACES) & 1
