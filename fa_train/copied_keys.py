@@ -41,7 +41,8 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
     """Checks that no node of the config, such as `data`, contradicts the settings of the run.
 
     config: a config that fa_train.settings.check has checked. folder: the run's folder.
-    Raises: ValueError if a node contradicts a setting of the run. The error message says what to set instead.
+    Raises: ValueError if a key of a config node has a value that contradicts the run's settings, or if
+    callbacks.monitor is missing. The error message says what to set instead.
     """
     for key, original in COPIES.items():
         value, wanted = value_of(config, key), value_of(config, original)

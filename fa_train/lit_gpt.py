@@ -230,8 +230,9 @@ def count_labels(labels: Tensor) -> Tensor:
 def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, skipped: Tensor) -> None:
     """Multiplies the gradients by `scale`. If `skipped` is true, the optimizer's next step changes nothing.
 
-    Some optimizers, such as torch's fused AdamW, scale the gradients or skip the update inside their kernels. With any
-    other optimizer, the host waits for `skipped`.
+    Optimizers with `_step_supports_amp_scaling`, such as torch's fused AdamW, scale the gradients or skip the update
+    inside their kernels. For optimizers without `_step_supports_amp_scaling`, the host waits until the GPU has computed
+    `skipped`.
     Shapes: scale () fp32, skipped () bool.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):

@@ -56,7 +56,7 @@ def reach_of(model: GPT) -> int | None:
 def longest_row(model: GPT, max_doc_len: int | None, reset_positions: bool) -> int | None:
     """Returns the largest seq_len that the model supports, or None if there is no limit.
 
-    There is no limit if documents are cut at max_doc_len and their positions start at 0.
+    seq_len has no limit if documents are cut at max_doc_len and the positions of each document start at 0.
     """
     return None if reset_positions and max_doc_len is not None else reach_of(model)
 

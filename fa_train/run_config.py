@@ -31,8 +31,8 @@ class OneFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **others: Any) -> None:
         HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
-        # Hydra would turn an error in a callback into a warning, so this callback ignores a ValueError. Later, Hydra
-        # itself resolves hydra.run.dir and raises the ValueError.
+        # This callback ignores a ValueError, because Hydra only warns about errors in callbacks. Later, Hydra itself
+        # resolves hydra.run.dir and raises the ValueError.
         with suppress(ValueError), read_write(config.hydra.run):
             config.hydra.run.dir = told().get("folder") or decided_by_rank_zero(
                 "hydra.run.dir", lambda: str(config.hydra.run.dir)
@@ -61,7 +61,7 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
 
     The result is empty if the run had nothing to do.
     Raises: fa_train.errors.RankFailedError if a rank fails. If a job of a multirun runs out of memory, the function
-    returns {"oom": 1.0} and raises no error.
+    raises no error, and returns a dict with the single metric `oom`, which is 1.
     """
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 

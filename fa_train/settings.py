@@ -54,8 +54,8 @@ class Node:
 class Root(TypedDict):
     """The keys at the root of the config, in the order in which they are checked.
 
-    Some nodes contain a copy of another node. The original node is checked before the copy, so that the error for a
-    wrong value names the key that the user has set, and not the key in the copy.
+    Some nodes contain a copy of another node. For example, trainer.strategy is a copy of `strategy`. The node
+    `strategy` is checked before trainer.strategy, so an error about a wrong value names the key that the user has set.
     """
 
     seq_len: PositiveInt
@@ -111,7 +111,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
     "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},
 }
-# {class: the function or class that receives the **kwargs of the class's constructor}
+# {class: the function or class to which the class's constructor passes its **kwargs}
 PASSED_ON = {
     "fa_train.models.gpt.GPT": "fa_train.models.config.ModelConfig",
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",

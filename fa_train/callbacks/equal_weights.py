@@ -35,9 +35,9 @@ class Check:
 class EqualWeights(Callback):
     """Compares the weights of ranks by a hash, at the start of a run and after every `every_n_steps` steps.
 
-    With DDP, all ranks must have equal weights. With HSDP, the ranks that hold the same shard must have equal shards.
-    Without replicas, each shard exists only once, so nothing is compared. With optimizer=adamw_master, the low bits of
-    the fp32 master weights must be equal too.
+    With DDP, all ranks must have equal weights. With HSDP, all replicas of a shard must have equal weights. Without
+    replicas, each shard exists only once, so nothing is compared. With optimizer=adamw_master, the low bits of the fp32
+    master weights must be equal too.
     Each rank computes the hash on its device. The host reads the hashes of all ranks after it has launched the next
     micro-batch, or before a checkpoint is saved.
     Raises: DivergedError on all ranks if hashes differ.

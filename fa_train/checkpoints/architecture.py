@@ -30,8 +30,8 @@ def differences(node: str, own: Mapping[str, Any], stored: Mapping[str, Any] | N
     """Returns one line of text for each setting that differs between a run and its checkpoint.
 
     node: the config node of the settings, for example "model".
-    own, stored: the settings of the run and of the checkpoint, as {name: value}. stored is None for a checkpoint of an
-    older version.
+    own, stored: the settings of the run and of the checkpoint, as {name: value}. If an older version of fa_train wrote
+    the checkpoint, `stored` is None.
     """
     if stored is None:
         return []

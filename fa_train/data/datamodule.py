@@ -203,8 +203,9 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Returns a line for each setting of `state_dict` that differs from the setting in the checkpoint.
 
-        If all settings are equal, returns a line for each difference in `counts`, the numbers of rows. If `settings`
-        and `counts` are both equal, returns a line for each difference in `sources`, the sources of a mixture.
+        If this run and the checkpoint have equal settings, returns a line for each number of rows in `counts` that
+        differs. If `settings` and `counts` are equal, returns a line for each difference in `sources`, the sources of a
+        mixture.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))

@@ -130,13 +130,13 @@ class CachedAttention:
 class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
-    chats, val_path, path: paths of chats, as in data.path. The first path that is not None is used. If all paths are
-    None, there is no sample. If text_column is not None, val_path and path are not used, because they hold texts, not
-    chats. The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt
-    comes from the first held-out chat, or from the last chat if no chat is held out. Chats without a prompt are
-    skipped. If all chats are skipped, there is no sample. There is no sample if the prompt and max_new_tokens exceed
-    the model's learned positions. The answer has at most max_new_tokens tokens. Each token of the answer is the most
-    likely token.
+    chats, val_path, path: paths of chats, as in data.path. The first path that is not None is used. If text_column is
+    not None, val_path and path are not used, because they hold texts, not chats.
+    The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt comes from
+    the first held-out chat, or from the last chat if no chat is held out. Chats without a prompt are skipped. The
+    answer has at most max_new_tokens tokens. Each token of the answer is the most likely token.
+    The model generates no answer if no path is used, if all chats are skipped, or if the tokens of the prompt plus
+    max_new_tokens exceed the model's learned positions.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     """Prepares the model for generation, and restores it at the end.
 
     During generation, the model has no dropout, runs in eager mode and computes only the logits of the last token. Each
-    rank processes all tokens, even if ranks share streams in training.
+    rank processes all tokens, even if strategy.context divides the tokens of a training stream among several ranks.
     capacity: the maximum number of tokens in each layer's cache, or None for no cache.
     """
     was_training = model.training

@@ -1,7 +1,7 @@
 """Masks for padded and packed batches. transformers computes one mask per forward pass for all layers of the same kind.
 
 The `generate` method of transformers computes masks itself and passes them to the model. A model does not change a mask
-with four dimensions. If a mask has fewer dimensions, the model computes a new mask from it, even in compiled code.
+with four dimensions. If a mask has fewer than four dimensions, the model computes a new mask, even in compiled code.
 Masks of this module therefore have four dimensions.
 
 The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The mask is 0 at masked keys,
@@ -125,7 +125,7 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
     """Returns the columns of a (batch, tokens) mask for the keys from kv_offset to kv_offset + seqlen_k - 1.
 
     A mask with at most seqlen_k columns is returned whole, padded with False. If a mask has more than seqlen_k columns,
-    but no column for the last of these keys, the result is the last seqlen_k columns of the mask.
+    but fewer than kv_offset + seqlen_k columns, the result is the last seqlen_k columns of the mask.
     """
     tokens, last = mask.shape[1], kv_offset + seqlen_k
     if tokens <= seqlen_k:
@@ -248,7 +248,8 @@ def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, 
     keys of a row.
     """
     left, right = window
-    before = F.pad(_counts(mask, seqlen_k).cumsum(-1), (1, 0))  # [batch, seqlen_k + 1], unmasked keys before each key
+    # [batch, seqlen_k + 1], the number of unmasked keys before each key of a row, then the number in the whole row
+    before = F.pad(_counts(mask, seqlen_k).cumsum(-1), (1, 0))
     place = _places(mask, seqlen_q)
     return (
         before[:, (place - left).clamp(0, seqlen_k) if left >= 0 else torch.zeros_like(place)],

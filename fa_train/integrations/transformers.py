@@ -9,10 +9,11 @@ Most models that work with flash_attention_2 also work with fa_train. Models wit
 Falcon, do not use fa_train. fa_train supports GQA, sliding windows, soft caps, attention sinks, padding, rows packed by
 position_ids or cu_seqlens, and generation with a dynamic or static cache.
 
-Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only where `key_mask` and
-`packed_rows` copy values from the GPU to the host. In a forward pass, the two functions copy values once for all layers
-with the same window. Under torch.inference_mode, but not under torch.no_grad, the two functions copy values again for
-each layer. Code that torch.compile has compiled copies no values from the GPU to the host.
+Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only while `key_mask` or
+`packed_schedule` copies numbers from the GPU to the host. In a forward pass, `key_mask` and `packed_schedule` copy
+numbers once for all layers with the same window. Under torch.inference_mode, but not under torch.no_grad,
+`packed_schedule` copies numbers from the GPU again in each layer. Code that torch.compile has compiled copies no
+numbers from the GPU to the host.
 """
 
 import os

@@ -49,6 +49,7 @@ class _SwigluDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         projected, down = ctx.saved_tensors
-        activated = dy @ down  # the gradient of the activations; swiglu_gradient overwrites it with the activations
+        # `activated` holds the gradient of the activations before swiglu_gradient runs, and the activations afterwards
+        activated = dy @ down
         d_projected = swiglu_gradient(projected, activated)
         return d_projected, dy.T @ activated, dy.sum(0) if ctx.needs_input_grad[2] else None

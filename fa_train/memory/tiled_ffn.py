@@ -71,7 +71,8 @@ class _Backward(torch.autograd.Function):
     """The autograd node whose backward computes the FFN's gradients. Its output is a placeholder without memory.
 
     The forward of `_Backward` runs before the forward of `_Forward`, and saves all tensors before the FFN is computed.
-    Activation checkpointing stops recomputing as soon as all tensors are saved, so it does not recompute the FFN.
+    Activation checkpointing recomputes a block only until all saved tensors exist again, so the recomputation ends
+    before the FFN.
     """
 
     @staticmethod
@@ -131,8 +132,8 @@ class _Kept(torch.autograd.Function):
 class _Forward(torch.autograd.Function):
     """The autograd node whose forward computes the FFN's output.
 
-    `promise` is the placeholder that `_Backward` returned. The backward of `_Forward` returns dy as the gradient of
-    `promise`, so autograd passes dy to the backward of `_Backward`.
+    The input `promise` is the placeholder that `_Backward` returned. In the backward pass, `_Forward` returns dy
+    unchanged as the gradient of `promise`. Autograd then passes dy to `_Backward`, which computes the FFN's gradients.
     """
 
     @staticmethod

@@ -35,7 +35,7 @@ class FFN(nn.Module):
         return self.down_of(self.up(x))
 
     def down_of(self, projected: Tensor) -> Tensor:
-        """Applies the activation and `down`. Shapes: (total, rows of up) -> (total, dim)."""
+        """Applies the activation and `down`. Shapes: (total, up_dim) -> (total, dim)."""
         return self.activated_down(projected, self.down)
 
 
@@ -145,7 +145,7 @@ def _swiglu_down_compiled(projected: Tensor, down: nn.Linear) -> Tensor:
     return _swiglu_down(projected, down)
 
 
-# eager mode uses torch's autograd functions, because the planner predicts their memory
+# In eager mode, SwiGLU uses torch's operators, not swiglu_down, because the memory planner assumes torch's operators.
 ACTIVATED_DOWN: dict[Activation, Callable[[Tensor, nn.Linear], Tensor]] = {
     "swiglu": EagerOrCompiled(_swiglu_down, _swiglu_down_compiled),
     "gelu": _gelu_down,

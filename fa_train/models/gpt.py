@@ -187,7 +187,8 @@ class GPT(nn.Module):
         cu_seqlens: the start of each document and the end of the last document, or None for one document.
         position_ids: the position of each token; by default, positions are counted from the start of each document.
         mean_seqlen: a mean document length in tokens, which determines attention's kernels. By default, mean_seqlen is
-        total / n_docs. The data pipeline passes a mean in which each document is weighted by its length.
+        total / n_docs. The data pipeline passes a mean document length in which each document is weighted by its
+        length.
         traffic: for each attention window, the keys that this rank of a context group sends and receives. See
         `share_context`. With `traffic`, cu_seqlens describes the whole stream, and the other tensors hold only the
         rank's own tokens.
@@ -254,7 +255,10 @@ class GPT(nn.Module):
             block.ffn = ffn.train(block.ffn.training)
 
     def context_shard(self, rank: int, ranks: int) -> ContextShard:
-        """Returns a function that selects the part of rank `rank` from a batch that `ranks` ranks share."""
+        """Returns a function that selects one rank's tokens from a batch that a context group shares.
+
+        rank: the index of the rank in the context group. ranks: the number of ranks in the context group.
+        """
         return ContextShard(rank, ranks, _distinct(self.windows), may_split=self.is_flash)
 
     def share_context(self, group: str, head_groups: int = 1) -> None:

@@ -389,7 +389,7 @@ REQUIRED: dict[str, tuple[object, ...]] = {
 
 
 def _settings(folder: Path, own: LoRA) -> LoRA:
-    """Returns a copy of `own` with the `READ` fields of adapter_config.json in `folder`.
+    """Returns a copy of `own` that takes the fields listed in `READ` from adapter_config.json in `folder`.
 
     Raises: ValueError if adapter_config.json is missing, lacks a field, or has an unsupported field or value.
     """
@@ -425,7 +425,7 @@ def _hash_random_base(model: GPT) -> None:
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:
-    """Returns {module name: {name of a checkpoint's matrix: rows of the matrix in the module's weight}}.
+    """Returns {module name: {name of a checkpoint's matrix: the rows of the module's weight that hold this matrix}}.
 
     The result contains all linear layers of the blocks. A linear layer can join several matrices of a checkpoint.
     """

@@ -73,7 +73,7 @@ def _value(moment: Moment) -> Tensor:
 
 
 def _parts_of(value: Tensor, moment: Moment) -> Moment:
-    """Converts an fp32 value to the tensors of `moment`, except the code book."""
+    """Converts an fp32 value to the format of `moment`: one tensor, or the codes and scales of an 8-bit moment."""
     if len(moment) == 1:
         return (value.to(moment[0].dtype),)
     codes, scales, book = moment

@@ -22,10 +22,10 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Returns the largest answer of the previous call, or 0 in the first call.
+        """Returns the maximum of the answers that all ranks passed to the previous call. The first call returns 0.
 
-        While the largest answer is 0, each call starts an all-reduce of `answer`. A largest answer other than 0 is
-        final: all later calls return it and start no all-reduce.
+        Each call starts an all-reduce of the ranks' answers, until a maximum other than 0 is found. All later calls
+        return this maximum, and start no all-reduce.
         """
         if self._asked is not None:
             self._asked.wait()

@@ -117,8 +117,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Postpones the averaging of gradients until the last micro-batch of a step.
 
-        If reduce_once is false, only the averaging between replicas is postponed. Lightning enters this context manager
-        for the backward pass of every micro-batch except the last.
+        If reduce_once is false, gradients are averaged within each replica after every micro-batch, and only the
+        averaging between replicas waits for the last micro-batch. Lightning enters this context manager for the
+        backward pass of every micro-batch except the last.
         """
         model = cast(FSDPModule, self._gpt)
         # set_requires_all_reduce has no effect without replicas, because only replicas need an all-reduce

@@ -203,7 +203,7 @@ def _prompt_or_completion(row: Mapping[str, Any], name: str, role: str, where: s
 
 
 def _instruction(row: Mapping[str, Any], inputs: tuple[str, ...], where: str) -> str:
-    """Returns the question of a row in the format of Alpaca or Dolly: the instruction, then the columns `inputs`."""
+    """Returns the question of an Alpaca or Dolly row: the instruction, then the text of each column in `inputs`."""
     texts = {name: row.get(name, "") for name in ("instruction", *inputs)}
     for name, text in texts.items():
         if not isinstance(text, str):

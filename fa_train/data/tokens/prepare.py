@@ -46,7 +46,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
     Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
-    disk is full, the finished shards are kept. If the ValueError has a different cause, all shards are deleted.
+    disk is full, the finished shards are kept. If a ValueError is about the corpus or a document, all shards are
+    deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):

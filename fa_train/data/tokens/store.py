@@ -39,12 +39,12 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
 class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
-    loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the
-    document is held out. In a small corpus, the hashes may select all documents or none. Two rules replace such hashes:
-    - If the corpus has several chats, its last chat is held out.
-    - If the corpus has one chat or documents of another kind, the last part of its longest document is held out, unless
-      that part has fewer than SHORTEST_TAIL tokens.
-    If `divided` is true, the user has named the held-out documents, and these two rules do not apply.
+    loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the document
+    is held out. If the hashes of a small corpus would hold out all documents or none, one of two rules applies instead:
+    - If the corpus has several chats, the last chat is held out.
+    - If the corpus has one chat, or documents that are not chats, the last part of the longest document is held out. If
+      this last part has fewer than SHORTEST_TAIL tokens, nothing is held out.
+    If `divided` is true, the user has named the documents to hold out, and only these documents are held out.
     is_tail: whether the held-out document is the last part of a training document.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is

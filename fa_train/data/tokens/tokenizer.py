@@ -50,7 +50,7 @@ class HFTokenizer:
     hf: the wrapped tokenizer. vocab_size: the highest id plus one.
     pad_id: the pad token. If the tokenizer has no pad token, pad_id is the id of eos, or 0 if there is no eos. Padding
     is never a label, so any token can be padding.
-    key: what error messages call the setting or argument that holds `name`.
+    key: the name of the setting or argument that holds `name`, for error messages.
     Raises: ValueError if the tokenizer cannot be loaded, or has only special tokens.
     """
 

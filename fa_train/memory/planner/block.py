@@ -47,7 +47,7 @@ class Block:
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
 
     def rounded_down(self) -> int:
-        """Returns the bytes of autocast's copy of the FFN's last weight, which the backward pass makes again."""
+        """Returns the bytes of autocast's copy of the FFN's last weight. The backward pass copies this weight again."""
         if self.run.adapters or self.levers.mlp_chunk or not self.rounds_weights:
             return 0
         return self.down_weight * self.run.compute_bytes
@@ -249,8 +249,8 @@ class Block:
         held = self.x  # a compiled block is one autograd node, which holds the gradient of the block's output
         if self.run.adapters:
             return held
-        # The block's last kernel computes the weight gradients of both norms, so two of its inputs stay in memory. If
-        # GPT.may_add_later is true, the block holds one tensor fewer. The formula ignores this difference.
+        # The block's last kernel computes the weight gradients of both norms, so two inputs of this kernel stay in
+        # memory. If GPT.may_add_later is true, the formula counts one tensor more than the block holds.
         held += 2 * self.x_rounded + self.statistics
         # attention's output is needed for the weight gradient of the output projection
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0

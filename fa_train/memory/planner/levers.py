@@ -23,8 +23,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# The costs of copies to the host (a fraction of compute time) and of an FFN chunk (seconds) are too small to measure.
-# With these estimates, the search prefers chunks to copies that are equally fast, because copies need pinned memory.
+# Two costs are too small to measure: BESIDE_COPIES, a fraction of compute time, and LAUNCH, in seconds per FFN chunk.
+# With these estimates, the search chooses FFN chunks over equally fast copies to the host, which need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5
 
 
@@ -177,8 +177,8 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
     """Returns changes of head_groups, optimizer and precision that save memory, the cheapest first.
 
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. The list and the dict of the first
-    change are empty. adamw_master and adamw_bf16 train only bf16 weights, so they cannot train adapters, which stay in
+    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is ([], {}), which
+    changes nothing. adamw_master and adamw_bf16 train only bf16 weights, so they cannot train adapters, which stay in
     fp32.
     strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.early_checks.require_shardable).
     """

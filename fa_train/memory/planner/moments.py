@@ -44,7 +44,7 @@ def moments_of(plan: Plan) -> list[Moment]:
 
 
 class _Step:
-    """The sizes in bytes that several moments of a step have in common."""
+    """Computes the Moments of a training step. The attributes are sizes in bytes that several Moments include."""
 
     def __init__(self, plan: Plan) -> None:
         model, levers, run = plan.model, plan.levers, plan.run
@@ -59,8 +59,8 @@ class _Step:
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # bytes of gradients at the end of the backward pass
-        # the bytes that a rank allocates for its shard of the gradient of the embedding or of the positions, or 0 if
-        # these gradients already have memory before the backward pass
+        # In the backward pass, a rank allocates its shard of the embedding's gradient, and its shard of the learned
+        # positions' gradient. The sizes of the two shards are 0 if gradients have memory before the backward pass.
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to it
@@ -69,12 +69,14 @@ class _Step:
         self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
         # A batch has 3 int64 tensors, or 4 if ranks share the batch. The ranges in a schedule are 4 int32 tensors.
         self.data = run.tokens * ((3 if run.context == 1 else 4) * 8 + 4 * 4)
-        if run.context > 1:  # for each window size, a rank has the int32 tensors of one Traffic and of two schedules
+        if run.context > 1:
+            # for each window size, a rank holds int32 tensors: one Traffic, which says which keys are exchanged, and
+            # two attention schedules
             self.data += run.tokens * (7 + 5 * run.context) * 4 * len(set(model.windows))
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        # `underway` after the forward of the last block: only with offload=all, copies to the host may still run
+        # the bytes that copies to the host may still hold after the last block's forward; 0 without offload=all
         self.lagging = self.underway if levers.offloads_all else 0
 
     def around_the_loss(self) -> list[Moment]:
@@ -219,16 +221,19 @@ class _Step:
     def _some_blocks(self) -> list[tuple[str, int]]:
         """Returns the first two and the last two blocks, because one of these blocks has the highest peak.
 
-        Each block is a pair (name, left). left: how many blocks, including the named block, have not finished their
-        backward. The peak changes linearly from the second block to the second to last block, so no block between these
-        two blocks has the highest peak.
+        Each result is a pair of a block's name and the number of blocks, including the named block, that have not
+        finished their backward. Apart from the first and the last block, the peak memory changes by the same amount
+        from each block to the next. A block in the middle therefore never has the highest peak.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}
         return [(which, left) for left, which in lefts.items() if 1 <= left <= n_layers]
 
     def _activations(self, left: int) -> int:
-        """Returns the bytes that the first `left` blocks have saved and not offloaded."""
+        """Returns the bytes that blocks have saved and not offloaded.
+
+        left: the number of blocks that have not finished their backward. A finished block holds no saved tensors.
+        """
         return left * self.block.saved() - (left - 1) * self.block.offloaded()
 
     def _fetched(self, left: int) -> int:
@@ -240,7 +245,7 @@ class _Step:
         return self.all_gradients - self.embedding_shard - self.positions_shard
 
     def _gradients_before(self, left: int) -> int:
-        """Returns the bytes of the gradients that exist while `left` blocks have not finished their backward."""
+        """Returns the bytes of existing gradients. left: the number of blocks that have not finished their backward."""
         if self.run.gradients_in_place:
             return self.sharded.whole_gradients or self.all_gradients
         of_block = sum(block_sizes(self.model)) * self.run.weight_bytes // self.run.ranks

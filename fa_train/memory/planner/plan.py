@@ -28,7 +28,7 @@ class Adapters:
     sizes: the number of elements of each low-rank matrix A and B of each adapter. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
     attention_joined, ffn_joined: the number of elements of a block's low-rank matrices, in attention and in the FFN,
-    if the adapters of each linear layer are joined into one matrix A and one matrix B.
+    after the adapters of each linear layer have been joined into one matrix A and one matrix B.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
     has_dropout: whether lora_dropout is above 0. Memory levers that recompute activations do not work with dropout.
     The formulas ignore dropout.

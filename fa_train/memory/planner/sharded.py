@@ -17,14 +17,14 @@ gradients except the last one. A loop variable of FSDP2's foreach_reduce keeps t
 is computed.
 
 tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
-peaks_h200.json have peaks that were measured on two and on four GPUs. Peaks with reduce_once, adapters or replicas were
-not measured.
+peaks_h200.json have peaks that were measured on two and on four GPUs. The peak memory of runs with reduce_once,
+adapters or replicas was not measured.
 """
 
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.weights import block_sizes, norm_size, trained_sizes
 
-REDUCED_BYTES = 4  # bytes per element of the averaging buffer, or an upper bound for strategy.reduce_dtype=bfloat16
+REDUCED_BYTES = 4  # bytes per element of the averaging buffer; an upper bound if strategy.reduce_dtype is bfloat16
 
 
 class Sharded:
@@ -68,7 +68,7 @@ class Sharded:
         return self.root + self.block * (1 if self.resharded else self.n_layers)
 
     def weights_in_backward(self, left: int) -> int:
-        """Returns the bytes of gathered weights while `left` blocks have not finished their backward."""
+        """Returns the bytes of gathered weights. left: the number of blocks that have not finished their backward."""
         blocks = min(2, left) if self.resharded else left
         before = self.positions or self.embedding  # gathered during the first block's backward
         return self.root + self.block * blocks + (before if left == 1 else 0)
@@ -78,8 +78,9 @@ class Sharded:
         return self.root + self.embedding + self.positions
 
     def buffer_in_backward(self, left: int) -> int:
-        """Returns the bytes of the averaging buffer while `left` blocks have not finished their backward.
+        """Returns the bytes of the averaging buffer during the backward pass.
 
+        left: the number of blocks that have not finished their backward.
         With reduce_once and several micro-batches, the averaging buffer replaces gradients of equal size. The result is
         then 0, because `whole_gradients` already counts the bytes of these gradients.
         """
@@ -115,8 +116,8 @@ class Sharded:
     def _averaged(self, elements: int, gradient_bytes: int, is_last: bool = True) -> int:
         """Returns the peak bytes while a gradient is averaged: the gradient, its buffer, the average and the new shard.
 
-        is_last: whether the gradient is the last one of its group, so that it lives until the average is computed. The
-        last gradient of the root group is the gradient of the norm.
+        is_last: whether the gradient is the last one of its group. FSDP2 keeps the last gradient of each group until
+        the average is computed. The last gradient of the root group is the gradient of the norm.
         """
         gradient, buffer = elements * gradient_bytes, elements * REDUCED_BYTES
         rounded = 0 if self.run.weight_bytes == REDUCED_BYTES else elements * self.run.weight_bytes

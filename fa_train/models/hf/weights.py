@@ -37,7 +37,7 @@ class Place:
 
 
 def places_of(model: GPT, layout: Layout) -> dict[str, Place]:
-    """Returns the place of each checkpoint tensor by name.
+    """Returns {name of a checkpoint tensor: the rows of the model's parameter that hold this tensor}.
 
     The result has no entry for a tied head, because a tied head shares the embedding's weight.
     """

@@ -20,7 +20,7 @@ class SharedSchedule(NamedTuple):
     crossing: the schedule of the queries whose keys are in the buffer. The last entries of `crossing` are padding, and
     see no key.
     own: the schedule of all queries of the rank over the rank's own keys. If attention runs twice, the first run uses
-    `own` and the second run uses `crossing`. In `own`, the queries of the second run see no key.
+    `own` and the second run uses `crossing`. With two runs, a query that sees keys in `crossing` sees no key in `own`.
     """
 
     crossing: Schedule
@@ -32,7 +32,8 @@ def shared_schedule(traffic: Traffic, length_class: LengthClass) -> SharedSchedu
     """Builds both schedules of a rank from the rank's traffic, on the device of the tensors in `traffic`."""
     t = traffic
     crossing = schedule_of_ranges(t.key_start, t.key_end, t.taken.shape[0], length_class)
-    n_crossing = Counts(*t.counts).crossing  # the number of queries that read the buffer; later entries are padding
+    # the first n_crossing entries of `crossing` are queries that read the buffer; all later entries are padding
+    n_crossing = Counts(*t.counts).crossing
     crossing = crossing._replace(
         query_start=crossing.query_start.clamp(max=n_crossing), query_end=crossing.query_end.clamp(max=n_crossing)
     )
@@ -81,8 +82,9 @@ class ContextAttention:
         computes only its part of the gradient of sinks, so the caller must sum this gradient over the group. Only flash
         attention supports sinks, alibi_slopes and head_groups > 1.
         Raises: ValueError if an argument is not supported, alibi_slopes has a wrong shape, dtype or device, or
-        head_groups does not divide the KV heads. Also raises ValueError if `inner` is not flash attention, but only the
-        crossing queries read the buffer. fa_train.parallel.context.traffic.traffic plans this only with may_split=True.
+        head_groups does not divide the KV heads. Also raises ValueError if Counts.splits is 1 and `inner` is not flash
+        attention. If the function fa_train.parallel.context.traffic.traffic is called with may_split=False,
+        Counts.splits is 0.
         """
         crossing, own, moves = schedule
         if function_of(self.inner) is flash_attention:

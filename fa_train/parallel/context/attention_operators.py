@@ -1,10 +1,11 @@
 """Operators for flash attention over a stream that several ranks share.
 
-A crossing query sees keys of other ranks. If no rank has crossing queries, nothing is exchanged, and attention runs
-once over the rank's own keys. If each rank has few crossing queries, and the stream has enough attention work per rank
-(fa_train.parallel.context.traffic), attention runs twice. The first run processes all other queries, while keys of
-other ranks are received. The second run processes the crossing queries. Otherwise, attention runs once, and processes
-all queries after the keys are received.
+Attention is computed in one of three ways, which fa_train.parallel.context.traffic chooses:
+- If no query sees keys of other ranks, nothing is exchanged, and attention runs once over the rank's own keys.
+- If few queries of each rank see keys of other ranks, and the stream has enough attention work per rank, attention runs
+  twice. The first run processes the queries that see only the rank's own keys, while keys of other ranks are received.
+  The second run processes the crossing queries, which are the queries that see keys of other ranks.
+- In all other cases, attention runs once, and processes all queries after the keys are received.
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -33,7 +34,7 @@ class Run(NamedTuple):
     features: Features
 
     def of_heads(self, heads: slice) -> "Run":
-        """Returns the run for the query heads in `heads`."""
+        """Returns a copy of this Run that processes only the query heads in `heads`."""
         alibi, sinks = self.features.alibi, self.features.sinks
         alibi = [alibi[0][:, heads].contiguous(), *alibi[1:]] if alibi else []
         sinks = None if sinks is None else sinks[heads]
@@ -234,7 +235,8 @@ def context_backward(
     Each rank sends its parts of dk and dv to the ranks that hold the keys, where they are summed. dsinks is (n_heads,),
     or empty without sinks. The arguments are those of context_forward.
     """
-    options = Options(group, softmax_scale, softcap, "medium", head_groups)  # only forward passes need a length class
+    # the length class ("short" to "very_long") selects only forward kernels, so a backward pass can use any class
+    options = Options(group, softmax_scale, softcap, "medium", head_groups)
     context = Context(schedules, alibi, Moves(*moves), options)
     return _attention_backward(do, q, k, v, o, lse, sinks, context, deterministic)
 

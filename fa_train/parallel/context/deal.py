@@ -4,8 +4,8 @@ Only attention connects tokens, so a rank may hold any tokens of the stream. If 
 (fa_train.parallel.context.whole_documents), and no keys are sent. If whole documents are not possible, the stream is
 cut into equal chunks, and every rank gets the same number of chunks. The assignment of chunks starts with contiguous
 shares of the stream. With contiguous shares, most documents lie within one rank, and few keys need to be sent. But
-contiguous shares can need different amounts of attention work. Pairs of ranks swap runs of consecutive chunks until the
-work of all ranks is almost equal.
+contiguous shares can need different amounts of attention work. Pairs of ranks swap sequences of consecutive chunks
+until the work of all ranks is almost equal.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ MAX_PADDING = 1 / 512  # chunks larger than the smallest size may pad a stream b
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # numbers of chunks that a swap may exchange
 TRIED = 32  # the largest number of swaps that are compared for each of `RUN_LENGTHS`
-FIXED_COST = 4  # the fixed cost of a swap, in received chunks of keys, which favours one large swap over small ones
+# The cost of a swap is the number of additional chunks of keys that a rank receives, plus FIXED_COST. Because of
+# FIXED_COST, one large swap costs less than several small swaps.
+FIXED_COST = 4
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,13 @@ def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.nd
 
 
 def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
-    """Exchanges runs of chunks in `owner` until no rank has much more work than the mean, or no exchange helps.
+    """Swaps sequences of chunks in `owner` until no rank has much more work than the mean, or no swap helps.
 
-    A rank may have at most `1 + TOLERANCE` times the mean work. In each exchange, the rank with the most work and a
-    second rank swap two runs with the same number of chunks. The second rank is the one with the least work among the
-    ranks for which a swap is possible. If the work of two ranks differs by d, a swap moves at most d / 2. Many swaps
-    are compared. The chosen swap moves the most work per additional chunk of received keys. A run of several chunks can
-    hold a whole document, whose keys then need not be sent.
+    A rank may have at most `1 + TOLERANCE` times the mean work. In each swap, the rank with the most work and a second
+    rank exchange two sequences with the same number of consecutive chunks. The second rank is the one with the least
+    work among the ranks for which a swap is possible. If the work of two ranks differs by d, a swap moves at most
+    d / 2. Many swaps are compared. The chosen swap moves the most work per additional chunk of received keys. A
+    sequence of several chunks can hold a whole document, whose keys then need not be sent.
 
     owner: (n_chunks,), as in Deal. `exchange` changes owner in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
@@ -165,11 +167,11 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 
 
 class Swaps(NamedTuple):
-    """Possible swaps between two ranks. Each swap exchanges two runs of consecutive chunks, one from each rank.
+    """Possible swaps between two ranks. Each swap exchanges two sequences of consecutive chunks, one from each rank.
 
-    All fields are (n,) int64. length: the number of chunks in each of the two swapped runs.
-    gives: the first chunk of the run that the busier rank gives away.
-    takes: the first chunk of the run that the busier rank receives.
+    All fields are (n,) int64. length: the number of chunks in each of the two sequences.
+    gives: the index of the first chunk that the busier rank gives away.
+    takes: the index of the first chunk that the busier rank receives.
     moved: the work that the swap takes away from the busier rank.
     """
 
@@ -180,10 +182,11 @@ class Swaps(NamedTuple):
 
 
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
-    """Returns swaps that each move work from rank `most` to rank `least`: more than 0 and at most `limit`.
+    """Returns swaps between two ranks. Each swap moves work, but at most `limit`, from rank `most` to rank `least`.
 
-    Each swap exchanges two runs with the same number of chunks. For each number of chunks in `RUN_LENGTHS`, the result
-    has only the `TRIED` swaps that move the most work. Each of these swaps uses a different run of rank `most`.
+    Each swap exchanges two sequences with the same number of consecutive chunks. For each number of chunks in
+    `RUN_LENGTHS`, the result has only the `TRIED` swaps that move the most work. No two swaps give away the same
+    sequence of chunks of rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -191,8 +194,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # Pair each run of rank `most` with the run of rank `least` whose swap moves the most work, but at most `limit`.
-        # If all swaps move more work than `limit`, leave out the run of rank `most`.
+        # For each sequence of rank `most`, find the sequence of rank `least` so that a swap moves as much work as
+        # `limit` allows. Leave out a sequence of rank `most` for which every swap would move more work than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]
@@ -218,6 +221,6 @@ def received_chunks(held: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def _runs(held: np.ndarray, length: int) -> np.ndarray:
-    """Returns the first chunk of each run of `length` consecutive chunks in `held`. Shapes: (n,) bool -> (m,) int64."""
+    """Returns each index at which `length` consecutive chunks in `held` start. Shapes: (n,) bool -> (m,) int64."""
     before = np.append(0, held.cumsum())
     return np.flatnonzero(before[length:] - before[:-length] == length)

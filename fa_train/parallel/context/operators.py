@@ -29,8 +29,8 @@ def register_group(name: str, group: ProcessGroup) -> None:
 def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Until the `with` block ends, each wait for an exchange runs inside `with span()`.
 
-    On a GPU, the current CUDA stream waits for the exchange, and the host does not wait. On a CPU, the host waits.
-    Several threads call `span`, because autograd runs the backward pass of a GPU in a separate thread.
+    On a GPU, the current CUDA stream waits for the exchange, and the host does not wait. On a CPU, the host waits for
+    the exchange. Several threads call `span`, because autograd runs the backward pass of a GPU in a separate thread.
     """
     global _span_of_wait
     outer, _span_of_wait = _span_of_wait, span
@@ -62,7 +62,7 @@ class Moves(NamedTuple):
 class Exchange(NamedTuple):
     """An exchange that has begun. `leaving` must not be freed before the exchange ends.
 
-    parts: one tensor for each exchanged tensor. The first rows of each part receive the rows of other ranks.
+    parts: for each exchanged tensor, a tensor whose first rows receive the rows of other ranks.
     """
 
     work: dist.Work
@@ -80,8 +80,8 @@ def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
 
     The buffer holds rows of x from all ranks, in stream order, followed by zeros.
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
-    Raises: ValueError if only the crossing queries read the buffer (Counts.splits), because the buffer would lack keys
-    that other queries see.
+    Raises: ValueError if Counts.splits is 1, because the buffer would then hold only the keys for the queries that see
+    keys of other ranks.
     """
     moved = Moves(*moves)
     if Counts(*moved.counts.tolist()).splits:
@@ -161,7 +161,7 @@ def summed_gradients(
     """Returns the gradients of this rank's rows for each tensor.
 
     Sums are computed in fp32, always in the same order, and rounded once to the dtype of `ds`.
-    ds: the gradients of the buffers.
+    ds: one gradient for each buffer that `gathered` has returned.
     totals: the gradients from queries that read the rank's own keys directly, not from a buffer. `totals` is updated in
     place and returned. If `totals` is None, all queries have read the buffers, and the returned tensors are new.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).

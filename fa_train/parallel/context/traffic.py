@@ -3,14 +3,14 @@
 A rank receives only the keys that its queries see. A query that sees keys of other ranks is a crossing query. A buffer
 holds all keys that the crossing queries see: the keys that the rank receives, and some of the rank's own keys. The keys
 in the buffer are in stream order, so the keys that one crossing query sees form one contiguous range of the buffer.
-Rows of the buffer without a key are 0. A query that is not a crossing query sees only the rank's own keys, which
-attention reads without copying them to the buffer.
+Buffer rows that hold no key are 0. A query that is not a crossing query sees only the rank's own keys, which attention
+reads without copying them to the buffer.
 
 Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run is then
 faster than two runs. This single run reads all keys from the buffer. If no rank has crossing queries, flash attention
-runs once and reads the rank's own keys, and nothing is sent. All ranks run attention the same number of times.
-Otherwise, a rank that needs keys before it computes could wait for a rank that computes first.
+runs once and reads the rank's own keys, and nothing is sent. All ranks run attention the same number of times. If only
+some ranks ran attention twice, a rank with a single run could wait for keys while another rank computes its first run.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -29,8 +29,8 @@ STEP = 128  # buffer sizes are multiples of this number of rows
 # Attention runs twice only if, on each rank, at most this fraction of the queries are crossing queries. With more
 # crossing queries, two runs and the copies of the queries take about as long as one run.
 MAX_CROSSING = 1 / 16
-# Attention runs twice only if, on average, a rank has at least this many pairs of a query and a key that it sees.
-# With this many pairs, the GPU computes for longer than the host needs to start the kernels of both runs.
+# Attention runs twice only if a rank has, on average, at least this number of pairs of a query and a visible key.
+# With this number of pairs, the GPU computes longer than the host needs to launch the kernels of two attention runs.
 MIN_PAIRS = 2**23
 
 
@@ -44,14 +44,16 @@ class Traffic(NamedTuple):
 
     key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
     key_end: Tensor  # (local,) int32, for each query in `crossing`, the buffer row after the last key that it sees
-    own_start: Tensor  # (local,) int32, among this rank's keys, the index of the first key that each query sees
-    own_end: Tensor  # (local,) int32, the index after the last key that each query sees; own_start for crossing queries
+    # own_start, own_end: (local,) int32, for each query of this rank, the start and the end of the range of this rank's
+    # keys that the query sees. The range is empty for a query that sees keys of other ranks.
+    own_start: Tensor
+    own_end: Tensor
     crossing: Tensor  # (local,) int32, the indices of this rank's tokens whose queries read the buffer, ascending
     sent: Tensor  # (total,) int32, the indices of this rank's tokens to send, grouped by the rank that receives them
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, ascending indices of this rank's tokens; the backward adds rows to their gradients
+    shared: Tensor  # (local,) int32, indices of this rank's tokens to whose gradients the backward adds rows, ascending
     entries: Tensor  # (total,) int32, which rows to add, grouped by the tokens in `shared`; `_returns` lists the rows
     offsets: Tensor  # (local + 1,) int32, the start of each token's group in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
@@ -62,11 +64,11 @@ class Counts(NamedTuple):
     """How many entries of the padded tensors of Traffic are used.
 
     rows: the number of rows of the buffer. keys: the number of rows that hold a key; all other rows are 0.
-    shared: the number of tokens in `shared`. kept: the number of tokens in `kept`.
+    shared: the number of tokens in the tensor Traffic.shared. kept: the number of tokens in the tensor Traffic.kept.
     crossing: the number of queries that read the buffer. queries: `crossing` rounded up.
-    splits: 1 if only the crossing queries read the buffer, and 0 if all queries read the buffer.
+    splits: 1 if only the queries that see keys of other ranks read the buffer, and 0 if all queries read the buffer.
     exchanges: 0 if may_split is true and no query of any rank sees keys of other ranks, otherwise 1. If `exchanges` is
-    0, flash attention runs once, over the rank's own keys. If `splits` and `exchanges` are 1, attention runs twice.
+    0, flash attention runs once, over the rank's own keys. If `splits` is 1 and `exchanges` is 1, attention runs twice.
     """
 
     rows: int
@@ -82,8 +84,9 @@ class Counts(NamedTuple):
 def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *, may_split: bool = True) -> Traffic:
     """Computes the traffic of `rank` on the host from document boundaries, without the GPU.
 
-    boundaries, window: as for causal_ranges. may_split: whether attention may run twice, or run once without the
-    buffer. Only flash attention supports may_split=True.
+    boundaries, window: as for causal_ranges.
+    may_split: whether attention may run twice, and may run once without the buffer. With may_split=False, attention
+    always runs once, and all queries read the buffer. Only flash attention supports may_split=True.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
@@ -139,7 +142,8 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
 def crossing_queries(deal: Deal, start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Returns which queries of the stream see keys of other ranks, (total,) bool. start, end: from causal_ranges."""
     n_chunks = len(deal.owner)
-    ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)  # where the owner changes, then the end
+    # for each sequence of consecutive chunks that one rank holds, the index after the last chunk
+    ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)
     end_of_run = deal.chunk_size * ends[np.searchsorted(ends, np.arange(n_chunks), side="right")]
     result: np.ndarray = end > end_of_run[np.minimum(start // deal.chunk_size, n_chunks - 1)]
     return result
@@ -148,13 +152,14 @@ def crossing_queries(deal: Deal, start: np.ndarray, end: np.ndarray) -> np.ndarr
 def own_ranges(
     mine: np.ndarray, start: np.ndarray, end: np.ndarray, crosses: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the start and the end of the range of this rank's keys that each query of this rank sees, (local,) each.
+    """Returns own_start and own_end of Traffic: for each query, the range of this rank's keys that the query sees.
 
     mine: (local,), the stream positions of this rank's tokens, ascending. start, end: (total,), from causal_ranges.
-    crosses: (local,) bool, True for crossing queries. The range of a crossing query is empty.
-    The returned starts are in ascending order, and so are the returned ends. Where this order allows it, the empty
-    range of a crossing query begins at the key of the query's own token, so that kernels loop over few crossing queries
-    for each tile of keys.
+    crosses: (local,) bool, whether a query sees keys of other ranks, and therefore gets an empty range.
+    The returned starts are in ascending order, and so are the returned ends. An empty range begins at the key of the
+    query's own token, or earlier if the ascending order requires an earlier start. For each tile of keys, kernels then
+    loop over few queries with an empty range.
+    Shape of both results: (local,).
     """
     n_own = len(mine)
     own_start, own_end = np.searchsorted(mine, start[mine]), np.searchsorted(mine, end[mine])
@@ -187,8 +192,8 @@ def buffer_rows(n_keys: int, total: int) -> int:
 def query_rows(n_queries: int, limit: int) -> int:
     """Returns n_queries rounded up to a multiple of `STEP`, or `limit` if that is smaller. 0 counts as 1.
 
-    From 8 * `STEP` queries on, the result is a multiple of a larger power of two. There are at most four results from
-    one power of two to the next.
+    From 8 * `STEP` queries on, the result is a multiple of a larger power of two. From one power of two to the next,
+    the result has at most four different values.
     """
     n_queries = max(n_queries, 1)
     step = max(STEP, 2 ** (n_queries.bit_length() - 3))

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
-MAX_LENGTHS = 256  # swaps of at most this number of different document lengths per rank are compared
-MAX_SWAPS = 32  # for each weight of excess tokens; runs with many ranks may make twice as many swaps as there are ranks
+MAX_LENGTHS = 256  # a swap is chosen from at most this number of documents per rank, all of different lengths
+MAX_SWAPS = 32  # owners_of_documents makes at most max(MAX_SWAPS, 2 * ranks) swaps with each `weight`
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
 TOLERANCE = 0.01  # if swaps cannot reach AIM, the busiest rank may have up to `1 + TOLERANCE` times the mean work
-# The work of the busiest rank may always exceed the mean by this many pairs of a query and a visible key. Attention for
-# so few pairs takes a GPU less time than an exchange of keys and gradients.
+# The busiest rank is allowed to exceed the mean work by this number of pairs of a query and a visible key. Attention
+# for this number of pairs takes a GPU less time than an exchange of keys and gradients.
 SMALL_WORK = 2**19
 NONE = -1  # used in place of a document's index if a rank gives no document in a swap
 
@@ -41,7 +41,7 @@ class Share(NamedTuple):
     def excess(self, loads: Loads, weight: float) -> np.ndarray:
         """Returns how far each rank's load exceeds its share, or 0 if the load does not exceed the share.
 
-        The unit of the result is mean_work. weight: the excess of a rank that has one token too many.
+        The unit of the result is mean_work. weight: each token above the maximum adds this amount to the result.
         """
         work = np.maximum(loads.work / self.mean_work - (1 + AIM), 0)
         return weight * np.maximum(loads.tokens - self.tokens, 0) + work
@@ -63,8 +63,8 @@ def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndar
     if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
         return None
     of_used = _greedy_owners(lengths, work, ranks, share)
-    # With the weight 1 / tokens, swaps balance the work, but a rank may keep too many tokens. With the weight 1.0, one
-    # token too many counts more than unbalanced work.
+    # Swaps with weight=1 / tokens balance the work of the ranks, but may leave a rank with too many tokens. With
+    # weight=1.0, each token above a rank's maximum counts as much as the mean work, so swaps move excess tokens first.
     for weight in (1 / tokens, 1.0):
         for _ in range(max(MAX_SWAPS, 2 * ranks)):
             if not _swap(of_used, lengths, _loads(of_used, lengths, ranks), share, weight):
@@ -88,8 +88,9 @@ def _loads(owner: np.ndarray, lengths: np.ndarray, ranks: int) -> Loads:
 def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Share) -> np.ndarray:
     """Assigns documents from the longest to the shortest, each to the rank with the smallest load so far.
 
-    The load of a rank combines its tokens and its work. Work counts more for long documents, and tokens count more for
-    short documents.
+    The load of a rank is a weighted sum of the rank's tokens and work. The weights are the tokens and the work of the
+    next document. If the next document is long, mainly the ranks' work determines which rank gets this document. If the
+    next document is short, mainly the ranks' tokens determine which rank gets this document.
     """
     owner = np.empty(len(lengths), np.int64)
     tokens_held, work_held = [0.0] * ranks, [0.0] * ranks  # in units of share.tokens and of share.mean_work
@@ -113,7 +114,7 @@ def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, we
         return False
     most = int(excess.argmax())
     given, given_lengths = _one_of_each_length(owner == most, lengths)
-    best, best_reduction = None, 1e-12  # a smaller reduction of the excess is a rounding error
+    best, best_reduction = None, 1e-12  # a smaller reduction of the ranks' excess is only a rounding error
     for other in range(len(excess)):
         if other == most:
             continue
