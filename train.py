@@ -35,7 +35,7 @@ OmegaConf.register_new_resolver(
 
 
 def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """Returns a context manager that prints an error of a type in `mistakes` in one line and ends the process."""
+    """Returns a context manager that catches errors of types in `mistakes`, prints one line and ends the process."""
     return failures_reported(mistakes) if is_one_of_several() else errors_in_one_line(mistakes)
 
 

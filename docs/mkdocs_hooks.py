@@ -19,7 +19,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 def on_config(config: Any) -> Any:
     """Removes the script that mkdocs' offline plugin loads from the network.
 
-    Without this script, only the search on file:// pages does not work.
+    Only the search on file:// pages needs this script.
     """
     config.extra["polyfills"] = []
     return config

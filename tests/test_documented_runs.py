@@ -51,9 +51,9 @@ def documented_on_several_devices() -> list[str]:
 
 
 def shrunk(overrides: list[str]) -> list[str]:
-    """Returns the overrides with short rows and one step.
+    """Returns the overrides of the same run with a small model, short rows and only one step.
 
-    A run with `epochs` trains for all its epochs, and not for one step.
+    If the overrides set `epochs`, the run trains for all its epochs, and not for one step.
     """
     given = dict(override.split("=", 1) for override in overrides)
     given |= {name: "2" for name in ("trainer.devices", "strategy.context") if name in given}

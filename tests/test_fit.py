@@ -23,7 +23,7 @@ class Batches(L.LightningDataModule):
 
 
 class Ends(Callback):
-    """Records whether the model and the optimizer hold values when training ends, and then raises `error`, if any."""
+    """Records the result of `holds_values` when training ends, and then raises `error` unless `error` is None."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error, self.held = error, False

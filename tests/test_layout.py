@@ -15,7 +15,7 @@ IMPORT = re.compile(r"\bfrom (tests[\w.]*) import (\([^)]*\)|.*)")
 # the source folders of tests/kernels and tests/scripts; every other test folder mirrors a folder of fa_train
 SOURCE_FOLDERS = {"kernels": "kernels/fa_kernels", "scripts": "scripts"}
 NOT_MIRRORED = {"support", "gpu_check", "aot"}  # test folders without a source folder
-ACROSS = {"tests/test_resume.py"}  # tests of whole runs, not of checkpoints/resume.py or optim/resume.py
+ACROSS = {"tests/test_resume.py"}  # tests whole runs, although subfolders of fa_train/ have modules named resume.py
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -31,7 +31,7 @@ def test_no_python_file_is_too_long():
 
 
 def test_no_code_reads_the_name_of_an_option_from_its_target():
-    """Code must read the name of an option from `choices`, because a user may replace a `_target_`."""
+    """Code must read the chosen option of a config group from `choices`, because a user may replace the `_target_`."""
     parses = re.compile(r"_target_\W{0,3}\]?\.(?:endswith|startswith|r?partition|r?split)\(")
     assert parses.search('logger["_target_"].endswith("WandbLogger")')
     found = [
@@ -62,9 +62,10 @@ def test_no_module_uses_another_test_module():
 def misplaced(path: Path, sources: Sequence[Path]) -> str | None:
     """Returns why a file in tests/ is in the wrong folder, or None. All paths are relative to the repository.
 
-    A test module is in the wrong folder if its name is the name of a module in a subfolder of the mirrored source
-    folder, or begins with the name of such a subfolder. For example, tests of fa_train/parallel/context/deal.py must
-    not be named tests/parallel/test_deal.py or test_context_deal.py.
+    A test folder mirrors a source folder. A test module is in the wrong folder if a subfolder of the source folder has
+    a module with the same name. A test module is also in the wrong folder if its name begins with the name of a
+    subfolder of the source folder. For example, tests of fa_train/parallel/context/deal.py must not be named
+    tests/parallel/test_deal.py or test_context_deal.py.
     """
     parts = path.parent.parts[1:]
     if NOT_MIRRORED & {*parts} or path.as_posix() in ACROSS:

@@ -44,7 +44,7 @@ ON_TWO_RANKS = ["ddp", "fsdp"]
 
 
 class InfiniteLoss(Callback):
-    """Makes the loss of the last rank infinite, so that every gradient of that rank is not finite.
+    """Makes the loss of the last rank infinite, so that all gradients of that rank are infinite or NaN.
 
     steps: the values of trainer.global_step with an infinite loss.
     """
@@ -142,7 +142,8 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
                 patch.object(dist, "barrier", wraps=dist.barrier) as barrier,
             ):
                 training.train(cfg)
-            # a run calls `barrier` at its start, at its end and in validations: 12 times in 16 steps, 14 in 32 steps
+            # A run calls `barrier` at its start, at its end and in validations. A run of 16 steps calls `barrier` 12
+            # times, and a run of 32 steps calls `barrier` 14 times.
             assert barrier.call_count < STEPS // 2 + 8, "NCCL's barrier waits for the GPU, so no step may have one"
     dist.destroy_process_group()
 

@@ -68,7 +68,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """The report of one sweep: over training steps, or over attention alone."""
+    """The report of one sweep, which measures either whole training steps or only attention."""
 
     name: str
     explanations: list[str]

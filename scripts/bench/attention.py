@@ -295,7 +295,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 continue
             try:
                 run, peak_gib = prepare_pass(backend, workload, direction)
-                if peak_gib > LARGE_GIB:  # time now, so that the large CUDA graph is freed before other graphs run
+                if peak_gib > LARGE_GIB:  # run the large CUDA graph now, and free its memory before other graphs run
                     results[name, direction] = median_ms({name: run}, rep=rep)[name], peak_gib
                 else:
                     runs[name], peaks[name] = run, peak_gib

@@ -10,8 +10,8 @@ from pathlib import Path
 def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str = "prefix") -> None:
     """Adds --commit and --out.
 
-    default: a path, or a path pattern such as scripts/results/host_<gpu>_<yyyymm>. With a path pattern, --out is None
-    if the user does not set it.
+    default: a path, or a path pattern such as scripts/results/host_<gpu>_<yyyymm>. If `default` is a path pattern and
+    the user does not set --out, the value of --out is None.
     """
     path = default if isinstance(default, Path) else None
     parser.add_argument("--commit", help="commit to show in the results; default: that of the git checkout")

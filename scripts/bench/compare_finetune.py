@@ -3,9 +3,10 @@
     python -m scripts.bench.compare_finetune chats chats.jsonl          # writes chats about an invented island.
     python train.py experiment=finetune data.path=chats.jsonl model.pretrained=path \\
         logger=csv trainer.log_every_n_steps=1                          # trains on the chats.
-    python -m scripts.bench.compare_finetune run runs/finetune/<time>   # table: step, ours, transformers', difference.
+    python -m scripts.bench.compare_finetune run runs/finetune/<time>   # compares the losses of each step.
 
-Start the script in the folder in which the run was started, because the run's config can contain relative paths.
+The table of the last command shows for each step our loss, the loss of transformers, and the relative difference. Start
+the script in the folder in which the run was started, because the run's config can contain relative paths.
 
 The script repeats the run in a plain loop, with transformers' model and loss. The loop uses the data rows, the
 learning-rate schedule and the gradient clipping of the run. A four-dimensional attention mask and position_ids keep

@@ -16,13 +16,13 @@ The benchmark times five computations, called parts:
 - `alone`: each rank computes its share of the attention in one call, without communication.
 - `moved`: the ranks only exchange keys, values and their gradients.
 
-Every repetition draws new documents, and times the parts in random order. A part runs --layers times with the same
-documents. The time of a part is the mean time per run on the slowest rank, and includes the first run, which needs more
-host time. The time of `one` is the mean over all ranks. The script reports medians over the repetitions. All parts
-except `forward` include the backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of
-`one`, divided by the number of ranks. The script writes OUT.md with the times, and OUT.png with the speeds relative to
-the ideal speed. With --peer, the script also times torch's attention and torch's context parallelism on one long
-document (scripts/bench/context_peer.py).
+Every repetition draws new documents, and times the parts in random order. A part is called --layers times with the same
+documents. The time of a part (one of the five computations) is the mean time per call on the slowest rank. The mean
+includes the first call, which needs more host time. The time of the part `one` is the mean over all ranks. The script
+reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16, or fp32
+with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks. The script writes OUT.md with the
+times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's attention and
+torch's context parallelism on one long document (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -60,7 +60,7 @@ from scripts.bench.context_report import PARTS, Result, draw, peer_table, table
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-WINDOW = 4096  # number of keys that a query of the stream "window" sees
+WINDOW = 4096  # number of keys that a query sees in the token stream "window"
 STREAMS = ("one", "log-normal", "short", "window")
 FROM_FILE = "file"
 FITS_ONE_GPU = 2**19  # maximum number of tokens for which each rank computes all heads in the part `one`
@@ -71,8 +71,8 @@ START_METHOD = "spawn"
 class Setting:
     """The settings of all cases.
 
-    layers: the number of runs of a part in one timing. lengths: document lengths of the stream `file`. warm_up: untimed
-    repetitions. head_groups: as in ContextAttention, for the parts `shared` and `forward`.
+    layers: the number of calls of the timed function in one timing. lengths: document lengths of the stream `file`.
+    warm_up: untimed repetitions. head_groups: as in ContextAttention, for the parts `shared` and `forward`.
     """
 
     n_heads: int

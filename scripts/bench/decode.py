@@ -1,10 +1,10 @@
 """Measures flash_attn_with_kvcache with one new token per sequence (python -m scripts.bench.decode).
 
 Each cell of the table shows the microseconds of a call, and the GB/s at which the call reads K and V. For a dense
-cache, there are three columns: our kernel with an automatic number of splits, our kernel with one split, and SDPA.
-Splits are parts of the keys that different programs read. For a paged cache, there is one column for each page size.
-The caches are full and hold bf16. The candidates in a table line run as CUDA graphs, in random order and with a cold L2
-cache (see scripts/bench/timing.py). Writes OUT.md.
+cache, the table has three columns: our kernel with an automatic number of splits, our kernel with one split, and SDPA.
+Splits are parts of the keys that different programs read. For a paged cache, the table has one column for each page
+size. The caches are full and hold bf16. The candidates in a table line run as CUDA graphs, in random order and with a
+cold L2 cache (see scripts/bench/timing.py). Writes OUT.md.
 
     python -m scripts.bench.decode --cases 1,32,8,128,8192 64,32,8,128,4096     # batch,heads,KV heads,head_dim,cache
 """
@@ -65,7 +65,7 @@ CASES = (
 
 
 def candidates(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, partial[Any]]:
-    """Returns a function that runs one decoding step, for each column of the table."""
+    """Returns one function for each column of the table. Each function runs one decoding step."""
     q = torch.randn(case.batch, 1, case.n_heads, case.head_dim, device=device, dtype=dtype)
     k, v = (
         torch.randn(case.batch, case.cache, case.n_kv_heads, case.head_dim, device=device, dtype=dtype)

@@ -2,13 +2,13 @@
 
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
 schedules are built in advance. `forward` is a call without gradients, and `forward, autograd` is a call with gradients.
-`backward` is torch.autograd.grad of one call, and includes the start of autograd's engine and thread. `backward, of 16`
-is the backward of 16 chained calls, divided by 16: the time that one more layer of a model adds. `backward's node` is
-the backward node alone, without autograd's engine.
+The column `backward` shows the time of torch.autograd.grad for one call, including the start of autograd's engine and
+thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one more layer of a model
+adds. `backward's node` is the backward node alone, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
-table, in random order. A cell is marked as GPU-bound if the GPU still works for more than a tenth of a sample's time
-after the sample's last call returned. Writes OUT.csv and OUT.md.
+table, in random order. When the last call of a sample has returned, the GPU may still have work. A cell is marked as
+GPU-bound if the remaining work of the GPU takes more than 10% of the sample's time. Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-DOCUMENTS = 4  # of equal length, for cases with several documents
+DOCUMENTS = 4  # number of equally long documents in the cases with several documents
 WARM_UP = 5  # number of untimed calls; the first compiles, the second is recorded (kernels/fa_kernels/launch/record.py)
 GPU_BOUND = 0.1  # a row is GPU-bound if the median of Sample.left is larger than this
 MOST_CALLS = 500
@@ -149,7 +149,10 @@ class Row:
 
 
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
-    """Returns a context manager that enables gradients, or disables gradients if `direction` is NODE."""
+    """Returns a context manager that disables gradients if `direction` is NODE, and otherwise enables gradients.
+
+    NODE is the pass in which the autograd node is called directly.
+    """
     return torch.set_grad_enabled(direction != NODE)
 
 
@@ -227,7 +230,10 @@ def order(places: Sequence[Any], rounds: int) -> list[Any]:
 
 
 def sample(run: Call, calls: int, in_a_row: int) -> Sample:
-    """Takes one sample of at least `calls` attention calls, `in_a_row` of them in each call of `run`."""
+    """Calls `run` until at least `calls` attention calls are made, and returns the sample.
+
+    One call of `run` makes `in_a_row` attention calls.
+    """
     runs = -(-calls // in_a_row)
     torch.cuda.synchronize()
     start = time.perf_counter()

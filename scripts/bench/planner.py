@@ -113,7 +113,7 @@ def measure(run: Run, device: Device) -> tuple[Plan, float, float]:
         compiled=run.compiled,
     )
     times = StepTimes(1, warmup=STEPS - 1)
-    torch._dynamo.reset()  # frees compiled code of earlier runs, whose weights `measure_ours` has already freed
+    torch._dynamo.reset()  # frees the compiled code of earlier runs; `measure_ours` frees the weights of each run
     measure_ours(config, torch.device(device), times)
     return plan, memory_gib(torch.device(device))[0], times.milliseconds[0] / 1e3
 

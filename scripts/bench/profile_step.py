@@ -14,9 +14,9 @@ kernel computes. The column `kernels ms` shows the full time of copies and commu
 https://ui.perfetto.dev. `memory.png` shows the allocated memory of each component over time. The time axis of
 `memory.png` is host time, because the host allocates and frees memory.
 
-If attention, the loss or the optimizer launched a kernel, the kernel belongs to that part of the step. The name of
-every other kernel decides to which part the kernel belongs. On a CPU, the script times torch's operators instead of
-kernels, each without the operators that it calls.
+A kernel that attention, the loss or the optimizer launched belongs to that part of the step. All other kernels are
+assigned to the parts of the step by their names. On a CPU, the script times torch's operators instead of kernels, each
+without the operators that it calls.
 """
 
 import csv

@@ -181,7 +181,8 @@ def key_of(override: str) -> str:
 def runs_of(cases: Sequence[Case], args: argparse.Namespace, gpus: int) -> list[Run]:
     """Returns the runs that the cases need, in random order.
 
-    The runs on one GPU are adjacent in the list, so that --parallel can start several of them at the same time.
+    The runs that use only one GPU are adjacent in the list, so that --parallel can start several of these runs at the
+    same time.
     """
     sizes = args.rows, args.steps, tuple(args.overrides), args.cpu_ranks is not None
     own: list[int | None] = [*range(gpus)] if args.every_gpu else [None]
@@ -195,8 +196,9 @@ def runs_of(cases: Sequence[Case], args: argparse.Namespace, gpus: int) -> list[
 
 
 def predicted_gib(run: Run) -> float | None:
-    """Returns the peak that the planner predicts for a rank, in GiB. Returns None on the CPU and with memory=auto.
+    """Returns the peak that the planner predicts for a rank, in GiB.
 
+    Returns None if the run uses the CPU or has memory=auto.
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
     cfg = composed(run.arguments())

@@ -128,8 +128,8 @@ def configuration(case: Case) -> DictConfig:
 def measure(case: Case) -> Row:
     """Runs the case in this process and returns its row.
 
-    If the variant cannot run on this machine, the outcome is "missing: REASON". If the case runs out of memory, the
-    outcome is "oom".
+    If the variant cannot run on this machine, the outcome is the word "missing", a colon and the reason. If the case
+    runs out of memory, the outcome is "oom".
     """
     torch.manual_seed(0)
     config, device, variant = configuration(case), torch.device(case.device), variant_of(case.variant)

@@ -49,8 +49,8 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# {host range: part}. A kernel that is launched within a host range belongs to the range's part. Copies and
-# communication kernels belong to the part that their name gives, even within a host range.
+# {host range: part of the step}. A kernel that is launched within a host range belongs to the part that is listed here
+# for this host range. Copies and communication kernels always belong to the part that their name gives.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
@@ -120,9 +120,10 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part of the step, including idle time. The parts add up to the step's time.
 
-    While a kernel and a copy run together on a GPU, the time counts for the kernel. While several kernels run together,
-    the time counts for the kernel that started first. On the host, the time counts for the innermost of the running
-    operators.
+    Each moment of the step is assigned to one part. If a kernel and a copy run at the same moment on a GPU, the moment
+    is assigned to the kernel's part. If several kernels run at the same moment, the moment is assigned to the part of
+    the kernel that started first. Without a GPU, each moment is assigned to the part of the innermost operator that is
+    running.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:

@@ -57,7 +57,7 @@ class StepTimes:
         self._milliseconds.append(seconds * 1e3)
         self.losses.append(loss)
         done = len(self._milliseconds)
-        # the first step compiles, so the second step is the first that shows whether the case is slow
+        # the first step includes compilation, so the time of the second step shows whether the case is slow
         if done == 1:
             self._ends = time.perf_counter() + self.limit
         elif done == WARMUP and seconds > self.slow_step:

@@ -68,7 +68,7 @@ WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
 # Each fp32 element is split into an upper and a lower half, which doubles the shared memory.
-# Products with lower halves have separate accumulators, so the maximum number of elements per thread is halved.
+# Products with the lower half of an fp32 element have separate accumulators, so the limit `MAX_HELD` is halved.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 
@@ -108,12 +108,10 @@ def candidates(
 
 
 def has_rows_for_warps(tiles: TileConfig, head_dim: int, direction: Pass) -> bool:
-    """Returns whether each warp has at least 16 rows.
+    """Returns whether each warp has at least 16 rows, or at least 8 rows if head_dim is above `WIDE`.
 
-    With 8 rows per warp, pairs of warps would compute the same scores.
-
-    If head_dim is above `WIDE`, the minimum is 8 rows, because larger tiles often do not fit in registers or shared
-    memory.
+    With 8 rows per warp, pairs of warps compute the same scores. If head_dim is above `WIDE`, warps may have 8 rows,
+    because larger tiles often do not fit in registers or shared memory.
     """
     rows = tiles.block_n if direction in ("dkdv", *APART) else tiles.block_m
     return rows >= (8 if head_dim > WIDE else 16) * tiles.num_warps
@@ -334,9 +332,9 @@ def add_tiles(file: Path, gpu: str, tiles: dict[tuned_tiles.Key, tuned_tiles.Siz
 
 
 def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str, seqlen: int) -> str:
-    """Formats the page: its header, a table for each head_dim and pass sorted by time, and the entries for tiles.py.
+    """Formats the page: its header, a table for each head_dim and pass, and the entries for tiles.py.
 
-    All results have the same dtype.
+    The lines of a table are sorted by time. All results have the same dtype.
     """
     products: Products = results[0].candidate.products if results else "bfloat16"
     lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]

@@ -8,8 +8,8 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-# With several micro-batches per step, a run could also save the checkpoint of a step after a micro-batch of the next
-# step.
+# With several micro-batches per step, a checkpoint that is missing after a step would be written during the next step.
+# The tests would then not notice that the checkpoint was missing.
 ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 

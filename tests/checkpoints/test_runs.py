@@ -297,7 +297,7 @@ def test_another_architecture_with_the_same_shapes_is_said(overrides, changed, t
 
 
 def test_another_scale_of_an_adapter_is_said(trained, tmp_path, capsys):
-    """lora_dropout does not change the trained model, so it may differ."""
+    """Another lora_dropout causes no warning, because dropout acts only during training."""
     run(tmp_path / "run", trained, "adapter=lora", "max_steps=1")
     start = f"ckpt_path={tmp_path}/run/checkpoints/step_0000001.ckpt"
     changed = ("adapter.lora_alpha=8", "adapter.use_rslora=true", "adapter.lora_dropout=0.1")

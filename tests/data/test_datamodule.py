@@ -155,7 +155,8 @@ def test_a_run_killed_twice_goes_on_where_it_stopped(tmp_path, make_data):
 def test_a_resumed_run_may_take_other_micro_batches(tmp_path, size):
     """The first run stops after 5 steps, which are 20 micro-batches of 2 rows each.
 
-    With one row per micro-batch, a step of the resumed run has 8 micro-batches, and 20 is not a multiple of 8.
+    With one row per micro-batch, a step of the resumed run has 8 micro-batches. The number of micro-batches of the
+    first run, 20, is not a multiple of 8.
     """
     whole = fit(tmp_path / "whole", Recorder(), make())
     with pytest.raises(Killed):
@@ -188,7 +189,9 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. The last item is how many MiB a garbage collection in the worker process copies."""
+    """A dataset of four items. The last item is the number of MiB that a garbage collection in the worker process adds
+    to the private memory of the process.
+    """
 
     def __getitem__(self, index):
         return copied_by_a_collection() if index == 3 else None

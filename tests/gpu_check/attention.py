@@ -47,12 +47,12 @@ def check_hopper(
     heads: tuple[int, int],
     options: dict[str, Any],
 ) -> None:
-    """Checks Hopper's kernels for one length class of documents."""
+    """Checks the configuration of Hopper's kernels for short, medium, long or very long documents (`length_class`)."""
     lengths = LONGER_SEVERAL if several else LONGER_ONE
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # schedules of earlier cases can have another length class
+        patch.dict(schedule_cache._KEPT, clear=True),  # schedules of earlier cases can have another `length_class`
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 

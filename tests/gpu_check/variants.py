@@ -35,7 +35,7 @@ SHARED_SIZES = (
     163 * 1024,  # A100
     227 * 1024,  # H100 and B200
 )
-DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head: one number for each height of the tiles
+DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head for which decoding chooses tiles of different heights
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
@@ -47,7 +47,7 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
     """Yields a dictionary {pass: tile sizes} for each call to check.
 
-    Together, the calls use every tile size that `device` can run, except those that attention chooses on `device`. If
+    Together, the calls use all tile sizes that `device` can run but that attention does not choose on `device`. If
     `width` leaves columns of a tile unused, nothing is yielded, because unused columns only add a mask to the code.
     """
     if not _fills_its_parts(width, itemsize):

@@ -73,7 +73,10 @@ def test_all_blocks_share_one_graph_under_autocast(device, passes):
 
 @pytest.mark.slow
 def test_what_the_first_block_adds_is_let_go(device):
-    """As a leaf of autograd, the zeros that the first block adds would stay in memory until their gradient exists."""
+    """The first block adds a tensor of zeros to its input.
+
+    If the tensor of zeros were a leaf of autograd, it would stay in memory until its gradient exists.
+    """
     model = compile_blocks(small_gpt(levers(), device, n_layers=1))
     first = []
     model.blocks[0].register_forward_pre_hook(lambda _, arguments: first.append(arguments[-1]))

@@ -126,7 +126,7 @@ def test_memory_levers_change_nothing(memory, activation):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
 def test_memory_levers_change_nothing_compiled(memory):
-    """Only the case `all` moves tensors to host memory, because offloading happens outside the compiled graphs."""
+    """One case with offloading (`all`) is enough, because offloading happens outside the compiled graphs."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
 
 

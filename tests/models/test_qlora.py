@@ -29,7 +29,11 @@ def torch_products(monkeypatch):
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
-    """Rounds each element to NF4's 16 levels, times the unrounded largest magnitude in a block of 64 elements."""
+    """Rounds each element to the nearest of NF4's 16 levels.
+
+    For each block of 64 elements, the levels are multiplied by the largest magnitude in the block, which is not
+    rounded.
+    """
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     return (NF4[(blocks[..., None] / scales[..., None] - NF4).abs().argmin(-1)] * scales).reshape(weight.shape)

@@ -162,7 +162,7 @@ def opened(html, folder):
     command += [f"--log-net-log={folder}/net.json", "--virtual-time-budget=2000", "--dump-dom", f"file://{html}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     asked = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    own = "not an origin"  # Chromium's own requests for updates have no initiator
+    own = "not an origin"  # the initiator of requests that Chromium makes for itself, such as requests for updates
     return done.stdout, [request["url"] for request in asked if request.get("initiator", own) != own]
 
 
@@ -226,7 +226,8 @@ def test_a_sweep_whose_seconds_are_over_still_reports(tmp_path):
 def test_expected_seconds_never_shrink_with_length():
     assert expected_seconds([], 64) == 0
     assert expected_seconds([(32, 1.0)], 64) == 2
-    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2  # for equal times, the prediction is linear in seq_len
+    # if all measured times are equal, the predicted time is proportional to seq_len
+    assert expected_seconds([(32, 1.0), (64, 1.0)], 128) == 2
     assert expected_seconds([(32, 1.0), (64, 9.0)], 128) == 36  # the prediction is at most quadratic in seq_len
 
 

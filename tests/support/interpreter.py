@@ -1,9 +1,9 @@
 """Makes Triton's interpreter three times as fast.
 
-The original interpreter patches Triton's language at every call of a device function. This module makes the interpreter
-patch the language once per launch. For each integer operation, the original interpreter runs nine operators to check
-for overflow, but it uses the result of the check only in debug mode. This module checks for overflow with a few NumPy
-operations.
+The original interpreter patches the functions of triton.language at every call of a device function. This module makes
+the interpreter patch the functions of triton.language once per kernel launch. For each integer operation, the original
+interpreter runs nine operators to check for overflow, but it uses the result of the check only in debug mode. This
+module checks for overflow with a few NumPy operations.
 """
 
 from collections.abc import Callable, Iterator

@@ -164,7 +164,7 @@ def _main(
     multiprocessing.set_start_method(None, force=True)  # resets the default
     if fork_servers:
         multiprocessing.util.spawnv_passfds = partial(_spawn_or_fork, multiprocessing.util.spawnv_passfds)
-    # as with `python program`, leave out the folder in which the tests were started
+    # as with `python program`, sys.path must not contain the folder in which the tests were started
     first = program.parent if isinstance(program, Path) else cwd
     sys.path[:] = [str(first), *(path for path in sys.path if path not in ("", str(REPOSITORY)))]
     sys.argv = [str(program), *arguments]

@@ -50,7 +50,7 @@ def test_the_texts_of_a_content_with_parts_are_concatenated(tmp_path):
     row = {"messages": [chat_message("user", [*parts, {"type": "image_url", "image_url": {"url": "a.png"}}])]}
     pyarrow.parquet.write_table(
         pa.Table.from_pylist([row]), tmp_path / "b.parquet"
-    )  # in Parquet, every part of a message's content has the keys of all its parts
+    )  # in Parquet, each part of a message's content also has the keys of the other parts, with the value null
     for path in (write_jsonl(tmp_path / "a.jsonl", [row]), tmp_path / "b.parquet"):
         with pytest.raises(ValueError, match=r"content must be of type text; .*, message 0 has type image_url"):
             chats(path)

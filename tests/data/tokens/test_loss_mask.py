@@ -22,7 +22,10 @@ from tests.data.support.numbered import OPTIONS, PAD, Numbered
 
 
 class Masked(Numbered):
-    """Numbered documents with loss masks, which a StoredMask with two arrays holds as in the token cache."""
+    """Numbered documents with loss masks.
+
+    As in the token cache, a StoredMask holds the loss masks in several arrays, here in two.
+    """
 
     def __init__(self, masks):
         super().__init__([len(mask) for mask in masks])

@@ -170,7 +170,11 @@ def compile_to_ptx(source, capability, options):
 
 
 def ptxas(ptx, capability):
-    """Runs ptxas. Returns registers, spills, C75xx warnings, the tensor-core instruction and misplaced descriptors."""
+    """Runs ptxas, and returns what is known about the compiled kernel.
+
+    The result has the number of registers, the bytes of spills, ptxas's C75xx warnings, the tensor-core instruction,
+    and the findings of `misplaced_descriptors`.
+    """
     tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas  # as Triton chooses
     suffix = "a" if capability >= 90 else ""
     with tempfile.TemporaryDirectory() as folder:

@@ -24,9 +24,9 @@ from tests.kernels.aot.reports import code_of
 
 @cache
 def code_and_names(source):
-    """Returns the code without comments and docstrings, and a list of names.
+    """Returns the code without comments and docstrings, and a list of the names that the code uses.
 
-    The list holds each name that the code uses, in the form `a` or `a.b`.
+    Each name in the list has the form `a` or `a.b`.
     """
     code = code_of(source)
     nodes = [*ast.walk(ast.parse(code))]

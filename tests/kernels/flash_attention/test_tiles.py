@@ -140,7 +140,7 @@ def test_shared_bytes_counts_what_is_kept_and_in_flight():
 
 
 def test_shared_bytes_counts_both_halves_of_fp32():
-    """The expected values are the shared memory that Triton uses for three TF32 products."""
+    """Expects the bytes of shared memory that Triton uses if each fp32 product is computed as three TF32 products."""
     reported = {
         ("sm90", 64, "fwd"): 131072,
         ("sm90", 128, "fwd"): 196608,

@@ -32,7 +32,7 @@ def test_replayed_launches_are_those_of_triton():
 
 
 def test_every_kernel_is_launched_where_it_can_be_noted():
-    """Only the function `launch` records launches. A replayed call would omit kernels that are launched without it."""
+    """Only the function `launch` records launches. A replayed call would omit kernels that other code launches."""
     files = Path(backend.__file__).parent.rglob("*.py")
     past = [x.name for x in files if re.search(r"_kernel\[", x.read_text())]
     assert sorted(past) == ["cache.py", "decode.py"]  # kernels of calls with a KV cache, which are not replayed
@@ -225,7 +225,7 @@ def test_the_inputs_are_all_tensors_of_a_call():
     ],
 )
 def test_inconsistent_inputs_have_another_key(wrong, on_gpu_0, monkeypatch):
-    """Inconsistent inputs must not have the key of consistent inputs, because replayed calls do not check inputs."""
+    """Inconsistent inputs must not find the recording of consistent inputs, because replayed calls check no inputs."""
     monkeypatch.setattr(checks, "require_backend", lambda *_: None)
     one = torch.zeros(20, 1, 16)
     right = {"q": torch.zeros(20, 2, 16), "k": one, "v": one, "sinks": torch.zeros(2)}

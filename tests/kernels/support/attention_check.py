@@ -63,11 +63,11 @@ def left_by_rounding(
     o_dtype: torch.dtype,
     truth: torch.dtype,
 ) -> Results:
-    """Returns the errors that rounding o and lse causes in dq, dk and dv, even if the backward pass is exact.
+    """Returns the errors of dq, dk and dv if an exact backward pass reads a rounded o and a rounded lse.
 
     Our backward pass computes P from lse, so an error of lse scales P and dS in its row. Our backward pass also
-    computes delta from o, so an error of o changes delta. Rounding o and lse has the same effect as a change of the
-    gradients of o and lse, so autograd can compute the effect. Torch's own backward pass keeps P, and does not use lse.
+    computes delta from o, so an error of o changes delta. Errors of o and lse act like additional gradients of o and
+    lse, so autograd can compute the errors of dq, dk and dv. Torch's own backward pass keeps P, and does not use lse.
     Our error can therefore exceed twice torch's error in rows that see few keys or have an lse far from 0.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
@@ -115,7 +115,7 @@ def compare(
         floors[name] += left.abs().max().item()
     if sinks is not None:
         # A sink's gradient is the sum of probability * (do · o) over rows. There are few sinks, so torch's error can be
-        # small by chance. The floor therefore gets the standard deviation of the error that rounding o causes.
+        # small by chance. The value in `floors` therefore includes the standard deviation of the error from rounding o.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

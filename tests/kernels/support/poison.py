@@ -21,8 +21,8 @@ def poisoned_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms also fills memory, but it changes which kernels torch runs.
     """
-    # When torch enters its first device context, it caches a list of functions. A device context is entered here, so
-    # that the list has the unpatched functions.
+    # When torch enters its first device context, torch caches a list of functions. The device context below is entered
+    # before the functions are patched, so the cached list has the unpatched functions.
     with torch.device("meta"):
         torch.empty(0)
     patches = [

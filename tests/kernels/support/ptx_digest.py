@@ -97,10 +97,10 @@ def start(known: dict[str, str]) -> None:
 
 
 def ending_if_known(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for `make_ir`, the method of Triton's source classes that makes the first IR of a kernel.
+    """Returns a replacement for `make_ir`, the method of Triton's source classes that converts a kernel to Triton's IR.
 
-    The replacement also appends the hash of the kernel's source to `SOURCES`. If `CODE` already holds a code hash for
-    this source, the replacement raises `Known`, which stops the compilation.
+    The replacement for `make_ir` also appends the hash of the kernel's source to `SOURCES`. If `CODE` already holds a
+    code hash for this source, the replacement for `make_ir` raises `Known`, which stops the compilation.
     """
 
     def make_and_note(source: Any, target: Any, options: Any, *rest: Any) -> Any:
@@ -129,7 +129,7 @@ def normalised(ptx: str) -> str:
 
 
 def with_numbered_functions(ir: str) -> str:
-    """Replaces function names in a kernel's first IR by numbers in their order of appearance."""
+    """Replaces function names in a kernel's IR (intermediate representation) by numbers, in order of appearance."""
     names: dict[str, str] = {}
     return SYMBOL.sub(lambda match: names.setdefault(match[0], f"@{len(names)}"), ir)
 

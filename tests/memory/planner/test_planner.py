@@ -4,8 +4,8 @@ In most tests, the cases that run by default cover all pairs of values for any t
 cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
-the first step, in which the optimizer had no states yet. `keys` is the number of rows in each rank's buffers of keys. A
-record has `keys` only if the number is below the upper bound that the planner uses.
+the first step, in which the optimizer had no states yet. The field `keys` is the number of rows in each rank's buffers
+of keys. A record has no field `keys` if the number of rows equals the upper bound that the planner assumes.
 """
 
 import json
@@ -48,7 +48,7 @@ RECORDED = {
 
 
 def gather(monkeypatch: pytest.MonkeyPatch, plan: Plan, keys: int) -> None:
-    """Makes the planner predict the peak of a rank whose buffers hold `keys` keys and `keys` values."""
+    """Makes the planner predict the peak of a rank whose buffers hold the keys and values of `keys` tokens."""
     nbytes = 2 * keys * plan.model.kv_dim * plan.run.compute_bytes // plan.run.head_groups
     monkeypatch.setattr(Block, "_gathered", lambda block: nbytes)
 

@@ -78,7 +78,10 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
-    """Makes the allocations of attention's backward kernels: the portable ones in fp32, otherwise the Hopper ones."""
+    """Allocates the tensors that attention's backward kernels allocate.
+
+    The kernels are the portable kernels if q is fp32, and the Hopper kernels for other dtypes.
+    """
     delta, hopper = torch.empty_like(lse), q.dtype != torch.float32
     rows = lse.new_empty(2 * hopper, *lse.shape)
     dq_sum = torch.empty(q.shape if hopper else 0, dtype=torch.float32)

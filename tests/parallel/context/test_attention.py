@@ -32,7 +32,10 @@ def group():
 
 
 def planned(exchanges=True, may_split=True):
-    """Returns the schedule of the only rank. exchanges: whether to exchange rows, although no query needs the rows."""
+    """Returns the schedule of the only rank.
+
+    exchanges: whether the schedule says that ranks exchange rows. A single rank needs no rows of other ranks.
+    """
     plan = traffic(deal(BOUNDARIES, TOTAL, 1), BOUNDARIES, 0, None, may_split=may_split)
     counts = Counts(*plan.counts)
     assert counts.exchanges == (not may_split)
@@ -40,8 +43,9 @@ def planned(exchanges=True, may_split=True):
 
 
 def saved_rows(attention, group, may_split=True):
-    """Returns a list with one entry for each tensor that is kept for the backward pass. The entry of a 3-D fp32 tensor
-    is its number of rows.
+    """Returns one number for each tensor that is kept for the backward pass.
+
+    The number is the tensor's number of rows if the tensor is 3-D and fp32, and otherwise 0.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))

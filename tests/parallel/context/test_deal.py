@@ -45,7 +45,10 @@ def balance(dealt, boundaries):
 
 
 def received(dealt, boundaries, window=None):
-    """Returns which fraction of the keys of other ranks a rank receives on average: 1 if each rank gathers all keys."""
+    """Returns which fraction of the keys of other ranks a rank receives on average.
+
+    If each rank gathers all keys, the fraction is 1.
+    """
     sizes = [sum(traffic(dealt, boundaries, rank, window).sizes[1]) for rank in range(dealt.ranks)]
     return sum(sizes) / (dealt.total * (dealt.ranks - 1))
 
@@ -164,7 +167,7 @@ def test_documents_are_cut_if_necessary(lengths, ranks, why, monkeypatch):
 
 
 def test_many_different_lengths():
-    """A rank has more different lengths than a swap compares."""
+    """A rank has documents of more than `MAX_LENGTHS` different lengths, so a swap compares only some lengths."""
     lengths = np.random.default_rng(0).integers(64, 2049, 2**14)
     ends = lengths.cumsum()
     boundaries = np.append(0, np.append(ends[ends < 2**20], 2**20))
@@ -172,7 +175,9 @@ def test_many_different_lengths():
 
 
 def test_swaps_balance_work_and_then_tokens():
-    """With only one of the two weights of excess tokens, no swap leads to a division of these documents."""
+    """With only one of its two values of `weight`, `owners_of_documents` would not find an assignment of these
+    documents.
+    """
     lengths = np.random.default_rng(0).lognormal(7, 0.8, 2000).astype(int) + 1
     ends = lengths.cumsum()
     boundaries = np.append(0, np.append(ends[ends < 131_072], 131_072))

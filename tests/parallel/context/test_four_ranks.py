@@ -188,7 +188,9 @@ def compile_without_inductor():
 
 def compare(rank, group, attention, features, checkpointing, compiled, deterministic, head_groups, context):
     """Returns the relative errors of the loss and each gradient, the graph breaks, and how many graphs exist after each
-    stream. The errors are right on rank 0 only.
+    stream.
+
+    Use only the errors that rank 0 returns, because only rank 0 computes the reference.
     """
     torch.use_deterministic_algorithms(deterministic)
     batch = stream()

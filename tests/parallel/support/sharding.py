@@ -209,8 +209,8 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
     flipped = difference(copies, rank, FlipBit())
     Path(folder, f"flipped.{len(environments)}.{rank}.txt").write_text(flipped)
     if copies.strategy == "hsdp":
-        # This patch makes the gradient norms of the two replicas differ. Different orders of additions would have the
-        # same effect.
+        # This patch makes the gradient norms of the two replicas differ. In a real run, the gradient norms can differ
+        # because the replicas add in different orders.
         with patch("fa_train.lit_gpt.whole", lambda norm: whole(norm) * (1.001 if rank < 2 else 1)):
             Path(folder, f"norms.{rank}.txt").write_text(difference(copies, rank))
     if len(environments) == 2:

@@ -38,7 +38,7 @@ def test_all_candidates_of_one_document_compute_the_same(device):
     results = {}
     for name, candidate in candidates(SHAPE, device).items():
         if "cuDNN" in name and device.type == "cpu":
-            continue  # on a CPU, the candidate of cuDNN computes nothing
+            continue  # cuDNN's attention does not run on a CPU
         torch.manual_seed(0)
         # fp16, because Triton's interpreter computes bf16 incorrectly
         leading = 1 if candidate.layout == "tokens heads" else 2

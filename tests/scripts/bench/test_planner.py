@@ -51,7 +51,6 @@ def test_two_configurations_in_one_process(tmp_path, monkeypatch, updates):
 
 @pytest.mark.slow
 def test_a_run_has_its_settings():
-    """Checks the configurations of runs on a GPU."""
     for run in [run for run in RUNS if run.optimizer != "adamw" or run.compiled][-5:]:
         config = configuration(run, "cuda")
         assert (config.trainer.precision, config.lit_gpt.compile_model) == (run.precision, run.compiled)

@@ -74,8 +74,8 @@ ISOLATING = {
     (256, "contain_dv"): (255, 128, "HGMMA"),
     (256, "contain_dq"): (255, 0, "HGMMA"),
 }
-# Limits of the repair kernels, which compute tiles with NaN again after a Hopper kernel. Two programs of a repair
-# kernel fit on a multiprocessor, except for the backward with head_dim 256.
+# Limits of the repair kernels, which run after a Hopper kernel and recompute the tiles that contain NaN. Two programs
+# of a repair kernel fit on a multiprocessor, except for the backward with head_dim 256.
 REPAIRS = {
     (64, "repair_fwd"): (144, 0, "HGMMA"),
     (64, "repair_bwd"): (255, 0, "HGMMA"),

@@ -119,8 +119,9 @@ def test_empty_inputs_launch_no_program(device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compiled programs read more tiles at once than the tests have")
 def test_interpreted_programs_have_more_tiles_than_one_step_reads():
-    """In one step, a program reads the NaN marks of `look` tiles. For the tensors of this file, programs need several
-    steps.
+    """In one step, each program reads the NaN marks of `look` tiles.
+
+    The tensors of this file have more tiles than all programs together read in one step.
     """
     tiles = HEADS * -(-TOTAL // 32)
     programs, look = repair_grid(torch.device("cpu"), tiles)

@@ -58,8 +58,8 @@ def test_dk_and_dv_have_one_owner(head_dim, dtype):
 def test_dq_summed_in_one_order_is_the_same_in_every_run(head_dim, dtype, softcap, window, lengths):
     """Deterministic and non-deterministic gradients differ only by fp32 rounding.
 
-    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. For each addition of 16 products,
-    the tolerance allows an error of the fp32 eps times the largest gradient.
+    Tensor cores add 16 products at a time to an fp32 sum, and truncate the result. The absolute tolerance is the number
+    of truncated results, times the eps of fp32, times the largest gradient.
     """
     cu_q, cu_k = (torch.tensor([0, *x], device="cuda").cumsum(0).int() for x in lengths)
     q, k, v = (

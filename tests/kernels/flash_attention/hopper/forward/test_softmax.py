@@ -15,8 +15,8 @@ from tests.kernels.support.attention_check import cumulative
 
 pytestmark = NEEDS_SM_90
 
-# The kernel visits blocks of 64 keys from the last to the first. From each visited block to the next, the base-2
-# exponents of the scores in some rows rise by one of these values.
+# The kernel visits blocks of 64 keys from the last to the first. In some rows, the scores (in log2 units) rise from
+# each visited block to the next by one of the values in `RISES`.
 RISES = [-300.0, -15.0, 0.5, 7.5, 8.5, 14.5, 15.5, 40.0, 300.0]
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # largest relative error of rounding to each dtype
 LENGTHS = {"whole": [700], "causal": [150, 3, 247, 300]}  # lengths of documents; several documents share a tile

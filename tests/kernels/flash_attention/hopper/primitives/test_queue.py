@@ -35,7 +35,10 @@ def run(one):
 
 
 def problems(head_dim):
-    """Yields pairs of calls: one of the forward and, if the fused backward supports head_dim, two of the backward."""
+    """Yields one pair of forward calls.
+
+    If the fused backward supports head_dim, also yields two pairs of backward calls.
+    """
     lengths = [2048, 2048], [700, 300, 3000]
     yield [problem(x, head_dim) for x in lengths]
     if config_of(head_dim, torch.bfloat16, softcap=0.0) is not None:
