@@ -135,7 +135,7 @@ class Sample:
     The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt comes from
     the first held-out chat, or from the last chat if no chat is held out. Chats without a prompt are skipped. The
     answer has at most max_new_tokens tokens. Each token of the answer is the most likely token.
-    The model generates no answer if no path is used, if all chats are skipped, or if the tokens of the prompt plus
+    The model generates no answer if all paths are None, if all chats are skipped, or if the tokens of the prompt plus
     max_new_tokens exceed the model's learned positions.
     """
 

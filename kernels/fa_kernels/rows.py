@@ -79,8 +79,8 @@ def _add_tile(
 ):  # fmt: skip
     """Adds count[i] rows of the tensor at added_ptr to row i of a tile of totals. Sums are fp32.
 
-    totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers, one per row of
-    the tile, each to the index of the first row to add. count, inside: [ROWS].
+    totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers; for row i of the
+    tile, entry_ptrs[i] points to count[i] indices, which say which rows of the tensor are added. count, inside: [ROWS].
     """
     for first in tl.static_range(0, WIDTH, COLS):
         cols = first + tl.arange(0, COLS)

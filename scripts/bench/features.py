@@ -225,7 +225,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # frees the memory of the call that `captured` makes before it records the graph
+        torch.cuda.empty_cache()  # `captured` makes a call before it records the graph; this frees that call's memory
     return median_ms(runs, rep=rep)
 
 

@@ -14,9 +14,9 @@ kernel computes. The column `kernels ms` shows the full time of copies and commu
 https://ui.perfetto.dev. `memory.png` shows the allocated memory of each component over time. The time axis of
 `memory.png` is host time, because the host allocates and frees memory.
 
-A kernel that attention, the loss or the optimizer launched belongs to that part of the step. All other kernels are
-assigned to the parts of the step by their names. On a CPU, the script times torch's operators instead of kernels, each
-without the operators that it calls.
+Three parts of the step are attention, the loss and the optimizer. Each of the three has the kernels that it launched.
+All other kernels are assigned to parts of the step by their names. On a CPU, the script times torch's operators instead
+of kernels, each without the operators that it calls.
 """
 
 import csv

@@ -30,7 +30,7 @@ def _registered() -> None:
 
 
 def assert_as_accurate_as_eager(model: Any, ids: Tensor, weight: Tensor, exact: str = "eager", **inputs: Any) -> None:
-    """Requires errors of at most twice those of eager attention in fp32.
+    """Asserts that errors are at most twice as large as the errors of eager attention. Both attentions compute in fp32.
 
     `exact` names the attention that computes the fp64 result.
     """

@@ -15,7 +15,7 @@ HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 VALIDITY = "3"  # the version of the rules for valid chats, which is part of the cache key if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The columns of each form of a chat. If a row has the columns of several forms, the first of these forms is used.
+# The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
     ("question", "answer"), ("query", "response"), ("prompt", "response"),

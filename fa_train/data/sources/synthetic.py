@@ -69,7 +69,7 @@ def log_normal_lengths(median: int, sigma: float, seed: int) -> np.ndarray:
 
     sigma: the standard deviation of the logarithms of the lengths. Each drawn length is limited to the range from
     min(SHORTEST, median) to LONGEST * median tokens.
-    Returns: (n,) int64, in tokens. The lengths depend only on the arguments and on N_TOKENS.
+    Returns: the lengths in tokens, (n,) int64. The lengths depend only on the arguments and on N_TOKENS.
     """
     generator = np.random.default_rng((seed, 0, 1))  # the seed must differ from (seed, i), the seed of document i
     block = max(2, -(-N_TOKENS // median))

@@ -235,8 +235,8 @@ def _asked_scaling(
 ) -> dict[str, Any]:
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
-    If the checkpoint already supports max_seq_len tokens, the result is `own`, the checkpoint's scaling, unless
-    `scaling` contains a factor or rope_type="default".
+    `own` is the checkpoint's scaling. The result is `own` if the checkpoint already supports max_seq_len tokens, and
+    `scaling` contains neither a factor nor rope_type="default".
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))

@@ -149,9 +149,8 @@ def context_forward(
     """Gathers keys and values, and computes flash attention of this rank's queries.
 
     Shapes: q (local, n_heads, head_dim), k and v (local, n_kv_heads, head_dim) -> o like q, lse (n_heads, local) fp32.
-    schedules: the tensors of SharedSchedule.crossing, then those of SharedSchedule.own. alibi: the tensors of
-    Features.alibi for SharedSchedule.crossing, then those for SharedSchedule.own. Without ALiBi, alibi is empty. sinks:
-    as in Features.
+    schedules: the tensors of the schedules SharedSchedule.crossing and SharedSchedule.own.
+    alibi: the ALiBi tensors of both schedules; empty without ALiBi. sinks: as in Features.
     head_groups: the number of head groups. Only the keys and values of one head group are gathered at a time.
     """
     options = Options(group, softmax_scale, softcap, length_class, head_groups)

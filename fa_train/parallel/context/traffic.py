@@ -53,7 +53,7 @@ class Traffic(NamedTuple):
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, indices of this rank's tokens to whose gradients the backward adds rows, ascending
+    shared: Tensor  # (local,) int32, ascending indices of this rank's tokens; `_returns` says which rows they receive
     entries: Tensor  # (total,) int32, which rows to add, grouped by the tokens in `shared`; `_returns` lists the rows
     offsets: Tensor  # (local + 1,) int32, the start of each token's group in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
@@ -85,8 +85,8 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     """Computes the traffic of `rank` on the host from document boundaries, without the GPU.
 
     boundaries, window: as for causal_ranges.
-    may_split: whether attention may run twice, and may run once without the buffer. With may_split=False, attention
-    always runs once, and all queries read the buffer. Only flash attention supports may_split=True.
+    may_split: if False, attention runs once, and all queries read the buffer. If True, attention may instead run twice,
+    or once without the buffer. Only flash attention supports may_split=True.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
@@ -156,9 +156,9 @@ def own_ranges(
 
     mine: (local,), the stream positions of this rank's tokens, ascending. start, end: (total,), from causal_ranges.
     crosses: (local,) bool, whether a query sees keys of other ranks, and therefore gets an empty range.
-    The returned starts are in ascending order, and so are the returned ends. An empty range begins at the key of the
-    query's own token, or earlier if the ascending order requires an earlier start. For each tile of keys, kernels then
-    loop over few queries with an empty range.
+    The returned starts are in ascending order, and so are the returned ends. The start of an empty range is the key of
+    the query's own token, or the start of the next query's range if that start is smaller. For each tile of keys,
+    kernels then loop over few queries with an empty range.
     Shape of both results: (local,).
     """
     n_own = len(mine)

@@ -63,8 +63,8 @@ def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndar
     if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
         return None
     of_used = _greedy_owners(lengths, work, ranks, share)
-    # Swaps with weight=1 / tokens balance the work of the ranks, but may leave a rank with too many tokens. With
-    # weight=1.0, each token above a rank's maximum counts as much as the mean work, so swaps move excess tokens first.
+    # If `weight` is 1 / tokens, swaps balance the ranks' work, but may leave a rank with too many tokens. If `weight` is
+    # 1, each token above a rank's maximum counts as much as the mean work, so swaps move excess tokens first.
     for weight in (1 / tokens, 1.0):
         for _ in range(max(MAX_SWAPS, 2 * ranks)):
             if not _swap(of_used, lengths, _loads(of_used, lengths, ranks), share, weight):
@@ -89,8 +89,8 @@ def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Sha
     """Assigns documents from the longest to the shortest, each to the rank with the smallest load so far.
 
     The load of a rank is a weighted sum of the rank's tokens and work. The weights are the tokens and the work of the
-    next document. If the next document is long, mainly the ranks' work determines which rank gets this document. If the
-    next document is short, mainly the ranks' tokens determine which rank gets this document.
+    next document. For long documents, the work of a rank has a large weight. For short documents, the number of tokens
+    of a rank has a large weight.
     """
     owner = np.empty(len(lengths), np.int64)
     tokens_held, work_held = [0.0] * ranks, [0.0] * ranks  # in units of share.tokens and of share.mean_work

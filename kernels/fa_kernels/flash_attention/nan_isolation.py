@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so it can check tiles of up to 128 rows
+ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so a tile can have up to two times 64 rows
 
 
 @triton.jit

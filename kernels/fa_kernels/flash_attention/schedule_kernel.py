@@ -193,7 +193,7 @@ class _Layout(NamedTuple):
     """The layout of a schedule's tensors in one int32 buffer, and the number of programs that fill the buffer."""
 
     size: int  # the size of the buffer in elements
-    sizes: list[int]  # sizes of the buffer's parts: an empty part for empty tensors, then other tensors and padding
+    sizes: list[int]  # sizes of the buffer's parts: first 0, for empty tensors, then one size per tensor or padding
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # returns the tensors in the order of Schedule's fields
     programs: int
 

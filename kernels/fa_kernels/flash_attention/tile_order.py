@@ -78,7 +78,7 @@ def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int
 def fewest_kv_heads(total_k: int, total_q: int, crosses_documents: bool) -> int:
     """Returns the minimum number of KV heads in a section, a group of heads that the fused backward processes together.
 
-    The result is the argument `fewest` of kv_heads_per_section.
+    Callers pass the result to kv_heads_per_section as the argument `fewest`.
 
     With one KV head at a time, all running tiles of a document compete for the same rows of dQ. Packed documents are
     faster with sections of at least two KV heads (scripts/results/key_order_h100_202611.md). If the queries are one

@@ -241,13 +241,13 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
     """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
-    Each fp32 value is split into two TF32 values, which are called the upper part and the lower part. Each part takes 4
-    bytes of shared memory. Blocks are prefetched in fp32, and split in registers, one column block at a time. The
-    current block is the block that the program multiplies. For the tiles that a program keeps, and for the current
-    block, shared memory holds the upper and the lower part of each element, 8 bytes per element. With mma.sync, the
-    upper and lower parts of the current block are in registers, and shared memory holds the current block only in fp32,
-    4 bytes per element. Kernels for dK and dV need 8 bytes per element of the current block even with mma.sync, because
-    they store the block a second time, transposed.
+    Each fp32 value is split into two TF32 values, which are called the upper part and the lower part. The upper part
+    takes 4 bytes of shared memory, and so does the lower part. Blocks are prefetched in fp32, and split in registers,
+    one column block at a time. The current block is the block that the program multiplies. For the tiles that a program
+    keeps, and for the current block, shared memory holds the upper and the lower part of each element, 8 bytes per
+    element. With mma.sync, the upper and lower parts of the current block are in registers, and shared memory holds the
+    current block only in fp32, 4 bytes per element. Kernels for dK and dV need 8 bytes per element of the current block
+    even with mma.sync, because they store the block a second time, transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """

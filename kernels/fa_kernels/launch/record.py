@@ -411,7 +411,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
 
-        Each launch picks its arguments from one list of constants, then addresses, then TMA descriptors.
+        Each launch picks its arguments from one list: first constants, then addresses, then TMA descriptors.
         """
         n_constants = len(self.constants)
 

@@ -24,7 +24,7 @@ from tests.data.support.numbered import OPTIONS, PAD, Numbered
 class Masked(Numbered):
     """Numbered documents with loss masks.
 
-    As in the token cache, a StoredMask holds the loss masks in several arrays, here in two.
+    Their StoredMask holds the loss masks in two arrays. In the token cache, too, a StoredMask has several arrays.
     """
 
     def __init__(self, masks):

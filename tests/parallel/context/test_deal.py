@@ -175,9 +175,7 @@ def test_many_different_lengths():
 
 
 def test_swaps_balance_work_and_then_tokens():
-    """With only one of its two values of `weight`, `owners_of_documents` would not find an assignment of these
-    documents.
-    """
+    """`owners_of_documents` finds an assignment of these documents only because it tries two values of `weight`."""
     lengths = np.random.default_rng(0).lognormal(7, 0.8, 2000).astype(int) + 1
     ends = lengths.cumsum()
     boundaries = np.append(0, np.append(ends[ends < 131_072], 131_072))

@@ -145,8 +145,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head, or, after the last block, the first block
-    of the next head. With `BACKWARDS`, the next step is the same block of the next head. After the last head of a
-    block, steps with `BACKWARDS` go back by one block of queries, and begin again with the first head.
+    of the next head. With `BACKWARDS`, the next step is the same block of the next head, or, after the last head, the
+    preceding block of queries of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:

@@ -2,12 +2,12 @@
 
 For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
 therefore wait for the block's maximum. In this file, `row_max` is the value that softmax subtracts from the scores of a
-row. If `row_max` is less than the row's maximum, exponentials are larger, and may overflow. Large exponentials that do
-not overflow are as accurate as small exponentials, because fp32 and bf16 have the same relative precision at 2^15 as at
-1. A row therefore keeps the `row_max` of its first block for later blocks, and does not wait for the maxima of later
-blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp increases `row_max` of the affected rows, and
-computes the exponentials of the block again. An exponential therefore never exceeds 2^15, which fp16 can represent. In
-bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
+row. `row_max` may be less than the largest score of the row. Some exponentials are then larger than 1, and may
+overflow. Exponentials up to 2^15 are as accurate as exponentials up to 1, because fp32 and bf16 have the same relative
+precision at 2^15 as at 1. A row therefore keeps the `row_max` of its first block for later blocks, and does not wait
+for the maxima of later blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp increases `row_max` of
+the affected rows, and computes the exponentials of the block again. An exponential therefore never exceeds 2^15, which
+fp16 can represent. In bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
 
 By default, scores and probabilities are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the
 scores are compared with `row_max` before exponentials are computed. `MAX_FIRST` needs fewer registers than the default,

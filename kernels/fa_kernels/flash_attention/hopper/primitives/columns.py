@@ -109,7 +109,7 @@ def begin_scores(a, b, zeros):
 
 @gluon.jit
 def begin_scores_at(a, first, buffers, place, zeros):
-    """Starts the same matmuls as `begin_scores`. The operand b has one tile per buffer: the tile at index `place`.
+    """Starts the same matmuls as `begin_scores`. b is a tuple with buffer.index(place) for each of `buffers`.
 
     `first` is the first tile of b. The addresses of the other tiles of b are computed between the matmuls, and the
     compiler keeps this order.

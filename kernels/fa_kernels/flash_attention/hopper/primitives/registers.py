@@ -36,7 +36,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """Wraps a Triton code generator, so that called functions get one tuple of all values, followed by `constants`."""
+    """A Triton code generator that calls a function with all values in one tuple, and with the items of `constants`."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
