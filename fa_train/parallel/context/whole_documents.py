@@ -63,8 +63,8 @@ def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndar
     if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
         return None
     of_used = _greedy_owners(lengths, work, ranks, share)
-    # With a weight of 1 / tokens, swaps balance the ranks' work, but may leave a rank with too many tokens. With a weight
-    # of 1, each token above a rank's maximum counts as much as the mean work, so swaps move excess tokens first.
+    # If `weight` is 1 / tokens, swaps balance the ranks' work, but may leave a rank with too many tokens. If it is
+    # 1.0, each token above a rank's maximum counts as much as the mean work, so swaps move excess tokens first.
     for weight in (1 / tokens, 1.0):
         for _ in range(max(MAX_SWAPS, 2 * ranks)):
             if not _swap(of_used, lengths, _loads(of_used, lengths, ranks), share, weight):
