@@ -314,3 +314,16 @@ def test_compiled_models_have_one_graph(inputs):
         gradient = model.embed_tokens.weight.grad
         results.append((hidden[:, 3:], gradient / gradient.abs().max()))
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_schedules_made_in_a_transform_are_not_kept():
+    """After a transform, tensors that were created in it can no longer be read."""
+    positions, q = POSITIONS.clone(), torch.randn(1, 17, 2, 16)
+
+    def scaled(x: Tensor) -> Tensor:
+        found = packed_rows.packed_schedule(positions, q, q, True, (-1, -1))
+        assert found is not None
+        return x * found.key_end.sum()
+
+    expected = torch.func.grad(scaled)(torch.ones(()))
+    assert torch.equal(scaled(torch.ones(())), expected)
