@@ -86,9 +86,9 @@ def _forward_fake(
     out_dtype: torch.dtype,
     *_: object,
 ) -> tuple[Tensor, Tensor]:
-    *tokens, n_heads, _ = q.shape
+    tokens, n_heads = q.shape[:-2], q.shape[-2]
     o = q.new_empty(*tokens, n_heads, v.shape[-1], dtype=out_dtype)
-    return o, q.new_empty(n_heads, math.prod(tokens), dtype=torch.float32)
+    return o, q.new_empty(n_heads, tokens.numel(), dtype=torch.float32)
 
 
 @torch.library.custom_op("flash_attention::backward", mutates_args=())
