@@ -10,7 +10,8 @@ from fa_kernels.device import interpreted
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
-# Kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. For small x, the error is large.
+# Kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. For small x, the
+# relative error is large.
 MAX_SOFTCAP = 1000.0
 
 
