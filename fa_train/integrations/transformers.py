@@ -132,7 +132,7 @@ def attention(
         scaling: the factor that the scores are multiplied by.
         sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
             also sees the next sliding_window - 1 tokens.
-        softcap: replaces a score by softcap * tanh(score / softcap).
+        softcap: replaces a score by softcap * tanh(score / softcap). A softcap above 1000 is refused.
         s_aux: (n_heads,) attention sinks, in nats.
         position_ids: (1 or batch, seqlen_q). Without a cache, a document starts where position_ids do not increase by
             one. If attention_mask contains the document starts, position_ids are ignored.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_kernels.flash_attention.checks import require_backend as require_flash_backend
+from fa_kernels.flash_attention.checks import softcap_of
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import Schedule
 from fa_train.bounds import PositiveInt
@@ -26,6 +27,7 @@ class Attention(Protocol):
     have the same dtype.
     softmax_scale: the factor that the scores are multiplied by, or None for head_dim**-0.5.
     softcap: if it is not 0, each scaled score becomes softcap * tanh(score / softcap).
+    flash_attention refuses a softcap above 1000.
     """
 
     def __call__(
@@ -50,7 +52,9 @@ def require_backend(attention: Attention, device: torch.device, dtype: torch.dty
 
 
 def require_softcap(attention: Attention, softcap: float) -> None:
-    """Raises: ValueError if softcap is not 0 and `attention` does not support soft caps."""
+    """Raises: ValueError if `attention` does not support a soft cap of `softcap`. 0 means no soft cap."""
+    if function_of(attention) is flash_attention:
+        softcap_of(softcap)
     if softcap and function_of(attention) is sdpa_attention:
         raise ValueError(
             f"attention=sdpa cannot cap scores, and this model caps them at {softcap}. "

@@ -27,6 +27,7 @@ class Family:
     use local_rope_theta.
     softmax_scale: the factor that attention scores are multiplied by, or None for head_dim**-0.5.
     softcap, logit_softcap: the soft caps of the scaled scores and of the logits (Gemma 2), or 0 for no cap.
+    attention=flash needs a softcap of at most 1000.
     embedding_scale: the factor that token embeddings are multiplied by. embedding_scale is rounded to the embeddings'
     dtype. Gemma multiplies embeddings by `sqrt(dim)`.
     post_norms: whether the outputs of attention and FFN are normalised before the residual addition (Gemma 2 and 3).

@@ -34,11 +34,6 @@ _KNOWS_WATCHERS = None not in (_dispatch_modes, _has_function_mode, _transform_l
 empty_strided_cuda: Callable[..., Tensor] | None = _find("_C._dynamo.guards._empty_strided_cuda")
 
 
-def may_have_dispatch_mode() -> bool:
-    """Returns whether a TorchDispatchMode is active, or True if this version of torch cannot tell."""
-    return _dispatch_modes is None or bool(_dispatch_modes())
-
-
 def may_be_watched() -> bool:
     """Returns True if a torch mode, a functorch transform, a trace or a profiler is active, or if torch cannot tell."""
     return may_be_traced() or bool(_has_function_mode() or _profiles())

@@ -314,3 +314,15 @@ def test_compiled_models_have_one_graph(inputs):
         gradient = model.embed_tokens.weight.grad
         results.append((hidden[:, 3:], gradient / gradient.abs().max()))
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_schedules_made_in_a_transform_are_not_kept():
+    """After a transform, tensors that were created in it can no longer be read."""
+    positions, q = POSITIONS.clone(), torch.randn(1, 2, 17, 16)
+
+    def scaled(x: Tensor) -> Tensor:
+        o, _ = fa.attention(torch.nn.Module(), q, q, q, None, is_causal=True, position_ids=positions)
+        return x * o.sum()
+
+    expected = torch.func.grad(scaled)(torch.ones(()))
+    assert torch.equal(scaled(torch.ones(())), expected)

@@ -118,6 +118,11 @@ def test_a_soft_cap_is_refused_before_training():
     for attention in (sdpa_attention, partial(sdpa_attention)):
         with pytest.raises(ValueError, match=r"attention=sdpa cannot cap scores, and this model caps them at 50.0"):
             require_softcap(attention, 50.0)
+    require_softcap(naive_attention, 1000.1)
+    require_softcap(flash_attention, 1000.0)
+    for attention in (flash_attention, partial(flash_attention)):
+        with pytest.raises(ValueError, match=r"softcap must be finite and at most 1000, .*; got 1000.1"):
+            require_softcap(attention, 1000.1)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fa_kernels.flash_attention.checks import described
+from fa_kernels.flash_attention.checks import described, softcap_of
 from fa_kernels.flash_attention.schedule import LengthClass, Schedule, schedule_of_ranges
 from fa_train.models.attention import Attention, flash_attention, function_of
 from fa_train.parallel.context.attention_operators import Context, Options, shared_attention
@@ -91,7 +91,7 @@ class ContextAttention:
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
             alibi = [] if alibi_slopes is None else [*_alibi(alibi_slopes, q, crossing), *_alibi(alibi_slopes, q, own)]
             sinks = None if sinks is None else sinks.contiguous()  # kernels assume that sinks is contiguous
-            options = Options(self.group, scale, softcap, own.length_class, self.head_groups)
+            options = Options(self.group, scale, softcap_of(softcap), own.length_class, self.head_groups)
             context = Context([*crossing.tensors(), *own.tensors()], alibi, moves, options)
             return shared_attention(q, k, v, sinks, context)
         if sinks is not None or alibi_slopes is not None or self.head_groups > 1:

@@ -10,6 +10,9 @@ from fa_kernels.device import interpreted
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
+# Kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. For small x, the
+# relative error is large.
+MAX_SOFTCAP = 1000.0
 
 
 def require_backend(device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -85,11 +88,14 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 def softcap_of(softcap: float) -> float:
     """Returns the soft cap, or 0 if there is none.
 
-    Raises: ValueError if the soft cap is infinite or NaN, or requires a gradient.
+    Raises: ValueError if the soft cap is above MAX_SOFTCAP, infinite or NaN, or requires a gradient.
     """
     require_constant("softcap", softcap)
-    if not math.isfinite(softcap):
-        raise ValueError(f"softcap must be finite, and 0 means no soft cap; got {float(softcap)}")
+    # Comparisons also work if softcap is symbolic in compiled code, but torch cannot trace math.isfinite.
+    if not -math.inf < softcap <= MAX_SOFTCAP:
+        raise ValueError(
+            f"softcap must be finite and at most {MAX_SOFTCAP:g}, and 0 means no soft cap; got {float(softcap)}"
+        )
     return max(float(softcap), 0.0)
 
 

@@ -76,6 +76,7 @@ def flash_attn_func(
         causal: whether a query sees no keys after its aligned key.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
+            A softcap above 1000 is refused, because the kernels lose precision.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times a distance in
             tokens: the distance between the key and the key that the query is aligned with.
         deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms also makes gradients
@@ -114,9 +115,9 @@ def flash_attn_func(
     alibi = []
     if alibi_slopes is not None:
         alibi = _alibi(alibi_slopes, *dense_cu_seqlens(batch, seqlen_q, seqlen_k, q.device), q)
+    features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
     if schedule is None:
         schedule = dense_schedule(batch, seqlen_q, seqlen_k, q.device, causal=causal, window_size=window)
-    features = _features(q, k, softmax_scale, softcap, sinks, alibi, (q_descale, k_descale, v_descale))
     wants_lse = return_lse or return_attn_probs
     o, lse = flash_attention_forward(q, k, v, schedule, features, _dtype_of_o(q, out_dtype), deterministic, wants_lse)
     if lse is not None:
@@ -307,6 +308,8 @@ def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: 
         )
     require_constant("alibi_slopes", alibi_slopes)
     slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
+    if slopes.shape[0] == 0:  # without documents, kernels still read the slopes of document 0
+        slopes = slopes.new_zeros(1, n_heads)
     return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[:-2].numel())]
 
 
@@ -374,9 +377,13 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
         )
     factors = []
     for name, x in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
-        if x is not None and (x.shape != (n_kv_heads,) or x.dtype != torch.float32):
-            raise ValueError(f"{name} must be ({n_kv_heads},) float32; got {tuple(x.shape)} {name_of(x.dtype)}")
-        factors.append(torch.ones(n_kv_heads, device=q.device) if x is None else x)
+        if x is None:
+            factors.append(torch.ones(n_kv_heads, dtype=torch.float32, device=q.device))
+            continue
+        if x.shape != (n_kv_heads,) or x.dtype != torch.float32 or x.device != q.device:
+            raise ValueError(f"{name} must be ({n_kv_heads},) float32 on {q.device}; got {described(x)}")
+        require_constant(name, x)
+        factors.append(x)
     of_q, of_k, of_v = factors
     return torch.stack([of_q * of_k, of_v]).repeat_interleave(n_heads // n_kv_heads, dim=1)
 

@@ -72,6 +72,7 @@ def flash_attn_with_kvcache(
         causal: whether a query sees no keys after its aligned key.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
+            A softcap above 1000 is refused, because the kernel loses precision.
         rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If rotary_interleaved is
             False, column i is paired with column i + rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. If a key is n tokens away from the query's aligned key,
@@ -105,7 +106,7 @@ def flash_attn_with_kvcache(
     _require_slopes(alibi_slopes, q)
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}; got {num_splits}")
-    scale = scale_of(q, softmax_scale)
+    scale, cap = scale_of(q, softmax_scale), softcap_of(softcap)
     left, right = window_of(window_size)
     if causal:
         right = 0
@@ -117,7 +118,7 @@ def flash_attn_with_kvcache(
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     o, lse = decode(
         *_rows_dense(q), k_cache, v_cache, seqlens, seqlen_new, table, leftpad, angles, rotary_interleaved,
-        left >= 0 or right >= 0, slopes, scale, softcap_of(softcap), left, right, num_splits,
+        left >= 0 or right >= 0, slopes, scale, cap, left, right, num_splits,
     )  # fmt: skip
     return (o, lse) if return_softmax_lse else o
 
@@ -134,7 +135,8 @@ def append(
     interleaved: bool,
 ) -> None:
     """Writes k and v to the cache, after the first seqlens[i] tokens of sequence i. `angles` is empty or [cos, sin]."""
-    append_to_cache(k, v, Cache(k_cache, v_cache, seqlens, table, None), _rotary(angles, interleaved))
+    with torch.cuda.device_of(k):  # Triton launches kernels on the current device
+        append_to_cache(k, v, Cache(k_cache, v_cache, seqlens, table, None), _rotary(angles, interleaved))
 
 
 @append.register_fake
@@ -175,19 +177,20 @@ def decode(
     Shapes: q (batch, seqlen_q, n_heads, head_dim) -> o (batch, seqlen_q, n_heads, v_cache's head_dim), lse (batch,
     n_heads, seqlen_q) fp32.
     """
-    return decode_attention(
-        q,
-        Cache(k_cache, v_cache, seqlens, table, leftpad),
-        seqlen_new,
-        rotary=_rotary(angles, interleaved),
-        rotary_by_token=rotary_by_token,
-        slopes=slopes,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        left=left,
-        right=right,
-        n_splits=n_splits,
-    )
+    with torch.cuda.device_of(q):  # Triton launches kernels on the current device
+        return decode_attention(
+            q,
+            Cache(k_cache, v_cache, seqlens, table, leftpad),
+            seqlen_new,
+            rotary=_rotary(angles, interleaved),
+            rotary_by_token=rotary_by_token,
+            slopes=slopes,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            left=left,
+            right=right,
+            n_splits=n_splits,
+        )
 
 
 @decode.register_fake

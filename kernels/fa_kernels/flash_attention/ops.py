@@ -19,6 +19,7 @@ A call is observed if code outside this file could watch operators (see `observe
 seven tensors of a Schedule as a list. ALiBi is passed to the operators as a list of three tensors, or as an empty list.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -63,7 +64,8 @@ def forward_operator(
 
     `deterministic` only affects the gradients; o and lse are always repeatable.
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim)
-    -> o (total_q, n_heads, v_head_dim), lse (n_heads, total_q).
+    -> o (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o
+    is (batch, seqlen_q, n_heads, v_head_dim).
     """
     features = Features(softmax_scale, softcap, sinks, alibi, descale)
     full_schedule = Schedule.from_tensors(schedule, crosses_documents, cast(LengthClass, length_class))
@@ -84,9 +86,9 @@ def _forward_fake(
     out_dtype: torch.dtype,
     *_: object,
 ) -> tuple[Tensor, Tensor]:
-    total, n_heads = q.shape[:2]
-    o = q.new_empty(total, n_heads, v.shape[-1], dtype=out_dtype)
-    return o, q.new_empty(n_heads, total, dtype=torch.float32)
+    tokens, n_heads = q.shape[:-2], q.shape[-2]
+    o = q.new_empty(*tokens, n_heads, v.shape[-1], dtype=out_dtype)
+    return o, q.new_empty(n_heads, tokens.numel(), dtype=torch.float32)
 
 
 @torch.library.custom_op("flash_attention::backward", mutates_args=())
@@ -196,10 +198,10 @@ def _gradients(
     # support. Autograd raises an error for second derivatives only if it has recorded backward_operator.
     if torch.is_grad_enabled() or observed(q, k, v, do, sinks):
         dq, dk, dv, dsinks = backward_operator(
-            backend.packed(do), dlse, *map(backend.packed, (q, k, v, o)), lse, schedule.tensors(), features.alibi,
-            sinks, features.softmax_scale, features.softcap, deterministic, schedule.crosses_documents,
+            do, dlse, q, k, v, o, lse, schedule.tensors(), features.alibi, sinks, features.softmax_scale,
+            features.softcap, deterministic, schedule.crosses_documents,
         )  # fmt: skip
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None if sinks is None else dsinks
+        return dq, dk, dv, None if sinks is None else dsinks
     dq, dk, dv, *delta = backend.backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
     return dq, dk, dv, None if sinks is None else sink_gradient(sinks, lse, *delta)
 
@@ -255,11 +257,10 @@ def _forward(
         return backend.forward(q, k, v, schedule, features, out_dtype)
     require_consistent(q, k, v, features.sinks)
     o, lse = forward_operator(
-        *map(backend.packed, (q, k, v)), schedule.tensors(), features.alibi, features.sinks, features.descale,
-        features.softmax_scale, features.softcap, out_dtype, deterministic, schedule.crosses_documents,
-        schedule.length_class,
+        q, k, v, schedule.tensors(), features.alibi, features.sinks, features.descale, features.softmax_scale,
+        features.softcap, out_dtype, deterministic, schedule.crosses_documents, schedule.length_class,
     )  # fmt: skip
-    return o.view(*q.shape[:-1], o.shape[-1]), lse
+    return o, lse
 
 
 def observed(q: Tensor, *others: Tensor | None) -> bool:
@@ -330,11 +331,21 @@ def flash_attention_forward(
 
 @register_flop_formula(torch.ops.flash_attention.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts all pairs of a query and a key, as torch's formulas do, because the host does not know the mask."""
-    return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (q_shape[2] + v_shape[2])
+    """Counts two matmuls over all pairs of a query and a key (see `_pairs`)."""
+    return 2 * _pairs(q_shape, k_shape) * (q_shape[-1] + v_shape[-1])
 
 
 @register_flop_formula(torch.ops.flash_attention.backward)
 def _backward_flops(do_shape, dlse_shape, q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
     """Counts five matmuls: three (scores, dQ, dK) with the head_dim of k, and two (dP, dV) with the head_dim of v."""
-    return 2 * q_shape[0] * k_shape[0] * q_shape[1] * (3 * q_shape[2] + 2 * v_shape[2])
+    return 2 * _pairs(q_shape, k_shape) * (3 * q_shape[-1] + 2 * v_shape[-1])
+
+
+def _pairs(q_shape: Sequence[int], k_shape: Sequence[int]) -> int:
+    """Returns the number of pairs of a query and a key, in all heads. As in torch's formulas, masked pairs count.
+
+    In a batch, only pairs within a sequence count. In a packed stream, pairs across documents also count, because
+    shapes do not tell the lengths of documents.
+    """
+    *batch, seqlen_q, n_heads, _ = q_shape
+    return math.prod(batch) * n_heads * seqlen_q * k_shape[-3]

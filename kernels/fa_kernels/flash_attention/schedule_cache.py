@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fa_kernels.torch_private import current_stream_address, may_have_dispatch_mode
+from fa_kernels.torch_private import current_stream_address, may_be_traced
 
 # A schedule is cached only if its queries and keys are at most MAX_TOKENS in total. For larger batches, attention takes
 # the GPU longer than the host needs to build a schedule.
@@ -25,8 +25,9 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     `device` is a torch.device or the index of a CUDA device. The stream is given as its address, or as 0 if the device
     is not CUDA.
     """
-    if torch.compiler.is_compiling() or may_have_dispatch_mode():
-        return None  # a dispatch mode may create fake tensors, or count operations
+    # Tensors that are created during a trace, a dispatch mode or a functorch transform may be unusable afterwards.
+    if torch.compiler.is_compiling() or may_be_traced():
+        return None
     if isinstance(device, torch.device) and device.type == "cuda":
         # The result has the device's index, because set_device changes the meaning of `cuda` without an index. The
         # stream's address does not identify the device, because the default stream of every device has the address 0.

@@ -1,9 +1,8 @@
 """Records the kernel launches of a call once, and repeats them for other tensors of the same shapes.
 
 Repeating the recorded launches takes much less host time than a normal call. In a normal call, the host chooses kernels
-and tiles, and Triton finds the compiled kernel from about 30 arguments. The chosen kernels and tiles depend only on
-shapes, strides, dtypes and options, which form the key of the call. Two calls with the same key differ only in the
-addresses of their tensors.
+and tiles, and Triton finds the compiled kernel from about 30 arguments. The kernels and tiles depend only on shapes,
+strides, dtypes and options, which form the call's key. Calls with the same key differ only in tensor addresses.
 
 `recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes each tensor that
 the call allocates, and the arguments of each `launch`. For each address in the arguments, the recorder finds the tensor
@@ -11,11 +10,11 @@ that the address belongs to. Later calls with the same key allocate tensors, ins
 launchers of the compiled kernels directly.
 
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
-if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call runs normally if the address of a tensor is not a
-multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because graphs need their own work counters.
-A call cannot be recorded if it runs a torch operator other than torch.empty or a view, or if the recorder does not know
-which tensor an address belongs to. If the recording of a call fails, all later calls with the same key run normally.
-A key does not contain tile tables and other module globals: call `forget()` after changing one of them.
+if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call runs normally if its tensors are not on the
+current GPU, or if an address is not a multiple of 16 bytes. While a CUDA graph is captured, calls run normally, because
+graphs need their own work counters. A call cannot be recorded if it runs a torch operator other than torch.empty or a
+view, or if an address belongs to no known tensor. If recording fails, later calls with the same key run normally. Keys
+do not contain module globals such as tile tables: call `forget()` after changing one of them.
 """
 
 import logging
@@ -97,7 +96,8 @@ def recorded(
         def call(*arguments: Any) -> tuple[Tensor, ...]:
             stream = _recordable_stream(arguments[0])
             if stream is None:
-                return function(*arguments)
+                with torch.cuda.device_of(arguments[0]):  # Triton launches kernels on the current device
+                    return function(*arguments)
             key, inputs = describe(*arguments)
             return _repeat_or_run((key, stream), inputs, function, arguments)
 

@@ -178,6 +178,7 @@ def test_other_lengths_compile_nothing_anew():
         pytest.param({"out_dtype": torch.int32}, "out_dtype must be float16, .*; got int32", id="out-dtype"),
         pytest.param({"sinks": torch.zeros(4, device="meta")}, "sinks must be .* on meta", id="sinks"),
         pytest.param({"alibi_slopes": torch.zeros(4, device="meta")}, "alibi_slopes must .* on meta", id="alibi"),
+        pytest.param({"softcap": 1000.1}, "softcap must be .* at most 1000, .*; got 1000.1", id="softcap"),
         pytest.param({"k": torch.ones(2, 11, 0, 40)}, "same tokens and heads", id="no-k-heads"),
         pytest.param(
             {"k": torch.ones(2, 11, 0, 40), "v": torch.ones(2, 11, 0, 40)}, "n_kv_heads; got 4 and 0", id="no-kv-heads"
@@ -360,6 +361,13 @@ def test_flops_are_counted():
         flash_attn_varlen_func(q, k, v, cu_q, cu_k, 13, 17, causal=True).backward(do)
     forward, backward = 2 * 13 * 17 * 4 * (16 + 24), 2 * 13 * 17 * 4 * (3 * 16 + 2 * 24)
     assert counter.get_total_flops() == forward + backward
+
+
+def test_flops_of_a_batch_are_those_of_its_sequences():
+    inputs = dense_inputs()
+    with FlopCounterMode(display=False) as counter:
+        flash_attn_func(*inputs).sum().backward()
+    assert counter.get_total_flops() == 2 * (2 + 5) * 2 * 9 * 11 * 4 * 40  # 2 sequences, 2 + 5 matmuls
 
 
 DOCUMENTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=5)

@@ -220,6 +220,29 @@ def test_schedules_for_tracing_are_not_kept():
     assert not isinstance(causal_schedule(None, 311, CPU).key_end, FakeTensor)
 
 
+@pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev", "functionalize"])
+def test_schedules_made_in_a_transform_are_not_kept(transform, device, monkeypatch):
+    """After a transform, tensors that were created in it can no longer be read."""
+    monkeypatch.setattr(schedule_cache, "_KEPT", {})
+    q = torch.randn(1, 20, 2, 16, device=device)
+    x = torch.ones((), device=device)
+
+    def scaled(x):
+        return x * flash_attn_func(q, q, q, causal=True).sum()
+
+    {
+        "grad": lambda: torch.func.grad(scaled)(x),
+        "vjp": lambda: torch.func.vjp(scaled, x),
+        "jvp": lambda: torch.func.jvp(scaled, (x,), (x,)),
+        "jacrev": lambda: torch.func.jacrev(scaled)(x),
+        "functionalize": lambda: torch.func.functionalize(scaled)(x),
+    }[transform]()
+    assert not schedule_cache._KEPT
+    first = flash_attn_func(q, q, q, causal=True)
+    assert len(schedule_cache._KEPT) == 1
+    assert torch.equal(flash_attn_func(q, q, q, causal=True), first)
+
+
 def test_schedules_made_in_inference_serve_training():
     with torch.inference_mode():
         causal_schedule(None, 320, CPU)

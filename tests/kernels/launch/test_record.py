@@ -4,12 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fa_kernels import flash_attn_func, flash_attn_with_kvcache
 from fa_kernels.flash_attention import backend, checks
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.interface import flash_attn_packed
@@ -93,6 +95,25 @@ def test_an_error_of_the_recorder_is_a_plain_call(owner, name, recording, monkey
     assert len(failed) == 2, "no key is tried again"
     [logged] = caplog.records
     assert "RuntimeError: Triton is another one" in logged.getMessage() and "FA_TRAIN_REPLAY=0" in logged.getMessage()
+
+
+def test_a_call_on_another_gpu_makes_it_the_current_gpu(recording, monkeypatch):
+    """Triton launches kernels on the current GPU, which cannot read the memory of the other GPU."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda _: 1)
+    current = [0]
+
+    @contextmanager
+    def device_of(x):
+        current.append(x.get_device())
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    seen = []
+    call = record.recorded(lambda x: (("key",), (x,)))(lambda x: (seen.append(current[-1]), copied(x)))
+    for _ in range(3):
+        call(torch.zeros(4))
+    assert seen == [1, 1, 1] and current == [0]
 
 
 def test_an_error_of_the_call_itself_is_raised(recording, caplog):
@@ -414,3 +435,27 @@ def test_replayed_calls_give_the_same_bits(device, head_dim, deterministic, seve
             for name, x, y in zip(("o", "dq", "dk", "dv"), got, run(), strict=True):
                 rounding = 0.0 if deterministic or name != "dq" else 2.0**-7  # one bf16 rounding
                 torch.testing.assert_close(x, y, rtol=rounding, atol=rounding * 2.0**-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_attention_runs_on_the_gpu_of_its_inputs(head_dim):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    q, k, v = (
+        torch.randn(2, 300, n, head_dim, device="cuda:1", dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2)
+    )
+    row = torch.randn(2, 1, 2, head_dim, device="cuda:1", dtype=torch.bfloat16)
+
+    def run():
+        o = flash_attn_func(q, k, v, causal=True, deterministic=True)
+        keys, values = k.detach().clone(), v.detach().clone()
+        decoded = flash_attn_with_kvcache(q[:, :1], keys, values, row, row, cache_seqlens=200)
+        return o, *torch.autograd.grad(o.float().sum(), (q, k, v)), keys, values, decoded
+
+    with torch.cuda.device(1):
+        expected = run()
+    with torch.cuda.device(0):
+        for _ in range(3):
+            assert all(torch.equal(x, y) for x, y in zip(run(), expected, strict=True))
+        assert torch.cuda.current_device() == 0

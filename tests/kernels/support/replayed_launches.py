@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -122,6 +122,7 @@ def without_gpu() -> Iterator[None]:
         (torch.Tensor, "get_device", lambda _: 0),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device_of", lambda _: nullcontext()),
         (torch_private, "_raw_stream", lambda _: 7),
         (torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=7)),
         (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),

@@ -191,6 +191,12 @@ def test_impossible_sinks_and_slopes(attention, given, message, group):
         ContextAttention(attention, group)(q, k, v, schedule, **inputs)
 
 
+def test_a_softcap_that_is_too_large_is_refused(group):
+    q, k, v = (torch.randn(TOTAL, n, 16) for n in (4, 2, 2))
+    with pytest.raises(ValueError, match=r"softcap must be finite and at most 1000, .*; got 2000.0"):
+        ContextAttention(flash_attention, group)(q, k, v, planned(), softcap=2000.0)
+
+
 @pytest.mark.parametrize("head_groups", [1, 2])
 def test_nothing_is_exchanged_if_no_rank_needs_keys(head_groups, group, monkeypatch):
     torch.manual_seed(0)

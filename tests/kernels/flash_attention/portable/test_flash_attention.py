@@ -334,8 +334,11 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
 
 
 @pytest.mark.slow
-def test_operators_pass_opcheck():
+@pytest.mark.parametrize("batched", [False, True])
+def test_operators_pass_opcheck(batched):
     q, k, v, *_ = draw(20, 20, 2, 1, 16)
+    if batched:
+        q, k, v = (x.detach().unflatten(0, (2, 10)).requires_grad_() for x in (q, k, v))
     cu = cumulative([13, 7])
     schedule = causal_schedule(cu, 20, q.device).tensors()
     alibi = [torch.rand(1, 2, device=DEVICE), *alignment(cu, cu, 20)]
@@ -420,7 +423,7 @@ def test_wrong_documents_never_read_out_of_bounds(cu):
         ({"softmax_scale": 0.0}, "softmax_scale must be positive and finite; got 0.0"),
         ({"softmax_scale": torch.ones(1, requires_grad=True)}, "softmax_scale must not require a gradient"),
         ({"alibi_slopes": torch.ones(Q.shape[1], requires_grad=True)}, "alibi_slopes must not require a gradient"),
-        ({"softcap": float("inf")}, "softcap must be finite, and 0 means no soft cap; got inf"),
+        ({"softcap": float("inf")}, "softcap must be finite and at most 1000, and 0 means no soft cap; got inf"),
         ({"softmax_scale": float("nan")}, "softmax_scale must be positive and finite; got nan"),
         ({"alibi_slopes": torch.ones(2, 4)}, r"alibi_slopes must be \(4,\) or \(1, 4\) float32 on .*; got \(2, 4\)"),
         ({"sinks": torch.ones(2)}, r"sinks must be \(4,\) float32 on .*; got \(2,\)"),
