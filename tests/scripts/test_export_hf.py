@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from fa_train.data.tokens.tokenizer import ByteTokenizer
 from fa_train.models.hf.export import byte_tokenizer, model_card
 from fa_train.models.hf.import_ import load_pretrained
-from fa_train.models.lora import LoRA
+from fa_train.models.lora import LoRA, save_adapter
 from scripts import trained_model
 from tests.support import processes
 from tests.support.pickles import Evil
@@ -115,6 +115,40 @@ def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
     assert weights.dtype == torch.bfloat16, "as the base model is stored"
     config, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "as-base", base))
     assert config == own
+
+
+def test_settings_that_changed_after_the_training_are_refused(finetuned, tmp_path):
+    """A full fine-tuning reads only config.json of its base, so no hash of the base is compared."""
+    base = shutil.copytree(finetuned.parents[4] / "base", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500.0
+    (base / "config.json").write_text(json.dumps(config))
+    moved = f"model.pretrained={base}"
+    message = (
+        r"step_0000003.ckpt must be exported with the settings of its training: the checkpoint was written with "
+        r"model.rope_theta=10000.0; the export has 500.0. Restore the files in model.pretrained"
+    )
+    with pytest.raises(ValueError, match=message):
+        trained_model.export(finetuned, tmp_path / "out", [moved], None)
+    assert not (tmp_path / "out").exists()
+    trained_model.export(finetuned, tmp_path / "restored", [moved, "model.rope_theta=10000"], "float32")
+    torch.testing.assert_close(logits(tmp_path / "restored"), trained(finetuned), rtol=1e-4, atol=1e-4)
+    trained_model.export(finetuned, tmp_path / "chosen", [moved, "model.rope_theta=700"], None)
+    assert json.loads((tmp_path / "chosen/config.json").read_text())["rope_parameters"]["rope_theta"] == 700
+
+
+def test_an_adapter_path_that_changed_after_the_training_is_refused(tmp_path):
+    base, adapter = write_base(tmp_path / "base", vocab_size=259), tmp_path / "adapter"
+    save_adapter(LoRA(4, 8.0, 0.0, "all-linear", False, None, None)(load_pretrained(base)), adapter, None)
+    checkpoint = train(tmp_path, *settings(tmp_path, base), "adapter=lora", f"adapter.path={adapter}")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 3}))
+    for run_script in SCRIPTS.values():
+        done = run_script(checkpoint)
+        assert done.returncode == 1 and not (checkpoint.parents[2] / "out").exists()
+        [line] = done.stderr.strip().splitlines()
+        message = r"^error: .* was written with adapter.lora_alpha=8.0; the export has 3. Restore the files in"
+        assert re.search(message, line)
 
 
 def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):

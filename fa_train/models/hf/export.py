@@ -6,7 +6,7 @@ export needs a GPU only for an adapter whose random base weights were drawn on a
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
 from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import SavesTokenizer, new_config, save_pretrained
 from fa_train.models.initial import drawn_on
-from fa_train.models.lora import adapted, merge, save_adapter
+from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
@@ -130,13 +131,14 @@ def write(
     )
 
 
-def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
+def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[GPT, int]:
     """Loads a trained model to the CPU. Returns the model and the number of optimizer steps that trained it.
 
     A checkpoint with an adapter does not contain the frozen base model. `build` loads or draws the base model's
     weights.
-    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has weights that are NaN
-    or infinite.
+    chosen: the config keys that the user has overridden, which need not have the values of the training.
+    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, was trained with other
+    settings, or has weights that are NaN or infinite.
     """
     require_whole(checkpoint)
     content, weights = read_parts(checkpoint)
@@ -144,6 +146,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     reference = content.get(REFERENCE)
     model = _empty(build, checkpoint, stored) if reference is None else _base(build, checkpoint, reference)
     require_fit(model, stored, content, str(checkpoint))
+    _require_same_settings(model, content, checkpoint, chosen)
     if checkpoint.is_dir():
         weights = {name: torch.empty_like(weight, device="cpu") for name, weight in weights.items()}
         load_into({"state_dict": weights}, checkpoint, alone=True)
@@ -156,6 +159,20 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     if model.config.tied:
         model.head.weight = model.token_embedding.weight
     return model, content["global_step"]
+
+
+def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: Path, chosen: Collection[str]) -> None:
+    """Raises: CheckpointError if a setting of the model or its adapter has changed since the checkpoint was written.
+
+    For example, the config.json of the base model can have changed. chosen: see `load`.
+    """
+    changes = differences("model", model.config.values(), content.get(ARCHITECTURE), "the export", chosen)
+    changes += differences("adapter", adapter_values(model), content.get(ADAPTER), "the export", chosen)
+    if changes:
+        raise CheckpointError(
+            f"{checkpoint} must be exported with the settings of its training: {changes[0]}. Restore the files in "
+            "model.pretrained or adapter.path, or override the setting"
+        )
 
 
 def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:
