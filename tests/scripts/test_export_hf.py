@@ -117,6 +117,29 @@ def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
     assert config == own
 
 
+def test_a_fine_tuned_float64_checkpoint_is_exported_as_it_was_trained(tmp_path):
+    base = write_base(tmp_path / "base", vocab_size=259)
+    LlamaForCausalLM.from_pretrained(base, dtype=torch.float64).save_pretrained(base)
+    checkpoint = train(tmp_path, *settings(tmp_path, base), "export=true")
+    exported = checkpoint.parents[1] / "exported"
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
+    torch.testing.assert_close(logits(exported), trained(checkpoint), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_that_goes_on_in_its_folder_replaces_its_exports(tmp_path):
+    own = tiny(tmp_path, "adapter=lora", "export=true", "hydra.run.dir=run")
+    for steps, start in ((1, []), (2, ["ckpt_path=run/checkpoints/step_0000001.ckpt"])):
+        done = command_line(tmp_path, *own, *start, f"max_steps={steps}")
+        assert done.returncode == 0, done.stderr
+        for folder in ("exported", "exported_adapter"):
+            assert f"| Optimizer steps | {steps} |" in (tmp_path / "run" / folder / "README.md").read_text()
+        (tmp_path / "run/exported.partial").mkdir()
+        (tmp_path / "run/exported.partial/config.json").write_text("{}")  # from a killed run
+    assert {path.name for path in (tmp_path / "run").glob("exported*")} == {
+        "exported", "exported_adapter", "exported.partial",
+    }  # fmt: skip
+
+
 def test_settings_that_changed_after_the_training_are_refused(finetuned, tmp_path):
     """A full fine-tuning reads only config.json of its base, so no hash of the base is compared."""
     base = shutil.copytree(finetuned.parents[4] / "base", tmp_path / "base")

@@ -19,7 +19,7 @@ from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
-from fa_train.models.hf.import_ import SavesTokenizer, new_config, save_pretrained
+from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, new_config, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
@@ -56,20 +56,21 @@ def export_run(
 ) -> list[Path]:
     """Writes the folder run/exported. If the run has an adapter, also writes run/exported_adapter, for peft.
 
-    Each folder is written under a temporary name, and renamed when it is complete. Returns the paths of the written
-    folders.
+    Each folder is written under a temporary name, and renamed when it is complete. The folder replaces an earlier
+    export of the run. Returns the paths of the written folders.
     config, metrics: see `write`.
     Raises: ValueError if anything fails. The error message names the checkpoint, and the checkpoint stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
     written = []
+    shutil.rmtree(unfinished, ignore_errors=True)  # a killed run can have left it
     try:
         model, step = load(checkpoint, build)
         # write the adapter first, because merging removes it from the model
         for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
-            unfinished.rename(target)
+            _replace(target, unfinished)
             written.append(target)
     except Exception as error:  # after any failure, the user can export from the checkpoint
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -78,6 +79,16 @@ def export_run(
             f"`python -m scripts.export_hf {checkpoint} <folder>` writes it from the checkpoint"
         ) from error
     return written
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Renames the folder `new` to `target`, and then deletes the earlier folder `target` if there was one."""
+    earlier = target.with_name(f"{target.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if target.exists():
+        target.rename(earlier)
+    new.rename(target)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def require_exportable(model: GPT, seq_len: int) -> None:
@@ -108,7 +119,7 @@ def write(
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
     metrics: the run's metrics by name, each with its latest value.
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
-    config.json, and any other model keeps the dtype in which it was trained.
+    config.json if that dtype is a key of DTYPES. Any other model keeps the dtype in which it was trained.
     adapter: whether to write only the adapter, in fp32, without merging it.
     Raises: ValueError if `adapter` is True and `dtype` is set, or if `adapter` is True and the model has no adapter.
     """
@@ -123,7 +134,8 @@ def write(
             tokenizer.save_pretrained(str(folder))
     else:
         if dtype is None and model.origin is not None:
-            dtype = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")
+            stored = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")
+            dtype = stored if stored in DTYPES else None
         save_pretrained(merge(model), folder, tokenizer, dtype=dtype)
         parameters = sum(p.numel() for p in model.parameters())
     (folder / "README.md").write_text(
