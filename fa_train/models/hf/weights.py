@@ -266,6 +266,21 @@ def _is_unused(name: str) -> bool:
     return name.endswith(buffers) or name.removeprefix("model.").startswith(images)
 
 
+def require_finite(model: GPT, dtype: torch.dtype | None) -> None:
+    """Checks the weights in the dtype that will be written. For example, 70000 is infinite in float16.
+
+    dtype: as in `write_weights`.
+    Raises: ValueError if a weight is NaN or infinite in this dtype.
+    """
+    for name, parameter in model.named_parameters():
+        extremes = torch.stack(_whole(parameter).aminmax())  # both are NaN if one element is NaN
+        written = extremes.to(dtype or extremes.dtype)
+        if not written.isfinite().all():
+            low, high = extremes.tolist()
+            advice = ". Choose another dtype, such as float32" if extremes.isfinite().all() else ""
+            raise ValueError(f"{name} must be finite in {written.dtype}; got values from {low:g} to {high:g}{advice}")
+
+
 def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None, shard_bytes: int) -> None:
     """Writes the weights in files of at most shard_bytes bytes, and an index if there is more than one file."""
     places = places_of(model, layout)
@@ -298,9 +313,12 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
     """Converts rows of a parameter to a tensor of the checkpoint. `_take` is the inverse of `_read`."""
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    rows = whole.detach()[place.rows].to(dtype or whole.dtype).cpu()
+    rows = _whole(parameter)[place.rows].to(dtype or parameter.dtype).cpu()
     return (rows.T if place.transposed else rows).contiguous()
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def read_json(path: Path) -> dict[str, Any]:
