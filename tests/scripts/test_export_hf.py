@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from fa_train.data.tokens.tokenizer import ByteTokenizer
-from fa_train.models.hf.export import byte_tokenizer, model_card
+from fa_train.models.hf.export import byte_tokenizer, export_run, model_card
 from fa_train.models.hf.import_ import load_pretrained
 from fa_train.models.lora import LoRA, save_adapter
 from scripts import trained_model
@@ -138,6 +138,14 @@ def test_a_run_that_goes_on_in_its_folder_replaces_its_exports(tmp_path):
     assert {path.name for path in (tmp_path / "run").glob("exported*")} == {
         "exported", "exported_adapter", "exported.partial",
     }  # fmt: skip
+
+
+def test_an_export_does_not_replace_the_base_model(finetuned, tmp_path):
+    run = tmp_path / "run"
+    base = Path(shutil.copytree(finetuned.parents[4] / "base", run / "exported"))
+    with pytest.raises(ValueError, match="exported must not be the base model of the run"):
+        export_run(finetuned, run, lambda vocab_size: load_pretrained(base, vocab_size=vocab_size), {}, {})
+    assert (base / "model.safetensors").is_file()
 
 
 def test_settings_that_changed_after_the_training_are_refused(finetuned, tmp_path):

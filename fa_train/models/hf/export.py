@@ -67,6 +67,9 @@ def export_run(
     shutil.rmtree(unfinished, ignore_errors=True)  # a killed run can have left it
     try:
         model, step = load(checkpoint, build)
+        base = None if model.origin is None else model.origin.folder
+        if base is not None and base.resolve() == folder.resolve():
+            raise ValueError(f"{folder} must not be the base model of the run, because an export would delete it")
         # write the adapter first, because merging removes it from the model
         for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
