@@ -94,8 +94,9 @@ def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout
     places: the result of `places_of`.
     Raises: ValueError if a tensor is missing, unknown, or has a wrong shape or dtype.
     """
-    tied_head = {f"{layout.outer['head']}.weight": places[f"{layout.outer['token_embedding']}.weight"]}
-    known = places | tied_head if model.config.tied else places
+    known = dict(places)
+    if model.config.tied:
+        known[f"{layout.outer['head']}.weight"] = places[f"{layout.outer['token_embedding']}.weight"]
     missing, found = set(places), []
     for path, names in _shards(folder):
         with _opened(path) as file:
