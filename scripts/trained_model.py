@@ -1,6 +1,7 @@
 """Reads a trained model from a checkpoint in its run's folder, and exports the model."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     cfg = saved_config(run, overrides)
     result = run / "result.json"
     metrics = json.loads(result.read_text()) if result.exists() else {}
-    model, step = load(checkpoint, cfg)
+    model, step = load(checkpoint, cfg, [override.partition("=")[0] for override in overrides])
     write(model, step, folder, run.parent.name, cfg, metrics, dtype=dtype, adapter=adapter)
 
 
@@ -65,9 +66,10 @@ def _loaded(path: Path, needs: str) -> DictConfig:
     return saved
 
 
-def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
+def load(checkpoint: Path, cfg: DictConfig, chosen: Collection[str] = ()) -> tuple[GPT, int]:
     """Returns the trained model on the CPU, and the number of optimizer steps that it was trained for.
 
+    chosen: see fa_train.models.hf.export.load.
     Raises: ValueError if a `_target_` in the config is outside fa_train. The function also raises the errors of
     fa_train.models.hf.export.load.
     """
@@ -83,7 +85,7 @@ def load(checkpoint: Path, cfg: DictConfig) -> tuple[GPT, int]:
         gpt: GPT = instantiate(adapter)(instantiate(model, vocab_size=vocab_size))
         return gpt
 
-    return load_checkpoint(checkpoint, build)
+    return load_checkpoint(checkpoint, build, chosen)
 
 
 def _run_folder(checkpoint: Path) -> Path:

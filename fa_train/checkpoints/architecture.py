@@ -4,7 +4,7 @@ Some settings, such as model.rope_theta and adapter.lora_alpha, change what a mo
 weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fa_train.checkpoints.files import CheckpointError
@@ -26,23 +26,31 @@ def require_same_head(config: ModelConfig, stored: Mapping[str, Any] | None) -> 
         raise CheckpointError(f"{changed}. Use the setting of the checkpoint")
 
 
-def differences(node: str, own: Mapping[str, Any], stored: Mapping[str, Any] | None) -> list[str]:
+def differences(
+    node: str,
+    own: Mapping[str, Any],
+    stored: Mapping[str, Any] | None,
+    owner: str = "this run",
+    chosen: Collection[str] = (),
+) -> list[str]:
     """Returns one line of text for each setting that differs between a run and its checkpoint.
 
     node: the config node of the settings, for example "model".
     own, stored: the settings of the run and of the checkpoint, as {name: value}. If an older version of fa_train wrote
     the checkpoint, `stored` is None.
+    owner: what has the settings in `own`, for the text.
+    chosen: the keys of settings that are not compared, for example "model.rope_scaling".
     """
     if stored is None:
         return []
     names = (own.keys() | stored.keys()) - {"init"}  # a resumed run ignores init, because it loads its weights
     return [
-        difference(f"{node}.{name}", own.get(name), stored.get(name))
+        difference(f"{node}.{name}", own.get(name), stored.get(name), owner)
         for name in sorted(names)
-        if own.get(name) != stored.get(name)
+        if own.get(name) != stored.get(name) and not any(f"{node}.{name}.".startswith(f"{key}.") for key in chosen)
     ]
 
 
-def difference(key: str, own: Any, stored: Any) -> str:
+def difference(key: str, own: Any, stored: Any, owner: str = "this run") -> str:
     """Returns one line of text about a setting whose value differs between a run and its checkpoint."""
-    return f"the checkpoint was written with {key}={shown(stored)}; this run has {shown(own)}"
+    return f"the checkpoint was written with {key}={shown(stored)}; {owner} has {shown(own)}"

@@ -38,6 +38,12 @@ def test_each_difference_is_a_line(changes, names):
     assert lines == [f"the checkpoint was written with {name}" for name in names]
 
 
+def test_chosen_settings_are_not_compared():
+    changed = replace(CONFIG, norm_eps=0.1, rope_scaling={"rope_type": "linear", "factor": 2.0}).values()
+    [line] = differences("model", changed, CONFIG.values(), "the export", ["model.rope_scaling", "model.norm"])
+    assert line == "the checkpoint was written with model.norm_eps=1e-05; the export has 0.1"
+
+
 def test_a_head_is_shared_in_both_or_in_none():
     require_same_head(CONFIG, CONFIG.values())
     for own, stored in ((True, False), (False, True)):

@@ -1,13 +1,16 @@
 """Two processes draw or read the same weights as one process, but neither process ever holds the whole model."""
 
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -81,6 +84,12 @@ def write_checkpoints(folder: Path) -> None:
     for name, config in (READ | {"large": LARGE}).items():
         save_pretrained(build(config, seed=1), folder / name, shard_bytes=20_000 if name == "llama" else 10**9)
     assert len(list((folder / "llama").glob("*.safetensors"))) > 1
+    for name, change in (("same-head", 0), ("other-head", 1)):
+        path = Path(shutil.copytree(folder / "gpt2", folder / name)) / "model.safetensors"
+        tensors = load_file(path)
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+        tensors["lm_head.weight"][-1] += change
+        save_file(tensors, path, {"format": "pt"})
     adapted = ADAPTER(build(LLAMA))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
@@ -104,6 +113,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     dist.init_process_group("gloo")
     same_random_weights()
     same_pretrained_weights(Path(folder))
+    each_rank_compares_its_rows_of_a_tied_head(rank, Path(folder))
     never_the_whole_model(rank, Path(folder))
     dist.destroy_process_group()
 
@@ -139,6 +149,16 @@ def same_pretrained_weights(folder: Path) -> None:
         assert sum(tensor.numel() for tensor in read) < 0.52 * elements, "this rank's rows only"
     adapter = LoRA(**(vars(ADAPTER) | {"path": str(folder / "adapter")}))
     assert_same(sharded(built_on(META, LLAMA, adapter)), built_on(CPU, LLAMA, adapter))
+
+
+def each_rank_compares_its_rows_of_a_tied_head(rank: int, folder: Path) -> None:
+    """In other-head, only the last row differs, and rank 1 holds it."""
+    with META:
+        same, other = (load_pretrained(folder / name, "sdpa") for name in ("same-head", "other-head"))
+    sharded(same)
+    refused = pytest.raises(ValueError, match=r"lm_head.weight must equal the token embedding")
+    with refused if rank == 1 else nullcontext():
+        sharded(other)
 
 
 def never_the_whole_model(rank: int, folder: Path) -> None:

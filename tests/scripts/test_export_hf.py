@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from fa_train.data.tokens.tokenizer import ByteTokenizer
-from fa_train.models.hf.export import byte_tokenizer, model_card
+from fa_train.models.hf.export import byte_tokenizer, export_run, model_card
 from fa_train.models.hf.import_ import load_pretrained
-from fa_train.models.lora import LoRA
+from fa_train.models.lora import LoRA, save_adapter
 from scripts import trained_model
 from tests.support import processes
 from tests.support.pickles import Evil
@@ -115,6 +115,71 @@ def test_a_fine_tuned_checkpoint_is_exported(finetuned, tmp_path):
     assert weights.dtype == torch.bfloat16, "as the base model is stored"
     config, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "as-base", base))
     assert config == own
+
+
+def test_a_fine_tuned_float64_checkpoint_is_exported_as_it_was_trained(tmp_path):
+    base = write_base(tmp_path / "base", vocab_size=259)
+    LlamaForCausalLM.from_pretrained(base, dtype=torch.float64).save_pretrained(base)
+    checkpoint = train(tmp_path, *settings(tmp_path, base), "export=true")
+    exported = checkpoint.parents[1] / "exported"
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
+    torch.testing.assert_close(logits(exported), trained(checkpoint), rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_that_goes_on_in_its_folder_replaces_its_exports(tmp_path):
+    own = tiny(tmp_path, "adapter=lora", "export=true", "hydra.run.dir=run")
+    for steps, start in ((1, []), (2, ["ckpt_path=run/checkpoints/step_0000001.ckpt"])):
+        done = command_line(tmp_path, *own, *start, f"max_steps={steps}")
+        assert done.returncode == 0, done.stderr
+        for folder in ("exported", "exported_adapter"):
+            assert f"| Optimizer steps | {steps} |" in (tmp_path / "run" / folder / "README.md").read_text()
+        (tmp_path / "run/exported.partial").mkdir()
+        (tmp_path / "run/exported.partial/config.json").write_text("{}")  # from a killed run
+    assert {path.name for path in (tmp_path / "run").glob("exported*")} == {
+        "exported", "exported_adapter", "exported.partial",
+    }  # fmt: skip
+
+
+def test_an_export_does_not_replace_the_base_model(finetuned, tmp_path):
+    run = tmp_path / "run"
+    base = Path(shutil.copytree(finetuned.parents[4] / "base", run / "exported"))
+    with pytest.raises(ValueError, match="exported must not be the base model of the run"):
+        export_run(finetuned, run, lambda vocab_size: load_pretrained(base, vocab_size=vocab_size), {}, {})
+    assert (base / "model.safetensors").is_file()
+
+
+def test_settings_that_changed_after_the_training_are_refused(finetuned, tmp_path):
+    """A full fine-tuning reads only config.json of its base, so no hash of the base is compared."""
+    base = shutil.copytree(finetuned.parents[4] / "base", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 500.0
+    (base / "config.json").write_text(json.dumps(config))
+    moved = f"model.pretrained={base}"
+    message = (
+        r"step_0000003.ckpt must be exported with the settings of its training: the checkpoint was written with "
+        r"model.rope_theta=10000.0; the export has 500.0. Restore the files in model.pretrained"
+    )
+    with pytest.raises(ValueError, match=message):
+        trained_model.export(finetuned, tmp_path / "out", [moved], None)
+    assert not (tmp_path / "out").exists()
+    trained_model.export(finetuned, tmp_path / "restored", [moved, "model.rope_theta=10000"], "float32")
+    torch.testing.assert_close(logits(tmp_path / "restored"), trained(finetuned), rtol=1e-4, atol=1e-4)
+    trained_model.export(finetuned, tmp_path / "chosen", [moved, "model.rope_theta=700"], None)
+    assert json.loads((tmp_path / "chosen/config.json").read_text())["rope_parameters"]["rope_theta"] == 700
+
+
+def test_an_adapter_path_that_changed_after_the_training_is_refused(tmp_path):
+    base, adapter = write_base(tmp_path / "base", vocab_size=259), tmp_path / "adapter"
+    save_adapter(LoRA(4, 8.0, 0.0, "all-linear", False, None, None)(load_pretrained(base)), adapter, None)
+    checkpoint = train(tmp_path, *settings(tmp_path, base), "adapter=lora", f"adapter.path={adapter}")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 3}))
+    for run_script in SCRIPTS.values():
+        done = run_script(checkpoint)
+        assert done.returncode == 1 and not (checkpoint.parents[2] / "out").exists()
+        [line] = done.stderr.strip().splitlines()
+        message = r"^error: .* was written with adapter.lora_alpha=8.0; the export has 3. Restore the files in"
+        assert re.search(message, line)
 
 
 def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):

@@ -6,7 +6,7 @@ export needs a GPU only for an adapter whose random base weights were drawn on a
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
 from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
-from fa_train.models.hf.import_ import SavesTokenizer, new_config, save_pretrained
+from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, new_config, save_pretrained
 from fa_train.models.initial import drawn_on
-from fa_train.models.lora import adapted, merge, save_adapter
+from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
@@ -55,20 +56,24 @@ def export_run(
 ) -> list[Path]:
     """Writes the folder run/exported. If the run has an adapter, also writes run/exported_adapter, for peft.
 
-    Each folder is written under a temporary name, and renamed when it is complete. Returns the paths of the written
-    folders.
+    Each folder is written under a temporary name, and renamed when it is complete. The folder replaces an earlier
+    export of the run. Returns the paths of the written folders.
     config, metrics: see `write`.
     Raises: ValueError if anything fails. The error message names the checkpoint, and the checkpoint stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
     written = []
+    shutil.rmtree(unfinished, ignore_errors=True)  # a killed run can have left it
     try:
         model, step = load(checkpoint, build)
+        base = None if model.origin is None else model.origin.folder
+        if base is not None and base.resolve() == folder.resolve():
+            raise ValueError(f"{folder} must not be the base model of the run, because an export would delete it")
         # write the adapter first, because merging removes it from the model
         for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
-            unfinished.rename(target)
+            _replace(target, unfinished)
             written.append(target)
     except Exception as error:  # after any failure, the user can export from the checkpoint
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -77,6 +82,16 @@ def export_run(
             f"`python -m scripts.export_hf {checkpoint} <folder>` writes it from the checkpoint"
         ) from error
     return written
+
+
+def _replace(target: Path, new: Path) -> None:
+    """Renames the folder `new` to `target`, and then deletes the earlier folder `target` if there was one."""
+    earlier = target.with_name(f"{target.name}.earlier")
+    shutil.rmtree(earlier, ignore_errors=True)
+    if target.exists():
+        target.rename(earlier)
+    new.rename(target)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def require_exportable(model: GPT, seq_len: int) -> None:
@@ -107,7 +122,7 @@ def write(
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
     metrics: the run's metrics by name, each with its latest value.
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
-    config.json, and any other model keeps the dtype in which it was trained.
+    config.json if that dtype is a key of DTYPES. Any other model keeps the dtype in which it was trained.
     adapter: whether to write only the adapter, in fp32, without merging it.
     Raises: ValueError if `adapter` is True and `dtype` is set, or if `adapter` is True and the model has no adapter.
     """
@@ -122,7 +137,8 @@ def write(
             tokenizer.save_pretrained(str(folder))
     else:
         if dtype is None and model.origin is not None:
-            dtype = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")
+            stored = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")
+            dtype = stored if stored in DTYPES else None
         save_pretrained(merge(model), folder, tokenizer, dtype=dtype)
         parameters = sum(p.numel() for p in model.parameters())
     (folder / "README.md").write_text(
@@ -130,13 +146,14 @@ def write(
     )
 
 
-def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
+def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[GPT, int]:
     """Loads a trained model to the CPU. Returns the model and the number of optimizer steps that trained it.
 
     A checkpoint with an adapter does not contain the frozen base model. `build` loads or draws the base model's
     weights.
-    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, or has weights that are NaN
-    or infinite.
+    chosen: the config keys that the user has overridden, which need not have the values of the training.
+    Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, was trained with other
+    settings, or has weights that are NaN or infinite.
     """
     require_whole(checkpoint)
     content, weights = read_parts(checkpoint)
@@ -144,6 +161,7 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     reference = content.get(REFERENCE)
     model = _empty(build, checkpoint, stored) if reference is None else _base(build, checkpoint, reference)
     require_fit(model, stored, content, str(checkpoint))
+    _require_same_settings(model, content, checkpoint, chosen)
     if checkpoint.is_dir():
         weights = {name: torch.empty_like(weight, device="cpu") for name, weight in weights.items()}
         load_into({"state_dict": weights}, checkpoint, alone=True)
@@ -156,6 +174,20 @@ def load(checkpoint: Path, build: Build) -> tuple[GPT, int]:
     if model.config.tied:
         model.head.weight = model.token_embedding.weight
     return model, content["global_step"]
+
+
+def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: Path, chosen: Collection[str]) -> None:
+    """Raises: CheckpointError if a setting of the model or its adapter has changed since the checkpoint was written.
+
+    For example, the config.json of the base model can have changed. chosen: see `load`.
+    """
+    changes = differences("model", model.config.values(), content.get(ARCHITECTURE), "the export", chosen)
+    changes += differences("adapter", adapter_values(model), content.get(ADAPTER), "the export", chosen)
+    if changes:
+        raise CheckpointError(
+            f"{checkpoint} must be exported with the settings of its training: {changes[0]}. Restore the files in "
+            "model.pretrained or adapter.path, or override the setting"
+        )
 
 
 def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:

@@ -22,6 +22,7 @@ from fa_train.models.hf.weights import (
     places_of,
     read_json,
     read_weights,
+    require_finite,
     stored_dtypes,
     stored_tensors,
     write_json,
@@ -146,16 +147,18 @@ def save_pretrained(
     shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger than shard_bytes gets a separate
     file.
     config.json is written last, so an unfinished folder does not contain config.json.
-    Raises: ValueError if the folder already contains a model, or no supported family matches the model.
+    Raises: ValueError if the folder already contains a model, no supported family matches the model, or a weight is NaN
+    or infinite in the dtype that is written.
     """
     folder = Path(folder)
     if folder.exists() and (
         not folder.is_dir() or any(folder.glob("*.safetensors*")) or (folder / "config.json").exists()
     ):
         raise ValueError(f"an export needs a new folder or one without a model; {folder} is a file or contains a model")
+    written = None if dtype is None else _dtype(dtype)
+    require_finite(model, written)
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(model, tokenizer)
-    written = None if dtype is None else _dtype(dtype)
     write_weights(model, folder, FAMILIES[config["model_type"]].layout, written, shard_bytes)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))

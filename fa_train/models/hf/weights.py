@@ -75,45 +75,54 @@ def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checked tensor of a checkpoint: its file, its name in the file, its place in the model and its dtype."""
+    """A checked tensor of a checkpoint: its file, its name in the file, its place in the model and its dtype.
+
+    is_copy: whether the tensor is a tied head, which must equal the token embedding in the same place.
+    """
 
     path: Path
     name: str
     place: Place
     dtype: torch.dtype
+    is_copy: bool = False
 
 
 def stored_tensors(model: GPT, places: Mapping[str, Place], folder: Path, layout: Layout) -> list[Stored]:
-    """Finds and checks the tensors of a checkpoint. The result is in the order of the files.
+    """Finds and checks the tensors of a checkpoint. The result is in the order of the files, with a tied head last.
 
     The function reads only the headers of the files.
     places: the result of `places_of`.
     Raises: ValueError if a tensor is missing, unknown, or has a wrong shape or dtype.
     """
+    known = dict(places)
+    if model.config.tied:
+        known[f"{layout.outer['head']}.weight"] = places[f"{layout.outer['token_embedding']}.weight"]
     missing, found = set(places), []
     for path, names in _shards(folder):
         with _opened(path) as file:
             for name in _stored_names(path, file, names):
-                place_name = _place_name(name, places, layout)
+                place_name = _place_name(name, known, layout)
                 if place_name is None:
-                    if _is_unused(name, model.config.tied):
+                    if _is_unused(name):
                         continue
                     raise ValueError(f"{path}: tensor {name} is not part of the model that config.json describes")
-                place = places[place_name]
+                place = known[place_name]
                 shape = model.get_parameter(place.parameter).shape
                 dtype = _require_fit(file.get_slice(name), place, shape, f"{path}: tensor {name}")
-                found.append(Stored(path, name, place, dtype))
+                found.append(Stored(path, name, place, dtype, is_copy=place_name not in places))
                 missing.discard(place_name)
     if missing:
         listed = ", ".join(sorted(missing)[:3]) + (", …" if len(missing) > 3 else "")
         raise ValueError(f"{folder} must hold all tensors of the model; {len(missing)} missing: {listed}")
-    return found
+    return sorted(found, key=lambda stored: stored.is_copy)
 
 
 def stored_dtypes(tensors: Iterable[Stored]) -> dict[str, torch.dtype]:
     """Returns the stored dtype of each parameter. Raises: ValueError if parts of a matrix have different dtypes."""
     dtypes: dict[str, torch.dtype] = {}
     for stored in tensors:
+        if stored.is_copy:
+            continue
         wanted = dtypes.setdefault(stored.place.parameter, stored.dtype)
         if stored.dtype != wanted:  # parts of a joined matrix, such as queries and keys
             raise ValueError(
@@ -127,6 +136,7 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
     """Copies the tensors of a checkpoint into the model, one at a time, in the dtypes of the model's parameters.
 
     If the model is sharded, each rank reads only its rows.
+    Raises: ValueError if the head of a tied model differs from the token embedding.
     """
     for path, group in groupby(tensors, key=lambda stored: stored.path):
         with _opened(path) as file:
@@ -135,8 +145,20 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
                 first, last = max(rows.start, stored.place.rows.start), min(rows.stop, stored.place.rows.stop)
                 if first < last:
                     wanted = slice(first - stored.place.rows.start, last - stored.place.rows.start)
-                    with torch.no_grad():
-                        own[first - rows.start : last - rows.start] = _read(file, stored, wanted)
+                    part = own.detach()[first - rows.start : last - rows.start]
+                    if stored.is_copy:
+                        _require_equal(_read(file, stored, wanted), part, stored)
+                    else:
+                        part.copy_(_read(file, stored, wanted))
+
+
+def _require_equal(head: Tensor, embedding: Tensor, stored: Stored) -> None:
+    """Raises: ValueError if rows of a tied head differ from those of the token embedding, in the embedding's dtype."""
+    if not torch.equal(head.to(embedding.dtype), embedding.cpu()):
+        raise ValueError(
+            f"{stored.path}: tensor {stored.name} must equal the token embedding, because tie_word_embeddings is true "
+            "or missing in config.json; got another tensor. To keep it, set tie_word_embeddings to false in config.json"
+        )
 
 
 def _read(file: Any, stored: Stored, rows: slice) -> Tensor:
@@ -238,15 +260,26 @@ def _place_name(name: str, places: Mapping[str, Place], layout: Layout) -> str |
     return next((candidate for candidate in candidates if candidate in places), None)
 
 
-def _is_unused(name: str, tied: bool) -> bool:
-    """Returns whether a tensor can be ignored: an old buffer, a copy of tied weights, or a part of an image encoder."""
+def _is_unused(name: str) -> bool:
+    """Returns whether a tensor can be ignored: an old buffer, or a part of an image encoder."""
     buffers = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
     images = ("vision_tower.", "multi_modal_projector.")
-    return (
-        name.endswith(buffers)
-        or (tied and name.removeprefix("language_model.") == "lm_head.weight")
-        or name.removeprefix("model.").startswith(images)
-    )
+    return name.endswith(buffers) or name.removeprefix("model.").startswith(images)
+
+
+def require_finite(model: GPT, dtype: torch.dtype | None) -> None:
+    """Checks the weights in the dtype that will be written. For example, 70000 is infinite in float16.
+
+    dtype: as in `write_weights`.
+    Raises: ValueError if a weight is NaN or infinite in this dtype.
+    """
+    for name, parameter in model.named_parameters():
+        extremes = torch.stack(_whole(parameter).aminmax())  # both are NaN if one element is NaN
+        written = extremes.to(dtype or extremes.dtype)
+        if not written.isfinite().all():
+            low, high = extremes.tolist()
+            advice = ". Choose another dtype, such as float32" if extremes.isfinite().all() else ""
+            raise ValueError(f"{name} must be finite in {written.dtype}; got values from {low:g} to {high:g}{advice}")
 
 
 def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype | None, shard_bytes: int) -> None:
@@ -281,9 +314,12 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
     """Converts rows of a parameter to a tensor of the checkpoint. `_take` is the inverse of `_read`."""
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    rows = whole.detach()[place.rows].to(dtype or whole.dtype).cpu()
+    rows = _whole(parameter)[place.rows].to(dtype or parameter.dtype).cpu()
     return (rows.T if place.transposed else rows).contiguous()
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -58,6 +58,32 @@ def test_an_export_does_not_mix_with_another(checkpoint):
         save_pretrained(load_pretrained(folder), folder)
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        pytest.param(7e4, "float16", "in torch.float16; got values from .* to 70000. Choose another", id="large"),
+        pytest.param(-7e4, "float16", "got values from -70000 to .*. Choose another", id="negative"),
+        pytest.param(3.4e38, "bfloat16", "in torch.bfloat16; got values from", id="too-large-for-bfloat16"),
+        pytest.param(float("nan"), None, "in torch.float32; got values from nan to nan$", id="nan"),
+    ],
+)
+def test_weights_that_are_not_finite_in_the_written_dtype_are_refused(value, dtype, message, tmp_path):
+    model = build()
+    with torch.no_grad():
+        model.blocks[1].ffn.down.weight[3, 4] = value
+    with pytest.raises(ValueError, match=rf"^blocks.1.ffn.down.weight must be finite .*{message}"):
+        save_pretrained(model, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_rounds_to_the_largest_float16_is_exported(tmp_path):
+    model = build()
+    with torch.no_grad():
+        model.blocks[1].ffn.down.weight[3, 4] = 65519.0
+    save_pretrained(model, tmp_path, dtype="float16")
+    assert load_pretrained(tmp_path).blocks[1].ffn.down.weight.max() == torch.finfo(torch.float16).max
+
+
 NATIVE: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-biased-tied": {"bias": True, "tied": True, "n_kv_heads": None},

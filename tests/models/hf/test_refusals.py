@@ -1,5 +1,6 @@
 """Tests which checkpoints and options are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fa_train.models.hf.import_ import load_pretrained
-from tests.models.hf.support.checkpoints import YARN, edit_config
+from tests.models.hf.support.checkpoints import YARN, assert_same_weights, edit_config
 
 
 @pytest.mark.parametrize(
@@ -106,6 +107,44 @@ def test_parts_of_one_matrix_must_be_of_one_dtype(checkpoint):
     with pytest.raises(ValueError, match=r"v_proj.weight must be torch.float32 .*; got torch.bfloat16. Set dtype"):
         load_pretrained(path.parent)
     load_pretrained(path.parent, dtype="float32")
+
+
+@pytest.mark.parametrize("files", ["one", "several"])
+@pytest.mark.parametrize(("name", "embedding"), [("llama-tied", "model.embed_tokens"), ("gpt2", "transformer.wte")])
+def test_a_tied_head_must_equal_the_embedding(name, embedding, files, checkpoint):
+    folder = checkpoint(name)
+    tensors = load_file(folder / "model.safetensors")
+    expected = load_pretrained(folder)
+    message = r"safetensors: tensor lm_head.weight must equal the token embedding, .*; got another tensor. To keep it"
+    for change, error in ((0.0, None), (0.1, message)):
+        head = {"lm_head.weight": tensors[f"{embedding}.weight"].clone()}
+        head["lm_head.weight"][-1, -1] += change
+        write_files(folder, [head, tensors] if files == "several" else [head | tensors])
+        if error is None:
+            assert_same_weights(load_pretrained(folder), expected)
+        else:
+            with pytest.raises(ValueError, match=error):
+                load_pretrained(folder)
+    separate = load_pretrained(edit_config(folder, tie_word_embeddings=False))
+    assert torch.equal(separate.head.weight, head["lm_head.weight"])
+
+
+def write_files(folder: Path, parts: list[dict[str, torch.Tensor]]) -> None:
+    """Replaces the weights of a checkpoint with one file, or with several files and an index."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    names = [f"model-{i}.safetensors" for i in range(len(parts))] if len(parts) > 1 else ["model.safetensors"]
+    for name, tensors in zip(names, parts, strict=True):
+        save_file(tensors, folder / name, {"format": "pt"})
+    if len(parts) > 1:
+        index = {tensor: name for name, tensors in zip(names, parts, strict=True) for tensor in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_a_tied_head_must_have_the_shape_of_the_embedding(checkpoint):
+    path = checkpoint("llama-tied") / "model.safetensors"
+    save_file(load_file(path) | {"lm_head.weight": torch.ones(64, 32)}, path)
+    with pytest.raises(ValueError, match=r"lm_head.weight must be \(61, 32\) according to config.json; got \(64, 32\)"):
+        load_pretrained(path.parent)
 
 
 def test_folders_without_a_checkpoint_are_refused(checkpoint, tmp_path):
