@@ -27,7 +27,7 @@ from fa_train.models.hf.weights import (
     write_json,
     write_weights,
 )
-from fa_train.models.rope import DynamicNTKScaling
+from fa_train.models.rope import DynamicNTKScaling, LinearScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
@@ -69,8 +69,8 @@ def load_pretrained(
     the checkpoint's rope_type, or yarn if the checkpoint has no scaling.
     rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
-    from max_seq_len. If the checkpoint already supports max_seq_len tokens, a rope_scaling without a factor has no
-    effect, unless its rope_type is "default".
+    from max_seq_len, and is at least the checkpoint's factor. If the checkpoint already supports max_seq_len tokens, a
+    rope_scaling without a factor has no effect, unless its rope_type is "default".
     If rope_scaling, rope_theta or max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are
     read one by one, to torch's default device. If torch's default device is the meta device, `materialise` reads the
     weights later, and converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype,
@@ -201,7 +201,7 @@ def _with_rope(
     own_theta = own.pop("rope_theta")
     own.pop("partial_rotary_factor", None)  # families.py accepts only 1.0
     reach = normalised.max_position_embeddings
-    original = own.get("original_max_position_embeddings", reach)
+    original = _original_length(own, reach)
     asked = own if scaling is None else _asked_scaling(scaling, own, original, reach, max_seq_len)
     parsed = parse_rope_scaling(asked, original)
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
@@ -220,14 +220,29 @@ def _with_rope(
     if asked is own and theta is None:
         return config
     config = copy.deepcopy(config)
+    # transformers prefers this field to the field of the same name in `fields`
+    config.pop("original_max_position_embeddings", None)
     theta = own_theta if theta is None else float(theta)
     if config.get("rope_parameters") is None:  # the field names before transformers 5
         config["rope_scaling"], config["rope_theta"] = None if parsed is None else fields, theta
-    elif by_kind:
-        config["rope_parameters"]["full_attention"] = fields | {"rope_theta": theta}
     else:
-        config["rope_parameters"] = fields | {"rope_theta": theta}
+        config.pop("rope_scaling", None)  # transformers prefers rope_scaling to rope_parameters
+        new = fields | {"rope_theta": theta}
+        config["rope_parameters"] = config["rope_parameters"] | {"full_attention": new} if by_kind else new
     return config | {"max_position_embeddings": reach}
+
+
+def _original_length(own: Mapping[str, Any], reach: int) -> int:
+    """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
+
+    reach: the number of tokens that the checkpoint supports with `own`. A checkpoint with linear scaling does not store
+    its original length. As for Gemma 3, `reach` is the product of the original length and the factor.
+    """
+    if own["rope_type"] != "linear":
+        return own.get("original_max_position_embeddings", reach)
+    scaling = parse_rope_scaling(own, reach)
+    assert isinstance(scaling, LinearScaling)
+    return max(1, round(reach / scaling.factor))
 
 
 def _asked_scaling(
@@ -236,21 +251,23 @@ def _asked_scaling(
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
     If the checkpoint already supports max_seq_len tokens, the result is `own`, the checkpoint's scaling, unless
-    `scaling` contains a factor or rope_type="default".
+    `scaling` contains a factor or rope_type="default". An added factor is never smaller than that of `own`, because the
+    checkpoint was trained with the factor of `own`.
+    original: the number of tokens that the checkpoint would support without `own`. own_reach: the number with `own`.
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))
-    if "factor" not in asked and kind != "default" and max_seq_len is not None and max_seq_len <= own_reach:
-        return own
-    if kind is None:
-        is_scaled = own.get("rope_type", "default") != "default"
-        asked = (own if is_scaled else {"rope_type": "yarn"}) | asked
-        if "factor" not in scaling:
-            asked.pop("factor", None)
-            asked.pop("attention_factor", None)  # depends on the factor
     if "factor" not in asked and kind != "default" and max_seq_len is not None:
-        asked["factor"] = max_seq_len / asked.get("original_max_position_embeddings", original)
-    return asked
+        if max_seq_len <= own_reach:
+            return own
+        needed = max_seq_len / asked.get("original_max_position_embeddings", original)
+        asked["factor"] = max(needed, own.get("factor", 1.0))
+    if kind is not None:
+        return asked
+    kept = own if own["rope_type"] != "default" else {"rope_type": "yarn"}
+    if asked.get("factor") != own.get("factor"):  # attention_factor depends on the factor
+        kept = {name: value for name, value in kept.items() if name not in ("factor", "attention_factor")}
+    return kept | asked
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
