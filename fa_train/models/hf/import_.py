@@ -14,7 +14,7 @@ from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT, Origin
-from fa_train.models.hf.families import FAMILIES, Layout, scaling_fields, text_part, understood
+from fa_train.models.hf.families import FAMILIES, WITH_IMAGES, Layout, scaling_fields, text_part, understood
 from fa_train.models.hf.weights import (
     INDEX,
     Place,
@@ -81,7 +81,8 @@ def load_pretrained(
     device = torch.get_default_device()
     on_meta = device.type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
-    config = text_part(read_json(folder / "config.json"), folder / "config.json")
+    stored = read_json(folder / "config.json")
+    config = own = text_part(stored, folder / "config.json")
     if rope_scaling is not None or rope_theta is not None or max_seq_len is not None:
         config = _with_rope(config, folder / "config.json", rope_scaling, rope_theta, max_seq_len)
     if loss is None:
@@ -97,7 +98,12 @@ def load_pretrained(
         )
     generation_config = folder / "generation_config.json"
     model.origin = Origin(
-        config, read_json(generation_config) if generation_config.exists() else None, str(pretrained), folder
+        config,
+        read_json(generation_config) if generation_config.exists() else None,
+        str(pretrained),
+        folder,
+        has_images=stored["model_type"] == WITH_IMAGES,
+        has_new_rope=config is not own,
     )
     layout = FAMILIES[config["model_type"]].layout
     places = places_of(model, layout)
@@ -369,11 +375,23 @@ def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
 
 
 def tensor_places(model: GPT) -> dict[str, Place]:
-    """Returns {name of a checkpoint's tensor: the tensor's place in the model}.
+    """Returns {name of a parameter in transformers: the parameter's place in the model}.
 
+    Names are those of the model that transformers loads from the checkpoint, so the result omits an image encoder.
     Raises: ValueError if no supported family matches the model.
     """
-    return places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)
+    places = places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)
+    if model.origin is not None and model.origin.has_images:
+        return {name.replace("model.", "model.language_model.", 1): place for name, place in places.items()}
+    return places
+
+
+def new_rope(model: GPT) -> dict[str, Any] | None:
+    """Returns the fields of transformers' config that describe RoPE, or None if the checkpoint's RoPE is unchanged."""
+    if model.origin is None or not model.origin.has_new_rope:
+        return None
+    _, config = understood(model.origin.config, Path("config.json"))
+    return {"rope_parameters": config.rope_parameters, "max_position_embeddings": config.max_position_embeddings}
 
 
 def _folder(pretrained: str, with_weights: bool, key: str = "model.pretrained") -> Path:
