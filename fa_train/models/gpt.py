@@ -50,6 +50,15 @@ class Origin:
     has_images: bool = False
     has_new_rope: bool = False
 
+    @property
+    def eos_ids(self) -> list[int]:
+        """The tokens that end a text, from generation_config.json, or from config.json if the former has none."""
+        found = (self.generation_config or {}).get("eos_token_id")
+        found = self.config.get("eos_token_id") if found is None else found
+        if found is None:
+            return []
+        return list(found) if isinstance(found, list) else [found]
+
 
 class GPT(nn.Module):
     """A decoder-only transformer.

@@ -362,7 +362,10 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
         return dict(model.origin.generation_config)
     known = {} if model.origin is None else model.origin.config
     own = _token_ids(tokenizer)
-    ids = {name: known.get(name) if own[name] is None else own[name] for name in own}
+    ids: dict[str, Any] = {name: known.get(name) if own[name] is None else own[name] for name in own}
+    if model.origin is not None:  # a chat can end with other tokens than the tokenizer's eos_token
+        eos = list(dict.fromkeys(i for i in (*model.origin.eos_ids, own["eos_token_id"]) if i is not None))
+        ids["eos_token_id"] = eos if len(eos) > 1 else next(iter(eos), None)
     return {"_from_model_config": True} | {name: i for name, i in ids.items() if i is not None}
 
 
