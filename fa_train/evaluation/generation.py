@@ -223,10 +223,9 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
 
 
 def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
-    """Returns the tokens that end a text, which are `eos_id` and the eos_token_id of generation_config.json."""
-    config = None if model.origin is None else model.origin.generation_config
-    named = (config or {}).get("eos_token_id")
-    return {i for i in (eos_id, *(named if isinstance(named, list) else [named])) if i is not None}
+    """Returns the tokens that end a text, which are `eos_id` and those that the model's checkpoint names."""
+    named = [] if model.origin is None else model.origin.eos_ids
+    return {i for i in (eos_id, *named) if i is not None}
 
 
 @contextmanager

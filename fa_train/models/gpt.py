@@ -39,12 +39,25 @@ class Origin:
 
     An export writes `config` and `generation_config` to files.
     config: config.json with the run's RoPE settings, and without the part for the image encoder.
+    has_images: whether the checkpoint also has an image encoder.
+    has_new_rope: whether the run's settings replaced the checkpoint's RoPE.
     """
 
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any] | None
     pretrained: str | None = None  # the folder or hub name that the user gave
     folder: Path | None = None  # the folder with the checkpoint's files
+    has_images: bool = False
+    has_new_rope: bool = False
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """The tokens that end a text, from generation_config.json, or from config.json if the former has none."""
+        found = (self.generation_config or {}).get("eos_token_id")
+        found = self.config.get("eos_token_id") if found is None else found
+        if found is None:
+            return []
+        return list(found) if isinstance(found, list) else [found]
 
 
 class GPT(nn.Module):

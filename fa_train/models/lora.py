@@ -330,7 +330,10 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     os.replace(partial, folder / ADAPTER_WEIGHTS)
     settings = next(linear.settings for _, linear in adapted(model))
     targets = settings.target_modules
-    if targets == ALL_LINEAR:
+    if model.origin is not None and model.origin.has_images:
+        # full names, because modules of the image encoder have the same last parts of their names
+        targets = sorted(name for _, linear in adapted(model) for name in linear.names.values())
+    elif targets == ALL_LINEAR:
         targets = sorted({part for _, linear in adapted(model) for part in linear.names})
     config = {
         "peft_type": "LORA",

@@ -184,6 +184,13 @@ def test_stop_tokens_end_the_text_and_are_in_it():
     assert stop_tokens(model, 7) == {7} and stop_tokens(model, None) == set()
     model.origin = Origin({}, {"eos_token_id": [8, 9]})
     assert stop_tokens(model, 7) == {7, 8, 9}
+    for generation_config in (None, {"temperature": 0.6}):
+        model.origin = Origin({"eos_token_id": [8, 9]}, generation_config)
+        assert stop_tokens(model, 7) == {7, 8, 9}
+    model.origin = Origin({"eos_token_id": 0}, {"eos_token_id": 9})
+    assert stop_tokens(model, None) == {9}
+    model.origin = Origin({"eos_token_id": 0}, None)
+    assert stop_tokens(model, None) == {0}
 
 
 @pytest.mark.parametrize(

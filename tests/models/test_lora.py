@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from fa_train import training
 from fa_train.models.gpt import GPT, Head
+from fa_train.models.hf import export
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
 from fa_train.optim.adamw import adamw, adamw_bf16, adamw_master
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
-from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB
+from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB, write_with_images
 from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, randomised, small
 from tests.support.marks import slow
 from tests.support.training import column, composed, tiny
@@ -183,6 +184,50 @@ def test_peft_and_we_read_each_others_adapters(name, tmp_path):
         # r and all other settings are read from the folder of the adapter, so r=1 has no effect
         again = lora(r=1, path=str(tmp_path / "theirs"))(load_pretrained(tmp_path / "base", "naive"))
         torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_an_adapter_of_a_model_with_images_adapts_its_language_model(targets, tmp_path, recwarn):
+    peft = pytest.importorskip("peft")
+    folder = write_with_images(tmp_path / "base")
+    model = randomised(lora(target_modules=targets)(load_pretrained(folder, "naive")))
+    save_adapter(model, tmp_path / "ours", str(folder))
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert not [warning for warning in recwarn if "adapter keys" in str(warning.message)]
+    with torch.no_grad():
+        expected = theirs(tokens()[None]).logits[0]
+        torch.testing.assert_close(model(tokens()), expected, rtol=1e-4, atol=1e-5)
+        theirs.save_pretrained(tmp_path / "theirs")
+        again = lora(r=1, path=str(tmp_path / "theirs"))(load_pretrained(folder, "naive"))
+        torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "with-images"])
+def test_the_code_in_a_card_loads_an_adapter_with_its_rope(name, tmp_path):
+    pytest.importorskip("peft")
+    base = tmp_path / "base"
+    if name == "with-images":
+        write_with_images(base)
+    else:
+        write_base(name, base)
+    model = load_pretrained(base, "naive", rope_scaling={"rope_type": "yarn"}, rope_theta=50.0, max_seq_len=128)
+    model = randomised(lora()(model))
+    config = {
+        "model": {"pretrained": str(base)}, "seq_len": 128, "batch_size": 4, "seed": 0,
+        "choices": {"data": "synthetic"}, "data": {},
+    }  # fmt: skip
+    export.write(model, 3, tmp_path / "adapter", "run", config, {}, adapter=True)
+    card = (tmp_path / "adapter/README.md").read_text()
+    assert "| RoPE | differs from the base model; load the adapter with the config below |" in card
+    code = card.partition("```python\n")[2].partition("```")[0]
+    code = code.replace("path/to/base", str(base)).replace("path/to/this/folder", str(tmp_path / "adapter"))
+    loaded: dict[str, Any] = {}
+    exec(code, loaded)
+    loaded["model"].set_attn_implementation("eager")  # other implementations have no soft cap
+    with torch.no_grad():
+        theirs = loaded["model"].eval()(tokens()[None]).logits[0]
+        torch.testing.assert_close(model(tokens()), theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_an_adapter_goes_on_where_it_was_saved(tmp_path):

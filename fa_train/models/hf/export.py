@@ -19,7 +19,7 @@ from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
-from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, new_config, save_pretrained
+from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, new_config, new_rope, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
@@ -42,13 +42,6 @@ Trained with fa_train. Losses and tokens are those of the run's last step.
 {code}
 ```
 """
-CODE = """from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")"""
-CODE_WITHOUT_TOKENIZER = """from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")"""
 
 
 def export_run(
@@ -131,6 +124,7 @@ def write(
     model.config = _with_context_length(model.config, config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rope = new_rope(model) if adapter else None  # a whole model has the new RoPE in its config.json
     if adapter:
         save_adapter(model, folder, config["model"].get("pretrained"))
         if tokenizer is not None:
@@ -142,7 +136,7 @@ def write(
         save_pretrained(merge(model), folder, tokenizer, dtype=dtype)
         parameters = sum(p.numel() for p in model.parameters())
     (folder / "README.md").write_text(
-        model_card(name, config, step, metrics, parameters, adapter, tokenizer is not None)
+        model_card(name, config, step, metrics, parameters, adapter, tokenizer is not None, rope)
     )
 
 
@@ -206,8 +200,12 @@ def model_card(
     parameters: int,
     adapter: bool,
     has_tokenizer: bool,
+    rope: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns a model card in Markdown with the training data, the number of training steps, and the losses."""
+    """Returns a model card in Markdown with the training data, the number of training steps, and the losses.
+
+    rope: the config fields that the base model of an adapter needs, or None if the base model needs no changes.
+    """
     pretrained = config["model"].get("pretrained")
     base = _without_folder(str(pretrained)) if pretrained else None
     title = f"{Path(base).name}, fine-tuned" if base else name
@@ -220,6 +218,8 @@ def model_card(
         "Sequences per step": f"{config['batch_size']:,}",
         "Seed": str(config["seed"]),
     }
+    if rope is not None:
+        rows["RoPE"] = "differs from the base model; load the adapter with the config below"
     measured = {
         "tokens": ("Tokens", "{:,.0f}"),
         "train/loss": ("Training loss, nats per token", "{:.4f}"),
@@ -234,8 +234,23 @@ def model_card(
     if base is not None and is_hub_name(str(pretrained)):
         header.append(f"base_model: {base}")
     table = [f"| {label} | {value} |" for label, value in rows.items()]
-    code = CODE if has_tokenizer else CODE_WITHOUT_TOKENIZER
+    code = _loading_code(str(pretrained), has_tokenizer, rope)
     return CARD.format(title=title, header="\n".join(header), table="\n".join(table), code=code)
+
+
+def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] | None) -> str:
+    """Returns the Python code that loads the exported folder. rope: as for `model_card`."""
+    names = ["AutoConfig"] * (rope is not None) + ["AutoModelForCausalLM"] + ["AutoTokenizer"] * has_tokenizer
+    lines = [f"from transformers import {', '.join(names)}", ""]
+    argument = ""
+    if rope is not None:
+        base = pretrained if is_hub_name(pretrained) else f"path/to/{Path(pretrained).name}"
+        lines += [f'config = AutoConfig.from_pretrained("{base}")', f"config.get_text_config().update({rope})"]
+        argument = ", config=config"
+    lines.append(f'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{argument})')
+    if has_tokenizer:
+        lines.append('tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")')
+    return "\n".join(lines)
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:

@@ -14,7 +14,7 @@ from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT, Origin
-from fa_train.models.hf.families import FAMILIES, Layout, scaling_fields, text_part, understood
+from fa_train.models.hf.families import FAMILIES, WITH_IMAGES, Layout, scaling_fields, text_part, understood
 from fa_train.models.hf.weights import (
     INDEX,
     Place,
@@ -28,7 +28,7 @@ from fa_train.models.hf.weights import (
     write_json,
     write_weights,
 )
-from fa_train.models.rope import DynamicNTKScaling
+from fa_train.models.rope import DynamicNTKScaling, LinearScaling
 from fa_train.models.rope import rope_scaling as parse_rope_scaling
 
 ATTENTIONS: dict[str, Attention] = {"flash": flash_attention, "sdpa": sdpa_attention, "naive": naive_attention}
@@ -70,8 +70,8 @@ def load_pretrained(
     the checkpoint's rope_type, or yarn if the checkpoint has no scaling.
     rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
-    from max_seq_len. If the checkpoint already supports max_seq_len tokens, a rope_scaling without a factor has no
-    effect, unless its rope_type is "default".
+    from max_seq_len, and is at least the checkpoint's factor. If the checkpoint already supports max_seq_len tokens, a
+    rope_scaling without a factor has no effect, unless its rope_type is "default".
     If rope_scaling, rope_theta or max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are
     read one by one, to torch's default device. If torch's default device is the meta device, `materialise` reads the
     weights later, and converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype,
@@ -82,7 +82,8 @@ def load_pretrained(
     device = torch.get_default_device()
     on_meta = device.type == "meta"
     folder = _folder(str(pretrained), with_weights=not on_meta)
-    config = text_part(read_json(folder / "config.json"), folder / "config.json")
+    stored = read_json(folder / "config.json")
+    config = own = text_part(stored, folder / "config.json")
     if rope_scaling is not None or rope_theta is not None or max_seq_len is not None:
         config = _with_rope(config, folder / "config.json", rope_scaling, rope_theta, max_seq_len)
     if loss is None:
@@ -98,7 +99,12 @@ def load_pretrained(
         )
     generation_config = folder / "generation_config.json"
     model.origin = Origin(
-        config, read_json(generation_config) if generation_config.exists() else None, str(pretrained), folder
+        config,
+        read_json(generation_config) if generation_config.exists() else None,
+        str(pretrained),
+        folder,
+        has_images=stored["model_type"] == WITH_IMAGES,
+        has_new_rope=config is not own,
     )
     layout = FAMILIES[config["model_type"]].layout
     places = places_of(model, layout)
@@ -204,7 +210,7 @@ def _with_rope(
     own_theta = own.pop("rope_theta")
     own.pop("partial_rotary_factor", None)  # families.py accepts only 1.0
     reach = normalised.max_position_embeddings
-    original = own.get("original_max_position_embeddings", reach)
+    original = _original_length(own, reach)
     asked = own if scaling is None else _asked_scaling(scaling, own, original, reach, max_seq_len)
     parsed = parse_rope_scaling(asked, original)
     fields: dict[str, Any] = {"rope_type": "default"} if parsed is None else scaling_fields(parsed)
@@ -223,14 +229,29 @@ def _with_rope(
     if asked is own and theta is None:
         return config
     config = copy.deepcopy(config)
+    # transformers prefers this field to the field of the same name in `fields`
+    config.pop("original_max_position_embeddings", None)
     theta = own_theta if theta is None else float(theta)
     if config.get("rope_parameters") is None:  # the field names before transformers 5
         config["rope_scaling"], config["rope_theta"] = None if parsed is None else fields, theta
-    elif by_kind:
-        config["rope_parameters"]["full_attention"] = fields | {"rope_theta": theta}
     else:
-        config["rope_parameters"] = fields | {"rope_theta": theta}
+        config.pop("rope_scaling", None)  # transformers prefers rope_scaling to rope_parameters
+        new = fields | {"rope_theta": theta}
+        config["rope_parameters"] = config["rope_parameters"] | {"full_attention": new} if by_kind else new
     return config | {"max_position_embeddings": reach}
+
+
+def _original_length(own: Mapping[str, Any], reach: int) -> int:
+    """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
+
+    reach: the number of tokens that the checkpoint supports with `own`. A checkpoint with linear scaling does not store
+    its original length. As for Gemma 3, `reach` is the product of the original length and the factor.
+    """
+    if own["rope_type"] != "linear":
+        return own.get("original_max_position_embeddings", reach)
+    scaling = parse_rope_scaling(own, reach)
+    assert isinstance(scaling, LinearScaling)
+    return max(1, round(reach / scaling.factor))
 
 
 def _asked_scaling(
@@ -239,21 +260,23 @@ def _asked_scaling(
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
     `own` is the checkpoint's scaling. The result is `own` if the checkpoint already supports max_seq_len tokens, and
-    `scaling` contains neither a factor nor rope_type="default".
+    `scaling` contains neither a factor nor rope_type="default". An added factor is never smaller than that of `own`,
+    because the checkpoint was trained with the factor of `own`.
+    original: the number of tokens that the checkpoint would support without `own`. own_reach: the number with `own`.
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))
-    if "factor" not in asked and kind != "default" and max_seq_len is not None and max_seq_len <= own_reach:
-        return own
-    if kind is None:
-        is_scaled = own.get("rope_type", "default") != "default"
-        asked = (own if is_scaled else {"rope_type": "yarn"}) | asked
-        if "factor" not in scaling:
-            asked.pop("factor", None)
-            asked.pop("attention_factor", None)  # depends on the factor
     if "factor" not in asked and kind != "default" and max_seq_len is not None:
-        asked["factor"] = max_seq_len / asked.get("original_max_position_embeddings", original)
-    return asked
+        if max_seq_len <= own_reach:
+            return own
+        needed = max_seq_len / asked.get("original_max_position_embeddings", original)
+        asked["factor"] = max(needed, own.get("factor", 1.0))
+    if kind is not None:
+        return asked
+    kept = own if own["rope_type"] != "default" else {"rope_type": "yarn"}
+    if asked.get("factor") != own.get("factor"):  # attention_factor depends on the factor
+        kept = {name: value for name, value in kept.items() if name not in ("factor", "attention_factor")}
+    return kept | asked
 
 
 def _config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
@@ -342,7 +365,10 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str
         return dict(model.origin.generation_config)
     known = {} if model.origin is None else model.origin.config
     own = _token_ids(tokenizer)
-    ids = {name: known.get(name) if own[name] is None else own[name] for name in own}
+    ids: dict[str, Any] = {name: known.get(name) if own[name] is None else own[name] for name in own}
+    if model.origin is not None:  # a chat can end with other tokens than the tokenizer's eos_token
+        eos = list(dict.fromkeys(i for i in (*model.origin.eos_ids, own["eos_token_id"]) if i is not None))
+        ids["eos_token_id"] = eos if len(eos) > 1 else next(iter(eos), None)
     return {"_from_model_config": True} | {name: i for name, i in ids.items() if i is not None}
 
 
@@ -355,11 +381,23 @@ def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
 
 
 def tensor_places(model: GPT) -> dict[str, Place]:
-    """Returns {name of a checkpoint's tensor: the tensor's place in the model}.
+    """Returns {name of a parameter in transformers: the parameter's place in the model}.
 
+    Names are those of the model that transformers loads from the checkpoint, so the result omits an image encoder.
     Raises: ValueError if no supported family matches the model.
     """
-    return places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)
+    places = places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)
+    if model.origin is not None and model.origin.has_images:
+        return {name.replace("model.", "model.language_model.", 1): place for name, place in places.items()}
+    return places
+
+
+def new_rope(model: GPT) -> dict[str, Any] | None:
+    """Returns the fields of transformers' config that describe RoPE, or None if the checkpoint's RoPE is unchanged."""
+    if model.origin is None or not model.origin.has_new_rope:
+        return None
+    _, config = understood(model.origin.config, Path("config.json"))
+    return {"rope_parameters": config.rope_parameters, "max_position_embeddings": config.max_position_embeddings}
 
 
 def _folder(pretrained: str, with_weights: bool, key: str = "model.pretrained") -> Path:

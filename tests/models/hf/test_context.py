@@ -63,17 +63,22 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# Both checkpoints in the test below support 64 tokens. According to its config, llama-3.1 was trained on 32 tokens, and
-# RoPE scaling extends this length to 64 tokens.
+# All checkpoints in the test below support 64 tokens. Without their scaling, the scaled ones would support 32 tokens.
+# The factor of llama-3.1 is 8, so its new factor is at least 8.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [
         pytest.param("llama", {"rope_scaling": {"rope_type": None}},
                      {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 64}, 160, id="yarn"),
         pytest.param("llama-3.1", {"rope_scaling": {"rope_type": None}},
-                     {"rope_type": "llama3", "factor": 5.0, "original_max_position_embeddings": 32}, 160, id="own"),
+                     {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}, 256, id="own"),
         pytest.param("llama-3.1", {"rope_scaling": {"rope_type": "yarn"}},
-                     {"rope_type": "yarn", "factor": 5.0, "original_max_position_embeddings": 32}, 160, id="other"),
+                     {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}, 256, id="other"),
+        pytest.param("llama-linear", {"rope_scaling": {"rope_type": None}},
+                     {"rope_type": "linear", "factor": 5.0}, 160, id="own-linear"),
+        pytest.param("llama-linear", {"rope_scaling": {"rope_type": "yarn"}},
+                     {"rope_type": "yarn", "factor": 5.0, "original_max_position_embeddings": 32}, 160,
+                     id="linear-to-yarn"),
         pytest.param("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4}},
                      {"rope_type": "linear", "factor": 4}, 256, id="more-than-needed"),
         pytest.param("llama", {"rope_scaling": {"rope_type": "dynamic"}},
@@ -105,6 +110,52 @@ def test_the_checkpoints_own_scaling_goes_further(checkpoint, tmp_path):
     written = reached(folder, tmp_path, rope_scaling={"rope_type": None}, max_seq_len=160)["rope_parameters"]
     assert (written["factor"], written["original_max_position_embeddings"], written["beta_fast"]) == (10.0, 16, 8.0)
     assert "attention_factor" not in written, "the attention factor belongs to the old scaling"
+
+
+@torch.no_grad()
+def test_a_factor_that_is_large_enough_is_kept(checkpoint, tmp_path):
+    folder = edit_config(checkpoint("llama-yarn"), max_position_embeddings=16)
+    edit_config(folder, rope_parameters=YARN | {"factor": 16.0, "attention_factor": 1.3})
+    config = reached(folder, tmp_path, rope_scaling={"rope_type": None}, max_seq_len=160)
+    written = config["rope_parameters"]
+    assert (written["factor"], written["attention_factor"], config["max_position_embeddings"]) == (16.0, 1.3, 256)
+
+
+def test_another_factor_drops_the_attention_factor(checkpoint):
+    folder = edit_config(checkpoint("llama-yarn"), rope_parameters=YARN | {"attention_factor": 1.3})
+    for factor, attention_factor in ((YARN["factor"], 1.3), (12.0, None)):
+        rope = load_pretrained(folder, rope_scaling={"factor": factor}).origin.config["rope_parameters"]
+        assert (rope["factor"], rope.get("attention_factor")) == (factor, attention_factor)
+
+
+def test_linear_scaling_of_gemma_3_is_multiplied(checkpoint):
+    model = load_pretrained(checkpoint("gemma3-scaled"), "naive", rope_scaling={"rope_type": None}, max_seq_len=128)
+    rope = model.origin.config["rope_parameters"]
+    assert rope["full_attention"] == {"rope_type": "linear", "factor": 16.0, "rope_theta": 1000.0}
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10.0}
+    assert model.config.max_seq_len == 128
+
+
+# transformers prefers these fields to the fields in rope_parameters
+PREFERRED = {"original_max_position_embeddings": 32, "rope_scaling": YARN}
+
+
+@pytest.mark.parametrize("field", PREFERRED)
+@torch.no_grad()
+def test_fields_outside_rope_parameters_are_read_and_replaced(field, checkpoint, tmp_path):
+    folder = edit_config(checkpoint("llama-yarn"), rope_parameters=YARN | {"factor": 2.0})
+    edit_config(folder, **{field: PREFERRED[field]})
+    stream = torch.cat([tokens()] * 3)
+    assert_relatively_close(load_pretrained(folder, attention="naive")(stream), theirs(folder, stream))
+    written = reached(folder, tmp_path, rope_scaling={"rope_type": None}, max_seq_len=160, rope_theta=9000.0)
+    original = 32 if field == "original_max_position_embeddings" else 16
+    rope = written["rope_parameters"]
+    assert (rope["factor"], rope["original_max_position_embeddings"], rope["rope_theta"]) == (
+        160 / original,
+        original,
+        9000.0,
+    )
+    assert field not in written
 
 
 def test_a_llama_before_transformers_5_can_get_another_base_and_length(checkpoint, tmp_path):

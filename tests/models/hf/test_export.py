@@ -18,6 +18,7 @@ from tests.models.hf.support.checkpoints import (
     assert_relatively_close,
     assert_same_weights,
     cu_seqlens,
+    edit_config,
     theirs,
     tokens,
 )
@@ -126,14 +127,27 @@ def test_a_model_of_no_family_is_not_exported(arguments, tmp_path):
     assert not (tmp_path / "config.json").exists()
 
 
-def test_the_tokenizer_is_exported(tmp_path):
+def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
     words = {"<s>": 0, "</s>": 1, "<unk>": 2, "one": 3, "two": 4}
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")), bos_token="<s>", eos_token="</s>"
     )
-    save_pretrained(build(), tmp_path, tokenizer)
+
+
+def test_the_tokenizer_is_exported(tmp_path):
+    save_pretrained(build(), tmp_path, word_tokenizer())
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("two").input_ids == [4]
     for file in ("config.json", "generation_config.json"):
         content = json.loads((tmp_path / file).read_text())
         assert (content["bos_token_id"], content["eos_token_id"]) == (0, 1), file
     assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "exported"), [([1, 38], [1, 38]), ([38, 39], [38, 39, 1]), (1, 1), (38, [38, 1]), (None, 1)], ids=str
+)
+def test_every_token_that_ends_a_text_is_exported(own, exported, checkpoint, tmp_path):
+    folder = edit_config(checkpoint("llama"), eos_token_id=own)
+    (folder / "generation_config.json").unlink()
+    save_pretrained(load_pretrained(folder), tmp_path / "exported", word_tokenizer())
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id == exported

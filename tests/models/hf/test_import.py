@@ -17,15 +17,14 @@ from fa_train.models.attention import chunked_attention, flash_attention
 from fa_train.models.hf import families, weights
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from tests.models.hf.support.checkpoints import (
-    ALTERNATING,
     FAMILIES,
-    GEMMA_LIKE,
     assert_relatively_close,
     assert_same_weights,
     cu_seqlens,
     edit_config,
     theirs,
     tokens,
+    write_with_images,
 )
 
 
@@ -43,14 +42,7 @@ def test_logits_are_transformers(name, checkpoint):
 @torch.no_grad()
 def test_a_model_with_images_is_imported_without_them(tmp_path):
     """The config.json of a Gemma 3 model with images leaves out values that equal transformers' defaults."""
-    images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = transformers.Gemma3Config(
-        text_config=GEMMA_LIKE | {"layer_types": ALTERNATING},
-        vision_config=images | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-    )
-    torch.manual_seed(0)
-    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "both")
+    write_with_images(tmp_path / "both")
     text = json.loads((tmp_path / "both" / "config.json").read_text())["text_config"]
     del text["attention_bias"], text["final_logit_softcapping"], text["tie_word_embeddings"], text["hidden_activation"]
     folder, stream = edit_config(tmp_path / "both", text_config=text), tokens()

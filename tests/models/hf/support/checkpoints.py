@@ -87,6 +87,19 @@ def cu_seqlens() -> Tensor:
     return torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
 
+def write_with_images(folder: Path) -> Path:
+    """Saves a Gemma 3 model with an image encoder and random weights."""
+    images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.Gemma3Config(
+        text_config=GEMMA_LIKE | {"layer_types": ALTERNATING},
+        vision_config=images | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(0)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
 @torch.no_grad()
 def theirs(folder: Path, stream: Tensor) -> Tensor:
     """Returns the logits that transformers computes for one document.
