@@ -33,7 +33,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.min_steps": ((None,), "Only max_steps or epochs determines the length of a run"),
     "trainer.callbacks": ((None,), "Add nodes to callbacks instead, such as +callbacks.mine._target_=my_module.Mine"),
     "trainer.plugins": ((None,), "train.py sets the plugins itself"),
-    "trainer.overfit_batches": ((0.0,), "Train on a small file instead, with data=text and data.path"),
+    "trainer.overfit_batches": ((0, 0.0), "Train on a small file instead, with data=text and data.path"),
 }  # fmt: skip
 
 
@@ -51,8 +51,15 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
             raise ValueError(f"{key} must equal {original}{of_run}; got {shown(value)}. Set {original} instead")
     for key, (supported, advice) in UNSUPPORTED.items():
         value = value_of(config, key)
-        if value is not ... and value not in supported:
+        # compare types too, because 1 == 1.0, but limit_train_batches=1 is one batch and 1.0 is all batches
+        if value is not ... and not any(type(value) is type(other) and value == other for other in supported):
             raise ValueError(f"{key} must be {shown(supported[-1])}; got {shown(value)}. {advice}")
+    sampler = value_of(config, "trainer.use_distributed_sampler")
+    if sampler is not False:  # without the key, Lightning's default is true
+        raise ValueError(
+            f"trainer.use_distributed_sampler must be false; got {'no value' if sampler is ... else shown(sampler)}. "
+            "The data module itself assigns rows to ranks"
+        )
     if value_of(config, "trainer.default_root_dir") not in (..., folder):
         raise ValueError(
             f"trainer.default_root_dir must be the run's folder, {folder}; got "

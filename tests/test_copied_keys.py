@@ -28,6 +28,18 @@ from tests.support.training import composed
             r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
         ),
         pytest.param(
+            ["+trainer.limit_train_batches=1"],
+            r"trainer.limit_train_batches must be 1.0; got 1. Set max_steps instead", id="one-batch",
+        ),
+        pytest.param(
+            ["trainer.use_distributed_sampler=true"],
+            "trainer.use_distributed_sampler must be false; got true. The data module itself", id="sampler",
+        ),
+        pytest.param(
+            ["~trainer.use_distributed_sampler"],
+            "trainer.use_distributed_sampler must be false; got no value. The data module itself", id="no-sampler",
+        ),
+        pytest.param(
             ["trainer.max_epochs=1"], "trainer.max_epochs must be -1; got 1. Set epochs or max_steps", id="epochs",
         ),
         pytest.param(
@@ -60,6 +72,8 @@ def test_equal_values_pass(tmp_path):
         "trainer.max_epochs=null",
         "+trainer.min_epochs=null",
         "+trainer.fast_dev_run=true",
+        "+trainer.limit_train_batches=1.0",
+        "+trainer.overfit_batches=0",
     ]
     with composed(tmp_path, "preset=cpu", *overrides) as cfg:
         run_config.check(cfg)

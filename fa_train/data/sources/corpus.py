@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from fa_train.data.sources.files import column_names, count_rows, find_files, hash_files, read_rows
-from fa_train.private_names import private
+from fa_train.private_names import private, replace_private
 
 Document = TypeVar("Document", covariant=True)
 SUFFIXES = (".txt", ".md", ".jsonl", ".csv", ".parquet")
@@ -220,6 +220,8 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
     try:
         if is_saved_dataset(name):
             return _load_saved_dataset(name, config, split)
+        if Path(name).is_dir():
+            return _load_data_files(name, config, split)
         return load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error
@@ -235,10 +237,39 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
 
     if config is not None:
         raise ValueError(f"a dataset of save_to_disk has no configs; got config {config}")
-    saved = load_from_disk(str(Path(folder).expanduser()))
+    # only a dataset that is not in memory lists its files, which are hashed below
+    saved = load_from_disk(str(Path(folder).expanduser()), keep_in_memory=False)
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     ranges = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
-    return concatenate_datasets([splits[r.splitname].select(range(r.from_, r.to)) for r in ranges])
+    used = {name: _with_content_hash(splits[name]) for name in {r.splitname for r in ranges}}
+    return concatenate_datasets([used[r.splitname].select(range(r.from_, r.to)) for r in ranges])
+
+
+def _with_content_hash(saved: Any) -> Any:
+    """Returns a saved dataset with a hash of its files as its fingerprint.
+
+    The fingerprint that `datasets` saves is a hash of the transforms of a dataset. Other rows can have the same hash.
+    The rows of the returned dataset have all columns, as Python objects, also if the dataset was saved with a format.
+    """
+    dataset = saved.with_format(None)
+    files = [Path(file["filename"]) for file in dataset.cache_files]
+    content = hash_files(files[0].parent, files, repr(dataset.features))
+    replace_private("datasets", dataset, "_fingerprint", content)
+    return dataset
+
+
+def _load_data_files(folder: str, config: str | None, split: str) -> Any:
+    """Loads a folder with data files, such as .jsonl or .parquet files.
+
+    Raises: ValueError or OSError if the dataset cannot be loaded.
+    """
+    from datasets import load_dataset, load_dataset_builder
+
+    named = load_dataset_builder(folder, config).config.data_files or {}
+    files = sorted({Path(file) for of_split in named.values() for file in of_split})
+    content = hash_files(Path("/"), filter(Path.is_file, files))  # skips URLs from a README.md
+    # `datasets` caches the rows by the files' times and the description, so the description says what is in the files
+    return load_dataset(folder, config, split=split, description=content)
 
 
 def require_column(column: str, columns: Iterable[str], where: str) -> None:

@@ -1,12 +1,17 @@
 """Tokenizers, which convert text to token ids and back."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import numpy as np
+
+ORIGIN = ("is_local", "local_files_only")  # settings of a saved tokenizer that say where it was loaded from
 
 
 class Tokenizer(Protocol):
@@ -79,9 +84,19 @@ class HFTokenizer:
     @cached_property
     def identity(self) -> str:
         backend = getattr(self.hf, "backend_tokenizer", None)  # slow tokenizers have no backend
-        content = backend.to_str() if backend is not None else repr(sorted(self.hf.get_vocab().items()))
+        content = backend.to_str() if backend is not None else self._saved_files()
         special = (type(self.hf).__name__, self.bos_id, self.eos_id)
-        return hashlib.blake2b(f"{special}{content}".encode(), digest_size=16).hexdigest()
+        # the backend's text lacks this flag
+        flag = "split_special_tokens" if getattr(self.hf, "split_special_tokens", False) else ""
+        return hashlib.blake2b(f"{special}{content}{flag}".encode(), digest_size=16).hexdigest()
+
+    def _saved_files(self) -> str:
+        """Returns the files that a slow tokenizer saves, for example its vocabulary, merges and settings."""
+        with TemporaryDirectory() as folder:
+            self.hf.save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+        settings = json.loads(files.pop("tokenizer_config.json", b"{}"))
+        return repr((files, {name: value for name, value in settings.items() if name not in ORIGIN}))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         # with verbose=True, the tokenizer would warn about every text that is longer than the context of its model

@@ -286,6 +286,12 @@ def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
         ChatCorpus(f"hf:{tmp_path}/splits:a:train").count()
 
 
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow"])
+def test_the_format_of_a_saved_dataset_is_ignored(kind, tmp_path):
+    datasets.Dataset.from_list(many_chats(3)).with_format(kind).save_to_disk(tmp_path)
+    assert chats_of(tmp_path) == [parse_chat(row, "").messages for row in many_chats(3)]
+
+
 def chats_of(path):
     return [chat.messages for chat in chats(path)]
 

@@ -1,6 +1,7 @@
 """Documents are read from every kind of file and are tokenised once."""
 
 import json
+import os
 from functools import partial
 
 import datasets
@@ -13,6 +14,7 @@ from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, Wit
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer
+from fa_train.private_names import replace_private
 
 
 @pytest.fixture
@@ -83,6 +85,39 @@ def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
         ValueError, match=r"data.path must be text files; .*saved is a dataset .* Use data=hf data.name="
     ):
         texts(tmp_path / "saved")
+
+
+def test_a_saved_dataset_with_other_rows_is_tokenised_anew(tmp_path):
+    prints = []
+    for name, texts_of_rows in [("a", ["one", "two"]), ("b", ["uno", "dos"]), ("c", ["one", "two"])]:
+        rows = datasets.Dataset.from_dict({"text": texts_of_rows})
+        # the fingerprint of `datasets` is a hash of the transforms, which can be the same for other rows
+        replace_private("datasets", rows, "_fingerprint", "same")
+        rows.save_to_disk(tmp_path / name)
+        corpora = (HFCorpus(str(tmp_path / name), None, split, "text") for split in ("train", "train[:1]"))
+        prints.append([corpus.fingerprint() for corpus in corpora])
+    assert prints[0] == prints[2] and len({*prints[0], *prints[1]}) == 4
+
+
+def test_a_folder_with_an_edited_file_of_the_same_time_is_read_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    path = tmp_path / "rows" / "train.jsonl"
+    found = {}
+    for text in ("one", "two"):
+        path.write_text(json.dumps({"text": text}))
+        os.utime(path, (1, 1))
+        corpus = HFCorpus(str(tmp_path / "rows"), None, "train", "text")
+        found[corpus.fingerprint()] = list(corpus.documents())
+    assert list(found.values()) == [[("0", "one")], [("0", "two")]]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow", "torch"])
+def test_the_format_of_a_saved_dataset_is_ignored(kind, tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
+    rows.with_format(kind, columns=["other"]).save_to_disk(tmp_path)
+    corpus = HFCorpus(str(tmp_path), None, "train", "text")
+    assert list(corpus.documents()) == [("0", "one"), ("1", "two")]
 
 
 def test_empty_documents_are_counted_and_get_no_tokens(tmp_path):

@@ -1,0 +1,38 @@
+"""Two tokenizers that produce different ids have different identities, so their tokens are stored separately."""
+
+import json
+from pathlib import Path
+
+from transformers import CTRLTokenizer
+
+from fa_train.data.tokens.tokenizer import HFTokenizer
+from tests.data.support.chats import save_tokenizer
+
+
+def ids_and_identity(folder, text):
+    tokenizer = HFTokenizer(str(folder))
+    [ids] = tokenizer.encode_batch([text])
+    return ids.tolist(), tokenizer.identity
+
+
+def test_splitting_of_special_tokens_is_part_of_the_identity(tmp_path):
+    found = []
+    for name, split in [("a", False), ("b", True), ("c", False)]:
+        config = Path(save_tokenizer(tmp_path / name), "tokenizer_config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"split_special_tokens": split}))
+        found.append(ids_and_identity(tmp_path / name, "hi <|im_end|>"))
+    assert all(first != second for first, second in zip(found[0], found[1], strict=True))
+    assert found[0] == found[2]
+
+
+def test_the_merges_of_a_slow_tokenizer_are_part_of_the_identity(tmp_path):
+    vocabulary = ["a@@", "ab@@", "c", "bc", "<unk>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    found = []
+    for name, merges in [("a", ["a b", "b c</w>"]), ("b", ["b c</w>", "a b"]), ("c", ["a b", "b c</w>"])]:
+        (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+        slow = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+        slow.save_pretrained(tmp_path / name)
+        found.append(ids_and_identity(tmp_path / name, "abc"))
+    assert [ids for ids, _ in found] == [[1, 2], [0, 3], [1, 2]]
+    assert found[0] == found[2] and found[0][1] != found[1][1]
