@@ -24,7 +24,7 @@ from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
 from fa_train.data.tokens.cache import make_folder, room_on_disk
 from fa_train.data.tokens.encoding import Encoded, Encoder
 
-FORMAT = "3"  # part of the cache key: the version of the file format and of tokenisation
+FORMAT = "4"  # part of the cache key: the version of the file format and of tokenisation
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
 SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
 SHARD = 4096  # the maximum number of documents per shard
