@@ -1,4 +1,4 @@
-"""Type hints for bounded numbers and dtype names. fa_train.settings checks the config against these type hints."""
+"""Type hints of config values, such as bounded numbers. fa_train.settings checks the config against them."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -16,5 +16,6 @@ NonNegativeFloat = Annotated[float, Ge(0), Lt(INFINITY)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 FractionBelowOne = Annotated[float, Ge(0), Lt(1)]
 Betas = Annotated[Sequence[FractionBelowOne], Len(2, 2)]
+NonEmptyText = Annotated[str, Len(1)]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true"]  # fp16 is not supported, because it would need loss scaling
 Dtype = Literal["float32", "bfloat16", "float16"]  # of stored weights

@@ -1,6 +1,7 @@
 """Errors that end a run. A user's mistake is reported in one line, without a traceback."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -69,5 +70,14 @@ def explain(error: BaseException) -> str:
             names = [name for name in vars(link)["options"] if not name.startswith("_")]
             return f"{group} must be one of {', '.join(names)}; got {option}"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
-    text = str(said).partition("Config search path")[0].partition("full_key")[0]  # removes Hydra's search path
+    # the partitions remove Hydra's search path
+    text = _of_data_worker(said).partition("Config search path")[0].partition("full_key")[0]
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())
+
+
+def _of_data_worker(error: BaseException) -> str:
+    """Returns an error's message. If torch put the traceback of a DataLoader worker before the message, removes it."""
+    text = str(error)
+    if not re.match(r"Caught \w+ in DataLoader worker process", text):
+        return text
+    return re.split(rf"^(?:\w+\.)*{type(error).__name__}: ", text, flags=re.MULTILINE)[-1]

@@ -33,7 +33,16 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import SchemaError
 
-from fa_train.bounds import INFINITY, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Precision, Seed
+from fa_train.bounds import (
+    INFINITY,
+    NonEmptyText,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+    Seed,
+)
 from fa_train.config_options import OTHER_NAMES, options_with
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
@@ -122,6 +131,7 @@ WORDS: dict[Any, str] = {
     float: "a number",
     bool: "true or false",
     str: "text",
+    NonEmptyText: "a text that is not empty",
     NoneType: "null",
     None: "null",
     PositiveInt: "a positive integer",

@@ -28,6 +28,6 @@ def composed(overrides: list[str], unread: Collection[str] = ()) -> DictConfig:
     for key in unread:
         node, name = key.rsplit(".", 1)
         if OmegaConf.is_missing(OmegaConf.select(cfg, node), name):
-            OmegaConf.update(cfg, key, "")
+            OmegaConf.update(cfg, key, "unread")
     check(cfg)
     return cfg

@@ -227,6 +227,10 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             pytest.param(
                 "logger=[csv,wandb]", "logger must be one option of conf/logger; got a list of them", id="two-loggers"
             ),
+            pytest.param("data.path=", 'data.path must be a text that is not empty; got ""', id="empty-path"),
+            pytest.param(
+                "data.val_path=", "data.val_path must be a text that is not empty or null; got", id="empty-val"
+            ),
             pytest.param("data=sft", "data.path and data.tokenizer must be given; got nothing", id="missing"),
             pytest.param(
                 "run_name=a/../../b", "run_name must be the name of a folder below runs/; got a/../../b", id="run-name"

@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, TypedDict, Unpack
 
 import lightning as L
 
-from fa_train.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
+from fa_train.bounds import NonEmptyText, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
 from fa_train.checkpoints.architecture import differences
 from fa_train.data.batches import MicroBatches, PackedRows, RangeSampler, TimedLoader
 from fa_train.data.mixing import CYCLE, MixReport, Mixture, Source, WeightedCorpus
@@ -339,11 +339,11 @@ def stdlib_data(cache_dir: str | None, **packing: Unpack[PackingOptions]) -> Pac
 
 
 def text_data(
-    path: str,
+    path: NonEmptyText,
     text_column: str,
     tokenizer: str | None,
     cache_dir: str | None,
-    val_path: str | None = None,
+    val_path: NonEmptyText | None = None,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:
     """Returns a data module with text files.
@@ -356,7 +356,7 @@ def text_data(
 
 
 def hf_data(
-    name: str,
+    name: NonEmptyText,
     config: str | None,
     split: str,
     text_column: str,
@@ -370,11 +370,11 @@ def hf_data(
 
 
 def sft_data(
-    path: str,
+    path: NonEmptyText,
     tokenizer: str | None,
     chat_template: str | None,
     cache_dir: str | None,
-    val_path: str | None = None,
+    val_path: NonEmptyText | None = None,
     skip_invalid: bool = False,
     **packing: Unpack[PackingOptions],
 ) -> PackedDataModule:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from fa_train.bounds import PositiveFloat
+from fa_train.bounds import NonEmptyText, PositiveFloat
 from fa_train.data.packing.report import Histogram, PackingReport
 from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows
 from fa_train.data.sources.chats import ChatCorpus
@@ -30,17 +30,19 @@ class WeightedCorpus:
     weight: float
 
 
-def text_part(path: str, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
+def text_part(path: NonEmptyText, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
     """Returns a corpus of text files with its weight in a mixture."""
     return WeightedCorpus(TextCorpus(path, text_column), weight)
 
 
-def hf_part(name: str, config: str | None, split: str, text_column: str, weight: PositiveFloat) -> WeightedCorpus:
+def hf_part(
+    name: NonEmptyText, config: str | None, split: str, text_column: str, weight: PositiveFloat
+) -> WeightedCorpus:
     """Returns a Hugging Face dataset with its weight in a mixture."""
     return WeightedCorpus(HFCorpus(name, config, split, text_column), weight)
 
 
-def sft_part(path: str, weight: PositiveFloat, skip_invalid: bool = False) -> WeightedCorpus:
+def sft_part(path: NonEmptyText, weight: PositiveFloat, skip_invalid: bool = False) -> WeightedCorpus:
     """Returns a corpus of chats with its weight in a mixture."""
     return WeightedCorpus(ChatCorpus(path, skip_invalid), weight)
 

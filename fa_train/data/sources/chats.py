@@ -90,7 +90,8 @@ class ChatCorpus:
                 yield key, chat
         self.n_skipped = n_skipped
         if n_skipped:
-            self.say(f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}")
+            line = f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}"
+            self.say(line.encode("utf-8", "backslashreplace").decode())  # print rejects file names that are not UTF-8
 
     def count(self) -> int | None:
         return None if self.skip_invalid else self._rows.count()
@@ -166,7 +167,10 @@ def parse_chat(row: Mapping[str, Any], where: str) -> Chat:
     Raises: ValueError if a field is missing, a message is empty or a role is unknown. The error message contains
     `where`.
     """
-    present = {name: _encodable(value) for name, value in row.items() if value is not None}
+    try:
+        present = {name: _encodable(value) for name, value in row.items() if value is not None}
+    except RecursionError as error:
+        raise ValueError(f"a chat must have at most a few hundred levels; {where} has more: {error}") from error
     trained_from = 0
     form = next((form for form in FORMS if all(name in present for name in form)), None)
     match form:
@@ -284,14 +288,14 @@ def _tool_call(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"a tool call must have the name of a function; {where} has {value!r}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _encodable(_json(arguments, "a tool call's arguments", where))
+        arguments = _json(arguments, "a tool call's arguments", where)
     function = {**function, "arguments": arguments}
     return {**value, "function": function} if "function" in value else function
 
 
 def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
-        value = _encodable(_json(value, "tools", where)) if value.strip() else None
+        value = _json(value, "tools", where) if value.strip() else None
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -320,6 +324,6 @@ def _encodable(value: Any) -> Any:
 
 def _json(text: str, name: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} must be JSON; {where} has {text!r}: {error}") from error
+        return _encodable(json.loads(text))
+    except (ValueError, RecursionError) as error:  # text is no JSON, has a huge integer, or is nested too deeply
+        raise ValueError(f"{name} must be JSON; {where} has {text[:100]!r}: {error}") from error

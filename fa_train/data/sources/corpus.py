@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from fa_train.data.sources.files import column_names, count_rows, find_files, hash_files, read_rows
+from fa_train.data.sources.files import column_names, count_rows, find_files, hash_files, read_rows, read_text
 from fa_train.private_names import private, replace_private
 
 Document = TypeVar("Document", covariant=True)
@@ -51,7 +51,8 @@ def is_held_out(key: str) -> bool:
     """Returns whether a document is held out for validation. The result depends only on the document's key."""
     if key.startswith((TRAINING, VALIDATION)):
         return key.startswith(VALIDATION)
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") % 1000 < HELD_OUT_IN_1000
+    encoded = key.encode("utf-8", "surrogateescape")  # the name of a file may contain bytes that are not UTF-8
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "big") % 1000 < HELD_OUT_IN_1000
 
 
 class WithValidation(Generic[Document]):
@@ -130,8 +131,8 @@ class TextCorpus:
     """Text documents from a file, a folder or a glob.
 
     A .txt or .md file is one document. Each row of a .jsonl, .csv or .parquet file is one document.
-    Raises: ValueError if there is nothing to read at `path`, the suffix of a file is not supported, or a row has no
-    text_column.
+    Raises: ValueError if there is nothing to read at `path`, the suffix of a file is not supported, a file is not
+    UTF-8, or a row has no text_column.
     """
 
     def __init__(self, path: str, text_column: str) -> None:
@@ -147,7 +148,7 @@ class TextCorpus:
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
             if path.suffix in (".txt", ".md"):
-                yield key, require_text(path.read_text(encoding="utf-8", errors="replace"), "a document", str(path))
+                yield key, require_text(read_text(path), "a document", str(path))
             else:
                 for number, text in self._read(path):
                     yield f"{key}:{number}", text
@@ -172,10 +173,12 @@ class TextCorpus:
 class HFCorpus:
     """A Hugging Face dataset, which `load_hf_dataset` loads on first use.
 
-    Raises: ValueError if the dataset cannot be loaded or has no text_column.
+    Raises: ValueError if `name` is empty, or the dataset cannot be loaded or has no text_column.
     """
 
     def __init__(self, name: str, config: str | None, split: str, text_column: str) -> None:
+        if not name.strip():
+            raise ValueError("data.name must be a dataset of the Hugging Face hub or a folder; got an empty text")
         self.name, self.config, self.split, self.text_column = name, config, split, text_column
 
     @cached_property
@@ -204,6 +207,8 @@ class HFCorpus:
 
 def is_saved_dataset(path: str) -> bool:
     """Returns whether `path` is a folder that `save_to_disk` of the `datasets` library has written."""
+    if not path.strip():  # an empty path would be the current directory
+        return False
     folder = Path(path).expanduser()
     of_split = (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     return of_split or (folder / "dataset_dict.json").is_file()
@@ -216,6 +221,7 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
     Raises: ValueError if the dataset cannot be loaded.
     """
     from datasets import load_dataset  # the import takes seconds
+    from datasets.exceptions import DatasetsError
 
     try:
         if is_saved_dataset(name):
@@ -225,6 +231,8 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
         return load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error
+    except DatasetsError as error:  # for example, a file is not valid; the cause names the row, and a log line the file
+        raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}: {error.__cause__}") from error
 
 
 def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:

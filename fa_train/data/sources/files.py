@@ -1,18 +1,26 @@
 """Finds, hashes and reads files of documents. Errors name the file and the line."""
 
+import fnmatch
 import hashlib
 import json
+import mmap
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
 CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must not be larger
+WILDCARDS = frozenset("*?[")
+# A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
+# The last group is missing if no quote ends the value.
+QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("(?![^,\r\n]))?')
 
 
 @dataclass(frozen=True)
@@ -39,40 +47,130 @@ class SourceRow:
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     """Finds the files to read. path: a file, a folder or a glob.
 
-    Returns the folder to which document keys are relative, and the sorted files.
-    Raises: ValueError if no file has one of the suffixes.
+    Returns the folder to which document keys are relative, and the sorted files. Links to folders are followed.
+    Raises: ValueError if no file has one of the suffixes, a folder cannot be read or a link leads to nothing.
     """
-    listed = ", ".join(suffixes)
+    wanted = f"data.path must be a file, folder or glob of {', '.join(suffixes)}"
+    if not path.strip():
+        raise ValueError(f"{wanted}; got an empty text")
     base = Path(path).expanduser()
     parts = base.parts
-    magic = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), None)
-    if base.is_file():
-        if base.suffix not in suffixes:
-            raise ValueError(f"data.path must be a file, folder or glob of {listed}; got {path}")
-        return base.parent, [base]
-    if base.is_dir():
-        root, found = base, base.rglob("*")
-    elif magic is not None:
-        root = Path(*parts[:magic])
-        found = root.glob("/".join(parts[magic:]))
-    else:
-        raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} does not exist")
-    files = sorted(p for p in found if p.suffix in suffixes and p.is_file())
+    first_wildcard = next((i for i, part in enumerate(parts) if WILDCARDS & set(part)), None)
+    with _readable(base):
+        if base.is_file():
+            if base.suffix not in suffixes:
+                raise ValueError(f"{wanted}; got {path}")
+            return base.parent, [base]
+        if base.is_dir():
+            root, matching = base, _matching(base, ("**", "*"))
+        elif first_wildcard is not None and (root := Path(*parts[:first_wildcard])).is_dir():
+            matching = _matching(root, parts[first_wildcard:])
+        else:
+            raise ValueError(f"{wanted}; {path} does not exist")
+        found = {p for p in matching if p.suffix in (*suffixes, "") and _is_file(p)}
+    files = sorted(p for p in found if p.suffix)
     if not files:
-        raise ValueError(f"data.path must be a file, folder or glob of {listed}; {path} contains no such file")
+        raise ValueError(f"{wanted}; {path} contains no such file")
     if base.is_dir():  # skip .csv files that lie next to other files: they often only describe these
         files = [p for p in files if p.suffix != ".csv"] or files
     return root, files
+
+
+def _matching(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
+    """Yields the paths below a folder that match a pattern, such as ("**", "*.txt").
+
+    Path.glob is not used, because it skips folders that cannot be read, and does not follow links in `**`.
+    """
+    part, *rest = pattern
+    if part == "**":
+        for below in _folders(folder):
+            yield from _matching(below, rest or ["*"])
+        return
+    for name in fnmatch.filter(os.listdir(folder), part) if WILDCARDS & set(part) else [part]:
+        if not rest:
+            yield folder / name
+        elif (folder / name).is_dir():
+            yield from _matching(folder / name, rest)
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """Yields a folder and all folders below it. Follows links, but yields each folder only once."""
+    seen = set()
+    starts = [str(top)]
+    for start in starts:  # links are appended to `starts` and followed last, so real paths have priority
+        for folder, names, _ in os.walk(start, onerror=_raise):
+            real = os.path.realpath(folder)
+            if real in seen:
+                names.clear()  # os.walk does not enter the folders that are removed from its list
+                continue
+            seen.add(real)
+            names.sort()
+            starts += [link for name in names if os.path.islink(link := os.path.join(folder, name))]
+            yield Path(folder)
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
+def _is_file(path: Path) -> bool:
+    """Returns whether `path` is a file. Raises: ValueError if `path` is a link that leads to nothing."""
+    if path.is_file():
+        return True
+    if path.is_symlink() and not path.exists():
+        raise ValueError(
+            f"a link must lead to a file or folder; {path} leads to {os.readlink(path)}, which does not exist"
+        )
+    return False
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Converts an OSError to a ValueError that names the file or folder. path: named if the OSError has no name."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename or path
+        raise ValueError(f"files and folders must be readable; {name} is not: {error.strerror}") from error
 
 
 def hash_files(root: Path, paths: Iterable[Path], setting: str = "") -> str:
     """Hashes the files' contents, their names relative to root, and a setting that affects reading."""
     digest = hashlib.blake2b(repr(setting).encode(), digest_size=16)
     for path in paths:
-        with path.open("rb") as file:
+        with _readable(path), path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b").hexdigest()
         digest.update(repr((path.relative_to(root).as_posix(), content)).encode())
     return digest.hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """Reads a text file in UTF-8, without a byte order mark. Raises: ValueError if the file is not valid UTF-8."""
+    with _readable(path):
+        try:
+            return path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = error.object[: error.start].count(b"\n") + 1
+            raise _not_utf8(f"{path}, line {line}", error.object[error.start]) from error
+
+
+def _require_utf8(path: Path) -> None:
+    """Raises: ValueError, which names the first line that is not valid UTF-8."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise _not_utf8(f"{path}, line {number}", line[error.start]) from error
+
+
+def _not_utf8(where: str, byte: int) -> ValueError:
+    """Returns an error about a byte that is not valid UTF-8. where: the file and the line."""
+    return ValueError(
+        f"a text file must be UTF-8; {where} has the byte {byte:#04x}. Decompress a compressed file, and convert a "
+        "file in another encoding, for example with `iconv -f latin1 -t utf-8`. `iconv -c -f utf-8 -t utf-8` removes "
+        "invalid bytes"
+    )
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[SourceRow]:
@@ -82,8 +180,8 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Sour
     first line of a .csv file contains the column names. All values of a .csv file are read as texts.
     columns: the columns to read from a .parquet file, or None to read all columns.
     Raises: ValueError if a .json file is not a list, or a .parquet or .csv file is not valid. If a line of a .jsonl
-    file is not valid JSON, or a row is not an object, read_rows raises no error. The property `value` of an invalid row
-    raises ValueError.
+    file is not valid UTF-8 or JSON, or a row is not an object, read_rows raises no error. The property `value` of an
+    invalid row raises ValueError.
     """
     readers = {".jsonl": _lines, ".json": _items, ".csv": _csv}
     yield from readers[path.suffix](path) if path.suffix in readers else _parquet(path, columns)
@@ -104,16 +202,23 @@ def column_names(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> Iterator[SourceRow]:
-    # files that were written on Windows may begin with a byte order mark, which utf-8-sig skips
-    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+    # With surrogateescape, a line that is not UTF-8 is an invalid row, and the lines after it can still be read.
+    with _readable(path), path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 where = f"{path}, line {number}"
-                try:
-                    content = _object(json.loads(line), "every line must be a JSON object", where)
-                except json.JSONDecodeError as error:
-                    content = ValueError(f"every line must be a JSON object; {where} is not: {error}")
-                yield SourceRow(number, where, content)
+                yield SourceRow(number, where, _parsed(line, where))
+
+
+def _parsed(line: str, where: str) -> dict[str, Any] | ValueError:
+    """Returns the JSON object in a line, or a ValueError, which is returned and not raised."""
+    try:
+        line.encode()
+        return _object(json.loads(line), "every line must be a JSON object", where)
+    except UnicodeEncodeError as error:
+        return _not_utf8(where, ord(line[error.start]) - 0xDC00)  # the surrogate of byte b is U+DC00 + b
+    except (ValueError, RecursionError) as error:  # the line is no JSON, has a huge integer, or is nested too deeply
+        return ValueError(f"every line must be a JSON object; {where} is not: {error}")
 
 
 def _object(value: Any, wanted: str, where: str) -> dict[str, Any] | ValueError:
@@ -122,12 +227,12 @@ def _object(value: Any, wanted: str, where: str) -> dict[str, Any] | ValueError:
 
 
 def _items(path: Path) -> Iterator[SourceRow]:
+    text = read_text(path)
     try:
-        items = json.loads(path.read_text(encoding="utf-8-sig", errors="replace"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"a .json file must be a list of objects; {path}, line {error.lineno} is not: {error}"
-        ) from error
+        items = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the same errors as in _parsed
+        where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
+        raise ValueError(f"a .json file must be a list of objects; {where} is not: {error}") from error
     if not isinstance(items, list):
         raise ValueError(f"a .json file must be a list of objects; {path} is a {type(items).__name__}")
     for number, value in enumerate(items, 1):
@@ -145,6 +250,9 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
 
 
 def _csv(path: Path) -> Iterator[SourceRow]:
+    with _readable(path):
+        _require_utf8(path)
+        _require_closed_quotes(path)
     read = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK)
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
     number = 0
@@ -157,6 +265,20 @@ def _csv(path: Path) -> Iterator[SourceRow]:
                 for value in batch.to_pylist():
                     number += 1
                     yield SourceRow(number, f"{path}, row {number}", value)
+
+
+def _require_closed_quotes(path: Path) -> None:
+    """Raises: ValueError if a quoted value has no end. Arrow would read the rows after it as a part of the value."""
+    if not path.stat().st_size:  # an empty file cannot be mapped
+        return
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for match in QUOTED.finditer(content):
+            if match[1] is None:
+                line = sum(1 for _ in re.finditer(rb"\r\n?|\n", content[: match.start()])) + 1
+                raise ValueError(
+                    "a value that begins with a quote must end with a quote before a comma or a new line; the value "
+                    f'in {path}, line {line} does not. Write a quote inside a quoted value as ""'
+                )
 
 
 def without_nulls(value: Any) -> Any:
@@ -174,8 +296,8 @@ def without_nulls(value: Any) -> Any:
 
 @contextmanager
 def _named_corruption(path: Path, kind: str = "Parquet") -> Iterator[None]:
-    """Converts an error of Arrow to a ValueError that names the file."""
+    """Converts an error of Arrow, for example about a missing Parquet footer, to a ValueError that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError) as error:  # raised, for example, if the Parquet footer is missing
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} must be a {kind} file; it cannot be read: {error}") from error

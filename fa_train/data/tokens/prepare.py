@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -23,7 +24,7 @@ from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
 from fa_train.data.tokens.cache import make_folder, room_on_disk
 from fa_train.data.tokens.encoding import Encoded, Encoder
 
-FORMAT = "3"  # part of the cache key: the version of the file format and of tokenisation
+FORMAT = "4"  # part of the cache key: the version of the file format and of tokenisation
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
 SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
 SHARD = 4096  # the maximum number of documents per shard
@@ -45,9 +46,9 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
-    Raises: ValueError if the corpus has no document with text, a document cannot be encoded or the disk is full. If the
-    disk is full, the finished shards are kept. If a ValueError is about the corpus or a document, all shards are
-    deleted.
+    Raises: ValueError if the corpus has no document with text, a document cannot be encoded, the disk is full or a
+    worker process is killed. If the disk is full or a process is killed, the finished shards are kept. If a ValueError
+    is about the corpus or a document, all shards are deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -62,6 +63,11 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             except ValueError:
                 shutil.rmtree(unfinished)
                 raise
+            except BrokenProcessPool as error:
+                raise ValueError(
+                    f"worker processes must run until the tokens are written; one of {workers} was killed, perhaps "
+                    "because the host memory was full. Use fewer workers. Finished shards are kept"
+                ) from error
             if skipped := rows_skipped(corpus):
                 (unfinished / SKIPPED).write_text(json.dumps(skipped))
             sizes = {file.name: file.stat().st_size for file in sorted(unfinished.glob("*.arrow"))}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_train.data.sources.chats import Chat, Message
+from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
@@ -57,7 +58,7 @@ class ChatEncoder:
             file = Path(chat_template).expanduser()
             if not file.is_file():
                 raise ValueError(f"data.chat_template must be null or a Jinja file; {chat_template} does not exist")
-            self._hf.chat_template = file.read_text(encoding="utf-8")
+            self._hf.chat_template = read_text(file)
         if not self._hf.chat_template:
             raise ValueError(
                 f"data.tokenizer must have a chat template; {tokenizer.name} has none: set data.chat_template=<file>"

@@ -267,7 +267,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
         template = Path(data["chat_template"]).expanduser()
         if not template.is_file():
             raise ValueError(f"data.chat_template must be the run's Jinja file; {template} does not exist")
-        tokenizer.chat_template = template.read_text(encoding="utf-8")
+        tokenizer.chat_template = template.read_text(encoding="utf-8-sig")
     saved: SavesTokenizer = tokenizer
     return saved
 

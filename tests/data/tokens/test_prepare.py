@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +182,30 @@ def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
     with pytest.raises(ValueError, match=r"chats.jsonl, line 11, message 1 has none"):
         prepare(corpus, encoder, tmp_path / "cache", workers)
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
+class KilledOnce(TextEncoder):
+    """Kills its worker process at a given document, unless the file `mark` exists."""
+
+    def __init__(self, mark):
+        super().__init__(ByteTokenizer())
+        self.mark = mark
+
+    def encode_batch(self, documents):
+        if "line 13" in documents and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode_batch(documents)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_one_clear_error_and_finished_shards_are_kept(corpus, tmp_path):
+    cache, encoder = tmp_path / "cache", KilledOnce(tmp_path / "mark")
+    with pytest.raises(ValueError, match=r"one of 2 was killed, .*\. Use fewer workers\. Finished shards are kept"):
+        prepare(corpus, encoder, cache, workers=2)
+    [unfinished] = cache.glob("unfinished-*")
+    assert list(unfinished.glob("*.arrow"))
+    assert contents(prepare(corpus, encoder, cache)) == contents(prepare(corpus, Counting(), tmp_path / "whole"))
 
 
 def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):

@@ -217,9 +217,13 @@ def test_a_tokenizer_without_a_template_is_named_and_may_be_given_one(tmp_path):
         ChatEncoder(HFTokenizer(folder))
     with pytest.raises(ValueError, match="must be a tokenizer with a chat template; got null, which means bytes"):
         ChatEncoder(ByteTokenizer())
-    (tmp_path / "chatml.jinja").write_text(CHATML)
+    (tmp_path / "chatml.jinja").write_text(CHATML, encoding="utf-8-sig")
     given = ChatEncoder(HFTokenizer(folder), str(tmp_path / "chatml.jinja"))
     assert runs(given, encode(given, PAIR)) == ["is 4.<|im_end|>"]
+    assert given.render(parse_chat(PAIR, "")).text.startswith("<|im_start|>"), "a byte order mark is no text"
+    (tmp_path / "latin1.jinja").write_bytes(b"{# \xe9 #}" + CHATML.encode())
+    with pytest.raises(ValueError, match=r"a text file must be UTF-8; .*latin1.jinja, line 1 has the byte 0xe9"):
+        ChatEncoder(HFTokenizer(folder), str(tmp_path / "latin1.jinja"))
     with pytest.raises(ValueError, match=r"data.chat_template must be null or a Jinja file; nowhere.jinja"):
         ChatEncoder(HFTokenizer(folder), "nowhere.jinja")
 

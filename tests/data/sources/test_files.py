@@ -1,0 +1,206 @@
+"""Files are found through links, and a file that cannot be read is named."""
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from fa_train.data.sources.chats import ChatCorpus
+from fa_train.data.sources.corpus import HFCorpus, TextCorpus, is_held_out
+from tests.data.support.chats import PAIR, write_jsonl
+
+
+def keys(path):
+    return [key for key, _ in TextCorpus(str(path), "text").documents()]
+
+
+def texts(path):
+    return [text for _, text in TextCorpus(str(path), "text").documents()]
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """Returns a folder with a link to a folder of another disk, a loop, and two names of one folder."""
+    folder, disk = tmp_path / "data", tmp_path / "disk"
+    for name in (folder / "b" / "deep", disk):
+        name.mkdir(parents=True)
+    for name in (folder / "a.txt", folder / "b" / "deep" / "b.txt", disk / "c.txt"):
+        name.write_text(name.stem)
+    (folder / "disk").symlink_to(disk)
+    (folder / "b" / "loop").symlink_to(folder)
+    (folder / "a-link").symlink_to(folder / "b")
+    return folder
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "**"])
+def test_links_to_folders_are_followed_and_each_folder_is_read_once(linked, pattern):
+    assert keys(linked / pattern) == ["a.txt", "b/deep/b.txt", "disk/c.txt"]
+
+
+def test_a_glob_matches_each_part_of_a_path(linked):
+    assert keys(linked / "*" / "*.txt") == ["disk/c.txt"]
+    assert keys(linked / "b" / "**" / "[ab].txt") == ["deep/b.txt", "loop/a.txt"]
+    assert keys(linked / "?" / "deep" / "*") == ["b/deep/b.txt"]
+    with pytest.raises(ValueError, match=r"data.path must be .* contains no such file"):
+        keys(linked / "*" / "*.md")
+    with pytest.raises(ValueError, match=r"data.path must be .*/nowhere/\*.txt does not exist"):
+        keys(linked / "nowhere" / "*.txt")
+
+
+@pytest.mark.parametrize("name", ["lost.txt", "lost"])
+def test_a_link_to_nothing_is_named(linked, name):
+    (linked / name).symlink_to("nowhere")
+    with pytest.raises(ValueError, match=f"a link must lead to a file or folder; {linked / name} leads to nowhere, "):
+        keys(linked)
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "b/*/*.txt"])
+def test_a_folder_that_cannot_be_read_is_named(linked, monkeypatch, pattern):
+    deny(monkeypatch, os, "scandir", linked / "b" / "deep")
+    deny(monkeypatch, os, "listdir", linked / "b" / "deep")
+    with pytest.raises(ValueError, match=f"must be readable; {linked}/b/deep is not: Permission denied"):
+        keys(linked / pattern)
+
+
+def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
+    deny(monkeypatch, Path, "open", linked / "a.txt")
+    for read in (lambda corpus: corpus.fingerprint(), lambda corpus: list(corpus.documents())):
+        with pytest.raises(ValueError, match=f"must be readable; {linked}/a.txt is not: Permission denied"):
+            read(TextCorpus(str(linked), "text"))
+
+
+def deny(monkeypatch, owner, name, denied):
+    """Makes a function fail for one path. Tests that run as root can read files of any mode."""
+    real = getattr(owner, name)
+
+    def denying(path, *args, **options):
+        if str(path) == str(denied):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(owner, name, denying)
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_not_the_current_directory(tmp_path, monkeypatch, path):
+    (tmp_path / "a.txt").write_text("one")
+    for name in ("dataset_info.json", "state.json"):
+        write_jsonl(tmp_path / name, [PAIR])
+    monkeypatch.chdir(tmp_path)
+    for read in (lambda: TextCorpus(path, "text"), lambda: ChatCorpus(path)):
+        with pytest.raises(ValueError, match=r"data.path must be a file, folder or glob of .*; got an empty text"):
+            read()
+    with pytest.raises(ValueError, match=r"data.name must be a dataset .* or a folder; got an empty text"):
+        HFCorpus(path, None, "train", "text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "where"),
+    [
+        pytest.param("a.txt", "naïve\n".encode("latin1"), "a.txt, line 1 has the byte 0xef", id="latin1.txt"),
+        pytest.param("a.md", b"one\ntwo\n\xff", "a.md, line 3 has the byte 0xff", id="one-bad-byte.md"),
+        pytest.param("a.txt", "one".encode("utf-16"), "a.txt, line 1 has the byte 0xff", id="utf16.txt"),
+        pytest.param("a.txt", b"\x1f\x8b\x08\0", "a.txt, line 1 has the byte 0x8b", id="gzip.txt"),
+        pytest.param("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', "a.jsonl, line 2 has the byte 0xe9", id="jsonl"),
+        pytest.param("a.csv", b"id,text\n1,a\n2,\xe9\n", "a.csv, line 3 has the byte 0xe9", id="csv"),
+        pytest.param("a.csv", b"t\xe9xt\na\n", "a.csv, line 1 has the byte 0xe9", id="names-of-csv"),
+        pytest.param("a.csv", "text\na\n".encode("utf-16"), "a.csv, line 1 has the byte 0xff", id="utf16.csv"),
+    ],
+)
+def test_text_that_is_not_utf8_is_named(tmp_path, name, content, where):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a text file must be UTF-8; .*{where}\. .* `iconv -f latin1 -t utf-8`"):
+        texts(tmp_path / name)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, content in {"a.txt": "one\r\n", "b.md": "two", "c.jsonl": '{"text": "three"}'}.items():
+        (tmp_path / name).write_text(content, encoding="utf-8-sig", newline="")
+    (tmp_path / "d.csv").write_text('"text"\nfour\n', encoding="utf-8-sig")
+    assert texts(tmp_path / "*") == ["one\n", "two", "three", "four"]
+
+
+def test_chats_that_are_not_utf8_are_invalid_rows(tmp_path):
+    path, row = tmp_path / "a.jsonl", json.dumps(PAIR).encode()
+    path.write_bytes(b"\n".join([row, row.replace(b"is", b"\xe9"), row]))
+    corpus = ChatCorpus(str(path), skip_invalid=True)
+    assert [key for key, _ in corpus.documents()] == ["a.jsonl:1", "a.jsonl:3"] and corpus.n_skipped == 1
+    (tmp_path / "b.json").write_bytes(b'[{"prompt": "\xe9"}]')
+    with pytest.raises(ValueError, match=r"must be UTF-8; .*b.json, line 1 has the byte 0xe9"):
+        list(ChatCorpus(str(tmp_path / "b.json")).documents())
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        pytest.param('id,text\n1,"abc\n2,foo\n3,bar\n', 2, id="no-other-quote"),
+        pytest.param('id,text\n1,foo\n2,"bar', 3, id="last-row"),
+        pytest.param('text,id\r\na,1\r\n"abc,2\r\n', 3, id="first-column"),
+        pytest.param('id,text\n1,"abc\n2,"foo"\n', 2, id="closed-by-the-next-quote"),
+        pytest.param('id,text\n1,"a \\"b\\" c"\n', 2, id="backslash"),
+        pytest.param('id,text\n1,"a"""\n2,"""\n', 3, id="escaped-quotes"),
+        pytest.param('\ufeff"id,text\n1,a\n', 1, id="byte-order-mark"),
+    ],
+)
+def test_a_quote_without_an_end_is_named(tmp_path, content, line):
+    path = tmp_path / "a.csv"
+    path.write_text(content, newline="")
+    with pytest.raises(ValueError, match=f"begins with a quote must end with a quote .*{path}, line {line} does not"):
+        texts(path)
+
+
+def test_quotes_are_read_as_csv_has_them(tmp_path):
+    (tmp_path / "a.csv").write_text('id,"text"\n1,a "b" c\n2,"5"" disk,\n"\n"3",""\n4,""""\n5,"end"', newline="")
+    assert texts(tmp_path / "a.csv") == ['a "b" c', '5" disk,\n', "", '"', "end"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [pytest.param("9" * 5000, id="huge-integer"), pytest.param("[" * 100_000 + "]" * 100_000, id="nested-too-deeply")],
+)
+def test_json_that_python_cannot_read_is_named(tmp_path, value):
+    (tmp_path / "a.jsonl").write_text(f'{json.dumps(PAIR)}\n{{"prompt": {value}}}\n')
+    (tmp_path / "b.json").write_text(f"[{value}]")
+    for name, where in (("a.jsonl", "a.jsonl, line 2"), ("b.json", "b.json")):
+        with pytest.raises(ValueError, match=f"must be a .*{where} is not: "):
+            list(ChatCorpus(str(tmp_path / name)).documents())
+    corpus = ChatCorpus(str(tmp_path / "a.jsonl"), skip_invalid=True)
+    assert len(list(corpus.documents())) == corpus.n_skipped == 1
+    write_jsonl(tmp_path / "c.jsonl", [PAIR | {"tools": value}])
+    with pytest.raises(ValueError, match=r"tools must be JSON; .*c.jsonl, line 1 has "):
+        list(ChatCorpus(str(tmp_path / "c.jsonl")).documents())
+
+
+def test_a_chat_that_is_nested_deeply_is_named(tmp_path):
+    nested = "[" * 700 + "]" * 700  # json reads this value, but Python functions cannot visit it
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "completion": "b", "extra": {nested}}}\n')
+    with pytest.raises(ValueError, match=r"a chat must have at most a few hundred levels; .*line 1 has more"):
+        list(ChatCorpus(str(tmp_path / "a.jsonl")).documents())
+
+
+def test_names_of_files_may_have_any_bytes(tmp_path, capsys):
+    """A name in Latin-1 is not valid UTF-8."""
+    name = os.fsdecode(b"caf\xe9.jsonl")
+    try:
+        write_jsonl(tmp_path / name, [{"text": "one"}])
+    except OSError:
+        pytest.skip("this file system allows only names in UTF-8")
+    corpus = TextCorpus(str(tmp_path), "text")
+    assert [is_held_out(key) for key, _ in corpus.documents()] == [False] and corpus.fingerprint()
+    assert not list(ChatCorpus(str(tmp_path), skip_invalid=True).documents())
+    assert r"caf\udce9.jsonl, line 1" in capsys.readouterr().out
+
+
+def test_a_broken_file_in_the_folder_of_a_dataset_is_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(logging.getLogger("datasets"), "propagate", True)  # caplog needs it
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"text": "one"}\n{"text": "two\n')
+    with pytest.raises(
+        ValueError, match=r"data.name=.* must be a dataset .* can load: .*JSON parse error: .* in row 1"
+    ):
+        list(HFCorpus(str(tmp_path / "rows"), None, "train", "text").documents())
+    assert f"{tmp_path}/rows/a.jsonl" in caplog.text

@@ -1,0 +1,33 @@
+"""The message of an error is one line, without a traceback."""
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from fa_train.data.tokens.cache import DiskFullError
+from fa_train.errors import explain
+
+
+class Broken(Dataset):
+    """A dataset whose items raise an error that has another error as its cause."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        try:
+            raise KeyError("the cause")
+        except KeyError as cause:
+            raise self.error from cause
+
+
+@pytest.mark.parametrize("kind", [ValueError, DiskFullError])
+def test_an_error_of_a_data_worker_has_only_its_message(kind):
+    error = kind("a.arrow is damaged: ValueError: bad.\nDelete it")
+    with pytest.raises(kind) as raised:
+        next(iter(DataLoader(Broken(error), num_workers=1, multiprocessing_context="fork")))
+    assert "Traceback" in str(raised.value)
+    assert explain(raised.value) == "a.arrow is damaged: ValueError: bad. Delete it"
+    assert explain(error) == "a.arrow is damaged: ValueError: bad. Delete it"
