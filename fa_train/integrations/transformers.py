@@ -39,6 +39,7 @@ from fa_train.integrations.key_masks import (
     refuse_other_masks,
     visible_keys,
 )
+from fa_train.integrations.model_classes import refuse_unsupported_classes
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
 NAME = "fa_train"
@@ -68,6 +69,7 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, key_mask)
+    refuse_unsupported_classes(NAME)
 
 
 def key_mask(
