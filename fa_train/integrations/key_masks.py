@@ -4,11 +4,14 @@ The `generate` method of transformers computes masks itself and passes them to t
 with four dimensions. If a mask has fewer than four dimensions, the model computes a new mask, even in compiled code.
 Masks of this module therefore have four dimensions.
 
-The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The mask is 0 at masked keys,
-and `n + 1` at unmasked keys, where n is the number of keys in the cache. A static cache also has places for later
-tokens, so the number of keys in the cache can be less than seqlen_k. In each row of a float64 mask, the unmasked keys
-are contiguous, so layers leave the keys in place. In a row of an int64 mask, masked keys can be between unmasked keys,
-so layers move the unmasked keys to the front.
+The dtype of a mask tells whether transformers asked for causal attention: float64, int64 and int32 masks are causal.
+int8 and int16 masks are bidirectional. If no key is masked, the mask has no columns: its shape is (batch, 1, 1, 0).
+
+The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The mask is 0 at masked keys. At
+unmasked keys, a bidirectional mask is 1, and a causal mask is `n + 1`, where n is the number of keys in the cache. A
+static cache also has places for later tokens, so the number of keys in the cache can be less than seqlen_k. In each row
+of a float64 or int8 mask, the unmasked keys are contiguous, so layers leave the keys in place. In a row of an int64 or
+int16 mask, masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
 
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
@@ -27,13 +30,20 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule, length
 from fa_train.integrations.packed_rows import kept
 
 RUNS, HOLES, PACKED = torch.float64, torch.int64, torch.int32
+BIDIRECTIONAL_RUNS, BIDIRECTIONAL_HOLES = torch.int8, torch.int16
+CAUSALITY = {RUNS: True, HOLES: True, PACKED: True, BIDIRECTIONAL_RUNS: False, BIDIRECTIONAL_HOLES: False}
 
 
 def is_key_mask(mask: Tensor) -> bool:
     """Returns whether `mask` is a mask of this module or of a user, judging by its shape and dtype."""
     if mask.dim() == 4:
-        return is_packed(mask) or (mask.shape[1:3] == (1, 1) and mask.dtype in (RUNS, HOLES))
+        return is_packed(mask) or (mask.shape[1:3] == (1, 1) and mask.dtype in CAUSALITY and mask.dtype != PACKED)
     return mask.dim() == 2
+
+
+def causality(mask: Tensor | None) -> bool | None:
+    """Returns whether transformers asked for causal attention. Returns None for a user's mask and for no mask."""
+    return None if mask is None or mask.dim() != 4 else CAUSALITY.get(mask.dtype)
 
 
 def is_packed(mask: Tensor | None) -> bool:
@@ -64,7 +74,10 @@ def packed_positions(
 def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
     """Raises: ValueError if a mask hides keys for any reason other than causality, a window, documents or padding."""
     if use_vmap:
-        raise ValueError("or_mask_function and and_mask_function must not be given: fa_train has no custom masks")
+        raise ValueError(
+            "or_mask_function and and_mask_function must not be given, neither by the user nor by the model: fa_train "
+            "has no custom masks. Gemma 3 gives them if token_type_ids are passed; for text, omit token_type_ids"
+        )
     if torch.compiler.is_compiling() or mask_function is None:
         return
     blocks = _block_ids(mask_function)
@@ -72,6 +85,18 @@ def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
         raise ValueError(
             "block_sequence_ids must all be -1: fa_train has no bidirectional blocks, such as those of image tokens"
         )
+
+
+def forbid_later_keys(
+    mask_function: Callable[..., Tensor], batch: int, seqlen_q: int, q_offset: int | Tensor, device: torch.device
+) -> None:
+    """Stops compiled code with an error if a query sees the key after its own, as in a bidirectional block.
+
+    On a GPU, the error is an assertion in a kernel. Call only for causal masks.
+    """
+    rows, places = torch.arange(batch, device=device)[:, None], torch.arange(seqlen_q - 1, device=device) + q_offset
+    later = mask_function(rows, torch.zeros((), dtype=torch.int64, device=device), places, places + 1)
+    torch._assert_async(~later.any(), "a causal mask must not show later keys: fa_train has no bidirectional blocks")
 
 
 def _block_ids(mask_function: Callable[..., Tensor]) -> Tensor | None:
@@ -93,32 +118,36 @@ def encoded(
     seqlen_k: int,
     kv_offset: int,
     written: int | Tensor,
+    causal: bool,
     device: torch.device,
-) -> Tensor | None:
-    """Returns the mask of seqlen_k keys, starting at key kv_offset, or None if no key is masked.
+) -> Tensor:
+    """Returns the mask of seqlen_k keys, starting at key kv_offset. The mask has no columns if no key is masked.
 
     Args:
         attention_mask: (batch, tokens) bool, True for the unmasked tokens. Tokens after the end of attention_mask are
         masked.
         written: the number of keys in the cache. The cache can have additional places for later tokens.
     """
+    runs_dtype, holes_dtype = (RUNS, HOLES) if causal else (BIDIRECTIONAL_RUNS, BIDIRECTIONAL_HOLES)
+    nothing_masked = torch.zeros(batch, 1, 1, 0, dtype=runs_dtype, device=device)
     all_written = isinstance(written, int) and written >= seqlen_k
     if attention_mask is None and all_written:
-        return None
+        return nothing_masked
     is_written = torch.arange(seqlen_k, device=device) < written  # [seqlen_k]
     counts = is_written.expand(batch, -1)
-    dtype = RUNS
+    dtype = runs_dtype
     if attention_mask is not None:
         counts = _of_these_keys(attention_mask.bool(), seqlen_k, kv_offset) & is_written
         if torch.compiler.is_compiling():
-            dtype = HOLES
+            dtype = holes_dtype
         else:
             runs = (counts[:, 1:] & ~counts[:, :-1]).sum(-1) + counts[:, 0]
             all_count, one_run = torch.stack([counts.all(), (runs <= 1).all()]).tolist()  # waits for the GPU once
             if all_count and all_written:
-                return None
-            dtype = RUNS if one_run else HOLES
-    return (counts.to(dtype) * (is_written.sum() + 1))[:, None, None]
+                return nothing_masked
+            dtype = runs_dtype if one_run else holes_dtype
+    mask = counts.to(dtype) * (is_written.sum() + 1) if causal else counts.to(dtype)
+    return mask[:, None, None]
 
 
 def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
@@ -156,7 +185,7 @@ class Keys(NamedTuple):
     def _build(cls, mask: Tensor, seqlen_k: int) -> "Keys":
         counts = _counts(mask, seqlen_k)
         first, n_keys, order = counts.int().argmax(-1), counts.sum(-1), None
-        if mask.dtype != RUNS:
+        if mask.dim() == 2 or mask.dtype not in (RUNS, BIDIRECTIONAL_RUNS):
             first = torch.zeros_like(first)
             order = counts.int().argsort(dim=-1, descending=True, stable=True)
         return cls(first.int(), (first + n_keys).int(), order)

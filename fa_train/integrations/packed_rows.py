@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 
+from fa_kernels.flash_attention.interface import may_read
 from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_kernels.flash_attention.schedule_cache import place_of
 
@@ -55,7 +56,8 @@ def document_schedule(
     """Returns the schedule of a flattened batch. cu_seqlens_q and cu_seqlens_k hold the document boundaries.
 
     Shapes: q (batch, seqlen_q, n_heads, head_dim); k (batch, seqlen_k, n_kv_heads, head_dim).
-    Raises: ValueError unless both cu_seqlens are (n_docs + 1,) integers on q's device.
+    Raises: ValueError unless both cu_seqlens are (n_docs + 1,) integers on q's device, start at 0, do not decrease and
+    end at the last row or before. Values are checked only where flash_attn_varlen_func also checks values.
     """
     for name, x in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
         if x.dim() != 1 or x.numel() < 2 or x.is_floating_point() or x.device != q.device:
@@ -73,6 +75,9 @@ def document_schedule(
     seqlen = max_length if isinstance(max_length, int) and not torch.compiler.is_compiling() else None
 
     def build() -> Schedule:
+        if may_read(cu_seqlens_q):
+            _require_boundaries("cu_seq_lens_q", cu_seqlens_q, total_q)
+            _require_boundaries("cu_seq_lens_k", cu_seqlens_k, total_k)
         queries = cu_seqlens_q.to(torch.int32)
         keys = queries if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.to(torch.int32)
         return build_schedule(queries, keys, total_q, total_k, causal=causal, window_size=window, seqlen=seqlen)
@@ -81,6 +86,12 @@ def document_schedule(
         return build()
     keys = None if cu_seqlens_k is cu_seqlens_q else (WeakIdRef(cu_seqlens_k), cu_seqlens_k._version)
     return kept(cu_seqlens_q, (keys, total_q, total_k, seqlen, causal, window), build)
+
+
+def _require_boundaries(name: str, cu_seqlens: Tensor, total: int) -> None:
+    edges = cu_seqlens.tolist()
+    if edges[0] != 0 or edges != sorted(edges) or edges[-1] > total:
+        raise ValueError(f"{name} must start at 0, must not decrease and must end at {total} or before; got {edges}")
 
 
 def packed_schedule(

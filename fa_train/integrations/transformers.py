@@ -5,9 +5,9 @@
     fa.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fa_train")
 
-Most models that work with flash_attention_2 also work with fa_train. Models with their own attention classes, such as
-Falcon, do not use fa_train. fa_train supports GQA, sliding windows, soft caps, attention sinks, padding, rows packed by
-position_ids or cu_seqlens, and generation with a dynamic or static cache.
+Most models that work with flash_attention_2 also work with fa_train. Other models are refused. fa_train supports GQA,
+sliding windows, soft caps, attention sinks, padding, rows packed by position_ids or cu_seqlens, and generation with a
+dynamic or static cache.
 
 Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only while `key_mask` or
 `packed_schedule` copies numbers from the GPU to the host. In a forward pass, `key_mask` and `packed_schedule` copy
@@ -30,13 +30,16 @@ from fa_kernels.flash_attention.schedule import Schedule
 from fa_train.integrations.key_masks import (
     Keys,
     Padding,
+    causality,
     encoded,
+    forbid_later_keys,
     is_key_mask,
     is_packed,
     packed_positions,
     refuse_other_masks,
     visible_keys,
 )
+from fa_train.integrations.model_classes import refuse_unsupported_classes
 from fa_train.integrations.packed_rows import document_schedule, packed_schedule
 
 NAME = "fa_train"
@@ -47,15 +50,26 @@ REFUSED = {  # {unsupported argument of `attention`: its meaning, for the error 
     "alibi": "ALiBi",
     "block_table": "a paged cache",
     "k_cache": "a paged cache",
+    "indices": "sparse attention to chosen keys",
+    "block_indices": "sparse attention to chosen blocks of keys",
+    "sinks": "sinks under this name (s_aux is supported)",
 }
+
+# Without causality, eager attention in these layers sees sliding_window tokens on each side. Other layers that have a
+# window in both directions pass that number + 1.
+INCLUSIVE_WINDOWS = {"T5GemmaSelfAttention"}
 
 
 def register() -> None:
-    """Registers `attn_implementation="fa_train"` for all models of transformers. Further calls have no effect."""
+    """Registers `attn_implementation="fa_train"` in transformers. Further calls have no effect.
+
+    Afterwards, transformers refuses fa_train for model classes that do not support flash attention.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface  # the import takes seconds
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, key_mask)
+    refuse_unsupported_classes(NAME)
 
 
 def key_mask(
@@ -73,8 +87,8 @@ def key_mask(
     config: Any = None,
     device: torch.device | str = "cpu",
     **_: object,
-) -> Tensor | None:
-    """Returns the mask that `attention` gets in each layer, or None if no key is masked and rows are not packed.
+) -> Tensor:
+    """Returns the mask that `attention` gets in each layer.
 
     transformers calls key_mask once for each kind of layer in a forward pass. The arguments are those of the mask
     functions in transformers. The docstring of key_masks.py describes the result.
@@ -86,19 +100,20 @@ def key_mask(
             f"{NAME} supports at most attention_chunk_size={chunk} keys, because it has no chunked attention; "
             f"got {kv_length + kv_offset}"
         )
+    causal = allow_is_bidirectional_skip is None  # transformers passes this argument only for bidirectional masks
     refuse_other_masks(mask_function, use_vmap)
+    # If a mask can have blocks, transformers sets allow_is_causal_skip to False.
+    if causal and allow_is_causal_skip is False and mask_function is not None and torch.compiler.is_compiling():
+        forbid_later_keys(mask_function, batch_size, q_length, q_offset, torch.device(device))
     # If rows can be packed, transformers sets allow_is_causal_skip to False. Packed rows have no padding and no cache.
-    can_be_packed = allow_is_causal_skip is False and attention_mask is None and mask_function is not None
+    can_be_packed = causal and allow_is_causal_skip is False and attention_mask is None and mask_function is not None
     if can_be_packed and q_length == kv_length and isinstance(q_offset, int) and q_offset == 0:
         packed = packed_positions(mask_function, batch_size, q_length, torch.device(device))
         if packed is not None:
             return packed
-    written: int | Tensor = kv_length
-    # transformers passes allow_is_bidirectional_skip only for bidirectional masks. If a mask is bidirectional, all
-    # kv_length keys are already in the cache.
-    if allow_is_bidirectional_skip is None:
-        written = q_offset + q_length - kv_offset
-    return encoded(attention_mask, batch_size, kv_length, kv_offset, written, torch.device(device))
+    # if a mask is bidirectional, all kv_length keys are already in the cache
+    written = q_offset + q_length - kv_offset if causal else kv_length
+    return encoded(attention_mask, batch_size, kv_length, kv_offset, written, causal, torch.device(device))
 
 
 def attention(
@@ -123,12 +138,14 @@ def attention(
     """Computes the attention of one layer. transformers calls this function through its AttentionInterface.
 
     Args:
-        module: the layer. If the argument is_causal is None, `module.is_causal` is used.
+        module: the layer.
         query: (batch, n_heads, seqlen_q, head_dim).
         key: (batch, n_kv_heads, seqlen_k, head_dim).
         value: (batch, n_kv_heads, seqlen_k, v_head_dim).
         attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask with padding is
             given, position_ids and cu_seqlens are ignored, as in flash_attention_2.
+        is_causal: whether attention is causal. If transformers made attention_mask, the mask decides, as in eager
+            attention, and is_causal is ignored. Otherwise, the default of is_causal is `module.is_causal`.
         scaling: the factor that the scores are multiplied by.
         sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
             also sees the next sliding_window - 1 tokens.
@@ -149,10 +166,13 @@ def attention(
     """
     _require_supported(query, attention_mask, dropout, kwargs)
     q, k, v = (x.transpose(1, 2) for x in _of_one_dtype(module, query, key, value))
+    is_causal = _is_causal(module, attention_mask, is_causal, q.shape[1])
     if is_packed(attention_mask):
         position_ids, attention_mask = attention_mask, None
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+    elif attention_mask is not None and attention_mask.shape[1:] == (1, 1, 0):  # no key is masked
+        attention_mask = None
+    if sliding_window is not None and not is_causal and type(module).__name__ in INCLUSIVE_WINDOWS:
+        sliding_window += 1
     window = (-1, -1)
     if sliding_window is not None and k.shape[1] > sliding_window:
         window = sliding_window - 1, 0 if is_causal else sliding_window - 1
@@ -200,6 +220,18 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
     for name, meaning in REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise ValueError(f"{name} must not be given: {NAME} does not support {meaning}")
+
+
+def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, seqlen_q: int) -> bool:
+    """Returns whether attention is causal. Raises: ValueError if neither the mask nor is_causal nor the layer tells."""
+    asked = causality(attention_mask)
+    if asked is None:
+        asked = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if asked is None and seqlen_q > 1:  # a single query sees the same keys with and without causality
+        raise ValueError(
+            f"is_causal must be True or False; got None, and the layer {type(module).__name__} has no is_causal"
+        )
+    return bool(asked)
 
 
 def _of_one_dtype(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,6 +134,67 @@ def test_an_encoder_and_cross_attention_see_no_padding():
     assert_as_accurate_as_eager(model, tokens(2, 11), weight, attention_mask=LEFT, decoder_input_ids=tokens(2, 5))
 
 
+@pytest.mark.parametrize("mask", [torch.ones_like(LEFT), LEFT, HOLES.repeat(1, 2)], ids=["all", "left", "holes"])
+def test_the_mask_decides_about_causality(mask):
+    """The layers of both models say that they are bidirectional, but transformers asks for a causal mask."""
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = transformers.Aimv2TextConfig(**sizes, num_hidden_layers=1, max_position_embeddings=32, eos_token_id=2)
+    model, ids = transformers.Aimv2TextModel(config).eval(), tokens(*mask.shape)
+    assert not model.encoder.layers[0].attention.is_causal
+    results = []
+    with torch.no_grad():
+        for implementation in ("eager", fa.NAME):
+            model.set_attn_implementation(implementation)
+            results.append(model(ids, attention_mask=mask).last_hidden_state[mask == 1])
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_decoder_that_says_that_it_is_bidirectional_is_causal():
+    config = transformers.PegasusXConfig(
+        vocab_size=VOCAB, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.PegasusXModel(config).eval()
+    inputs, results = {"input_ids": tokens(1, 6), "decoder_input_ids": tokens(1, 8)}, []
+    for implementation in ("eager", fa.NAME):
+        model.set_attn_implementation(implementation)
+        results.append(model(**inputs, use_cache=False).last_hidden_state)
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, HOLES], ids=["all", "left", "holes"])
+@torch.no_grad()
+def test_a_bidirectional_mask_needs_no_is_causal_in_layers(mask):
+    layer, config = torch.nn.Identity(), transformers.LlamaConfig(attn_implementation=fa.NAME)
+    batch, seqlen = (2, 11) if mask is None else mask.shape
+    q, k, v = torch.randn(3, batch, 2, seqlen, 16)
+    asked = masking_utils.create_bidirectional_mask(config, torch.zeros(batch, seqlen, 2), mask)
+    o, _ = fa.attention(layer, q, k, v, asked, is_causal=True)
+    keys = None if mask is None else mask[:, None, None].bool()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keys).transpose(1, 2)
+    torch.testing.assert_close(o, expected)
+    with pytest.raises(
+        ValueError, match="is_causal must be True or False; got None, and the layer Identity has no is_"
+    ):
+        fa.attention(layer, q, k, v, None)
+
+
+@torch.no_grad()
+def test_the_window_of_t5gemma_is_that_of_eager_attention():
+    module = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    module |= {"vocab_size": VOCAB, "head_dim": 8, "sliding_window": 3, "num_hidden_layers": 1}
+    config = transformers.T5GemmaConfig(encoder=dict(module), decoder=dict(module), vocab_size=VOCAB)
+    model = transformers.T5GemmaForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    inputs, results = {"input_ids": tokens(1, 12), "decoder_input_ids": tokens(1, 4), "use_cache": False}, []
+    assert model.model.encoder.layers[0].self_attn.sliding_window == 3
+    for implementation in ("eager", fa.NAME):
+        model.set_attn_implementation(implementation)
+        results.append(model(**inputs).encoder_last_hidden_state)
+    torch.testing.assert_close(results[1], results[0])
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(
     ("name", "mask"),
@@ -248,6 +309,11 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch):
         run({}, attention_mask=torch.ones(1, 1, 1, 4, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"head_dim must be from 1 to 256; got 264"):
         run({"head_dim": 264})
+    for name in ("indices", "block_indices", "sinks"):
+        with pytest.raises(ValueError, match=f"^{name} must not be given"):
+            run({}, **{name: torch.zeros(1, 4)})
+    with pytest.raises(ValueError, match=r"cu_seq_lens_k must start at 0, .* end at 4 or before; got \[0, 3, 5\]"):
+        run({}, cu_seq_lens_q=torch.tensor([0, 3, 4]), cu_seq_lens_k=torch.tensor([0, 3, 5]))
     with pytest.raises(ValueError, match=r"cu_seq_lens_k must be .* integers on cpu; got .*float32"):
         run({}, cu_seq_lens_q=CU_SEQLENS, cu_seq_lens_k=CU_SEQLENS.float())
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -263,16 +329,30 @@ def test_masks_other_than_causality_windows_and_padding_are_refused():
         masking_utils.create_causal_mask(*inputs, or_mask_function=lambda b, h, q, k: q >= k)
     with pytest.raises(ValueError, match="no bidirectional blocks"):
         masking_utils.create_causal_mask(*inputs, block_sequence_ids=blocks)
-    assert masking_utils.create_causal_mask(*inputs, block_sequence_ids=torch.full_like(blocks, -1)) is None
+    assert masking_utils.create_causal_mask(*inputs, block_sequence_ids=torch.full_like(blocks, -1)).shape[-1] == 0
     with pytest.raises(ValueError, match=r"at most attention_chunk_size=3 keys.*; got 4"):
         masking_utils.create_chunked_causal_mask(*inputs)
 
 
+@pytest.mark.slow
+def test_compiled_code_refuses_bidirectional_blocks():
+    config = transformers.LlamaConfig(attn_implementation=fa.NAME)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def mask(blocks: Tensor) -> Tensor:
+        return masking_utils.create_causal_mask(config, torch.zeros(1, 4, 2), None, None, block_sequence_ids=blocks)
+
+    assert key_masks.causality(mask(torch.tensor([[-1, -1, -1, -1]])))
+    with pytest.raises(RuntimeError, match="fa_train has no bidirectional blocks"):
+        mask(torch.tensor([[-1, 0, 0, -1]]))
+
+
 def test_masks_of_a_static_cache_tell_how_many_keys_it_holds():
     user = torch.tensor([[0, 0, 1, 1, 1]]).bool()
-    mask = key_masks.encoded(user, 1, 8, 0, 5, user.device)
+    mask = key_masks.encoded(user, 1, 8, 0, 5, True, user.device)
     assert mask.dtype == key_masks.RUNS and mask.tolist() == [[[[0, 0, 6, 6, 6, 0, 0, 0]]]]
-    assert key_masks.encoded(user, 1, 3, 2, 3, user.device) is None  # none of the keys 2 to 4 is padding
+    # none of the keys 2 to 4 is padding
+    assert key_masks.encoded(user, 1, 3, 2, 3, True, user.device).shape == (1, 1, 1, 0)
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def flash_attn_varlen_func(
     _require_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
     if block_table is not None:
         k, v = _from_pages(k, v, block_table, cu_seqlens_k, max_seqlen_k)
-    if _may_read(cu_seqlens_q):
+    if may_read(cu_seqlens_q):
         _require_documents("q", cu_seqlens_q, q.shape[0], max_seqlen_q)
         _require_documents("k", cu_seqlens_k, k.shape[0], max_seqlen_k)
     _require_offered(dropout_p, out_dtype)
@@ -343,7 +343,7 @@ def _from_pages(
             f"max_seqlen_k must be at most {capacity}, the number of tokens that a row of block_table can hold; "
             f"got {max_seqlen_k}"
         )
-    if _may_read(block_table):
+    if may_read(block_table):
         used = torch.arange(0, capacity, page_size, device=k.device) < cu_seqlens_k.diff()[:, None]
         wrong = block_table[used & ((block_table < 0) | (block_table >= n_pages))]
         if wrong.numel():
@@ -397,7 +397,7 @@ def _seqlen_that_decides(max_seqlen: int) -> int | None:
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 
-def _may_read(cu_seqlens: Tensor) -> bool:
+def may_read(cu_seqlens: Tensor) -> bool:
     """Returns whether the host is allowed to read the values of cu_seqlens.
 
     To read values on a GPU, the host must wait for the GPU.

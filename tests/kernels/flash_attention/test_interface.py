@@ -399,7 +399,7 @@ def test_any_wrong_documents_stay_in_bounds(edges, causal):
     cu = torch.tensor(edges, dtype=torch.int32, device=DEVICE)
     slopes = torch.zeros(len(edges) - 1, 1, device=DEVICE) if len(edges) > 1 else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fa_kernels.flash_attention.interface._may_read", lambda _: False)
+        patch.setattr("fa_kernels.flash_attention.interface.may_read", lambda _: False)
         o = flash_attn_varlen_func(*memory[:, 50:100], cu, cu, 50, 50, causal=causal, alibi_slopes=slopes)
     assert torch.isfinite(o).all()
 

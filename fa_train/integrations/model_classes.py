@@ -1,0 +1,49 @@
+"""Refuses model classes of transformers that do not support flash attention.
+
+transformers checks whether a model class supports flash_attention_2, but checks nothing for the attention of another
+package. Many model classes without support compute attention themselves, and would lose their masks without an error.
+"""
+
+from functools import wraps
+from typing import Any
+
+from fa_train.private_names import replace_private
+
+# transformers refuses flash_attention_2 for these classes. fa_train only refuses the inputs that it does not support:
+# image tokens of Gemma 3, and sequences of Llama 4 that are longer than a chunk.
+ALSO_SUPPORTED = {"Gemma3Model", "Gemma3ForConditionalGeneration", "Llama4PreTrainedModel"}
+
+
+def refuse_unsupported_classes(name: str) -> None:
+    """Makes transformers check a model's class before the model uses the attention `name`.
+
+    The check runs whenever a model is built or loaded, and in `set_attn_implementation`, also for sub-models. Further
+    calls have no effect.
+    """
+    from transformers import PreTrainedModel  # the import takes seconds
+
+    original = PreTrainedModel.get_correct_attn_implementation
+    if getattr(original, "checks_for", None) == name:
+        return
+
+    @wraps(original)
+    def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested_attention == name:
+            require_supported(type(self), name)
+        result: str = original(self, requested_attention, *args, **kwargs)
+        return result
+
+    checked.checks_for = name  # type: ignore[attr-defined]
+    replace_private("transformers", PreTrainedModel, "get_correct_attn_implementation", checked)
+
+
+def require_supported(model_class: type, name: str) -> None:
+    """Raises: ValueError if transformers would refuse flash attention for model_class, and so must fa_train."""
+    declared = any(getattr(model_class, flag, False) for flag in ("_supports_flash_attn", "_supports_flash_attn_2"))
+    if declared or ALSO_SUPPORTED & {base.__name__ for base in model_class.__mro__}:
+        return
+    raise ValueError(
+        f'attn_implementation="{name}" must be used with a model class that supports flash attention; got '
+        f"{model_class.__name__}, whose attribute _supports_flash_attn is not True. To use {name} only in a sub-model "
+        f'that supports it, pass a dict, such as attn_implementation={{"text_config": "{name}"}}'
+    )
