@@ -108,7 +108,7 @@ def flash_attn_func(
     _require_offered(dropout_p, out_dtype)
     window = window_of(window_size)
     schedule = kept_schedule(batch, seqlen_q, seqlen_k, q, causal, window)
-    # Calls that build a schedule, or use ALiBi or fp8, start work on the GPU below, so arguments are checked here.
+    # Arguments are checked here if the next lines start work on the GPU for a schedule, for ALiBi or for fp8.
     # In all other calls, backend.py checks the arguments before any work on the GPU.
     if schedule is None or alibi_slopes is not None or q.dtype == FP8:
         require_consistent(q, k, v, sinks)

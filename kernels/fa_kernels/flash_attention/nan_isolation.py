@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks, so a tile can have up to two times 64 rows
+ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks of 64 rows, so a tile can have up to 128 rows
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def isolate_nan(x):
     sees a key whose row of V contains inf or NaN. `isolate_nan` doubles the instructions of a masked loop, so kernels
     for one document are compiled without `isolate_nan`.
     """
-    zeros = x * 0.0  # `zeros` is NaN where x is inf or NaN
+    zeros = x * 0.0  # x * 0 is 0 where x is finite, and NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)
 
 

@@ -3,8 +3,8 @@
 This file does no arithmetic; backend.py runs the kernels. torch.ops.flash_attention.forward and .backward are
 registered operators. torch.compile does not break the graph at registered operators, and checkpoint policies can name
 them. Torch's dispatcher and registered autograd take more host time than a short attention call takes on the GPU.
-`flash_attention_forward` therefore skips the layers of torch that a call does not need. The table lists the
-functions that run in each kind of call:
+`flash_attention_forward` therefore uses torch's dispatcher and registered autograd only in calls that need them. The
+table lists the functions that run in each kind of call:
 
 | observed?     | gradients? | forward                                       | backward          |
 |:--------------|:-----------|:----------------------------------------------|:------------------|
@@ -14,9 +14,10 @@ functions that run in each kind of call:
 | yes, eager    | yes        | _Attention: forward_operator                  | backward_operator |
 | yes, compiled | either     | forward_operator, with registered autograd    | backward_operator |
 
-A call is observed if code outside this file could watch operators (see `observed`). The backward pass calls
-`observed` again. Operators of torch accept no Schedule and no Features. The registered operators receive the
-seven tensors of a Schedule as a list. ALiBi is passed to the operators as a list of three tensors, or as an empty list.
+A call is observed if a compiler, a profiler or other code outside this file could intercept or record the call's
+operators (see `observed`). The backward pass calls `observed` again. Operators of torch accept no Schedule and no
+Features. The registered operators receive the seven tensors of a Schedule as a list. ALiBi is passed to the operators
+as a list of three tensors, or as an empty list.
 """
 
 import math

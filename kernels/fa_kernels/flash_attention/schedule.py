@@ -43,8 +43,8 @@ class Schedule(NamedTuple):
     key_tiles: Tensor  # (ceil(total_k / WORK_TILE),), sorted like query_tiles, or ascending if documents are short
     wide_query_tiles: Tensor  # (ceil(total_q / WIDE_TILE),), sorted like query_tiles
     length_class: LengthClass  # determines which kernels run; the host computes it without waiting for the GPU
-    # crosses_documents is True if there are several documents, or if tokens may follow the last document. If it is
-    # True, kernels isolate NaN, so that NaN in one document does not reach other documents.
+    # `crosses_documents` is True if there are several documents, or if tokens may follow the last document. If
+    # `crosses_documents` is True, kernels isolate NaN, so that NaN in one document does not reach other documents.
     crosses_documents: bool
     is_one_causal_document: bool  # if True, scaled_dot_product_attention can use is_causal=True instead of a mask
 
@@ -287,7 +287,7 @@ class _Paired(NamedTuple):
 
 
 def _paired(own: _Side, other: _Side) -> _Paired:
-    """Returns a `_Paired` for the tokens in `own`. The fields of the `_Paired` hold indices of tokens in `other`."""
+    """Returns `start`, `end` and `aligned` for each token in `own`, as indices of tokens in `other`."""
     start, end = other.starts[own.document], other.ends[own.document]
     return _Paired(start, end, own.token if own is other else own.token - own.ends[own.document] + end)
 

@@ -35,17 +35,19 @@ ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer b
 class _Side:
     """The inputs from which a kernel computes the ranges of queries, or the ranges of keys.
 
-    The range of a query contains keys, and the range of a key contains queries.
+    The range of a query contains keys, and the range of a key contains queries. For the ranges of queries, `before` is
+    the window's `left`, and `after` is the window's `right`. For the ranges of keys, `before` is the window's `right`,
+    and `after` is the window's `left`.
     """
 
     own_ptr: tl.tensor  # cu_seqlens of the tokens whose ranges are computed, for example of the queries
-    other_ptr: tl.tensor  # cu_seqlens of the tokens that the ranges contain, for example of the keys
+    other_ptr: tl.tensor  # cu_seqlens of the keys (for ranges of queries), or of the queries (for ranges of keys)
     n_edges: tl.tensor  # the number of elements of cu_seqlens
     stride: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
-    total_other: tl.tensor  # the total number of tokens that ranges can contain, for example the number of keys
-    before: tl.tensor  # the window's `left` for ranges of queries, and `right` for ranges of keys; -1 means all
-    after: tl.tensor  # the window's `right` for ranges of queries, and `left` for ranges of keys; -1 means all
+    total_other: tl.tensor  # the number of all keys (for ranges of queries), or of all queries (for ranges of keys)
+    before: tl.tensor  # the maximum number of tokens before the aligned token in a range; -1 means no maximum
+    after: tl.tensor  # the maximum number of tokens after the aligned token in a range; -1 means no maximum
 
 
 @structure
@@ -107,8 +109,8 @@ def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr
 def _length_of(tiles, side, total, TILE: tl.constexpr):
     """Returns for each tile the length of its first or its last document, whichever is longer.
 
-    The length is the document's number of keys if the tiles contain queries, and the document's number of queries if
-    the tiles contain keys.
+    For tiles of queries, the length of a document is its number of keys. For tiles of keys, the length of a document is
+    its number of queries.
     """
     first = tiles * TILE
     last = tl.minimum(first + TILE, total) - 1
@@ -193,7 +195,9 @@ class _Layout(NamedTuple):
     """The layout of a schedule's tensors in one int32 buffer, and the number of programs that fill the buffer."""
 
     size: int  # the size of the buffer in elements
-    sizes: list[int]  # sizes of the buffer's parts: first 0, for empty tensors, then one size per tensor or padding
+    # The sizes of the parts into which the buffer is split. Part 0 has size 0, and stands for all empty tensors. Each
+    # other part is one tensor or padding.
+    sizes: list[int]
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # returns the tensors in the order of Schedule's fields
     programs: int
 

@@ -51,9 +51,9 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 def alibi_bias(slope, aligned, keys):
     """Computes ALiBi's bias in log2 units: -slope * |aligned - key| (arXiv:2108.12409).
 
-    aligned: the key that each query is aligned with. The last query of a document is aligned with the document's last
-    key. slope and aligned have one value per query, and broadcast against keys: [M, 1] with [1, N], or [1, M] with
-    [N, 1].
+    aligned: the key that each query is aligned with. A document's last query is aligned with the document's last key.
+    Shapes: `slope` and `aligned` [M, 1] and `keys` [1, N], or `slope` and `aligned` [1, M] and `keys` [N, 1]. M is the
+    number of queries, and N is the number of keys.
     """
     return slope * -LOG2_E * tl.abs(aligned - keys).to(tl.float32)
 

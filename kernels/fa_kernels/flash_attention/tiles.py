@@ -230,7 +230,7 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 
     tests/kernels/aot/test_portable.py checks that the bound is close to what Triton reports.
     """
-    if arch == "unknown":  # the largest bound of all known architectures
+    if arch == "unknown":  # returns an upper bound of shared memory for all known architectures
         return max(shared_bytes(known, tiles, head_dim, v_head_dim, direction, itemsize) for known in SHARED_LIMIT)
     whole = _shared_of_one_product(arch, tiles, head_dim, v_head_dim, direction, itemsize)
     if itemsize == 4:
@@ -241,13 +241,13 @@ def shared_bytes(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, 
 def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass) -> int:
     """Returns the bytes of shared memory for fp32 inputs, if each matmul is computed as three TF32 products.
 
-    Each fp32 value is split into two TF32 values, which are called the upper part and the lower part. The upper part
-    takes 4 bytes of shared memory, and so does the lower part. Blocks are prefetched in fp32, and split in registers,
-    one column block at a time. The current block is the block that the program multiplies. For the tiles that a program
-    keeps, and for the current block, shared memory holds the upper and the lower part of each element, 8 bytes per
-    element. With mma.sync, the upper and lower parts of the current block are in registers, and shared memory holds the
-    current block only in fp32, 4 bytes per element. Kernels for dK and dV need 8 bytes per element of the current block
-    even with mma.sync, because they store the block a second time, transposed.
+    Each fp32 value is split into two TF32 values, which are called the upper part and the lower part. Blocks are
+    prefetched in fp32, and split in registers, one column block at a time. The current block is the block that the
+    program multiplies. For the tiles that a program keeps, and for the current block, shared memory holds the upper and
+    the lower part of each element, 8 bytes per element. With mma.sync, the upper and lower parts of the current block
+    are in registers, and shared memory holds the current block only in fp32, 4 bytes per element. Kernels for dK and dV
+    need 8 bytes per element of the current block even with mma.sync, because they store the block a second time,
+    transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """
@@ -269,7 +269,7 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 def _shared_of_one_product(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int
 ) -> int:
-    """Returns the bytes of shared memory, if no matmul is computed as three TF32 products.
+    """Returns the bytes of shared memory that a program needs if each matmul is one product, not three TF32 products.
 
     The returned bytes include the tiles that a program keeps, the blocks that the program loads, and the memory in
     which the program converts tensors to another layout.
@@ -305,7 +305,8 @@ def _shared_of_one_product(
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
     """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
 
-    The program itself writes P, dS, and copies of loaded blocks in which 0 replaces NaN.
+    The operands that the program writes to shared memory are P, dS, and copies of loaded blocks. In the copies, 0
+    replaces NaN.
     """
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory

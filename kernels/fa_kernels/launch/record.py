@@ -46,12 +46,12 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
-MAX_KEYS = 512  # maximum number of keys; one more key removes all recordings, because many recordings may be obsolete
+MAX_KEYS = 512  # maximum number of keys in `_KEYS`; one more key removes all entries, as many may be obsolete
 MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
 ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
 # Temporary tensors up to this size share one allocation, as an allocation costs at least 1.4 us of host time. Kernels
-# that use a larger temporary tensor run long enough to hide the host time of its allocation.
+# that use a temporary tensor of more than 16 MiB run for longer than the host needs to allocate the tensor.
 SHARED_BYTES = 2**24
 SLICE_ALIGNMENT = 512  # bytes, the alignment of allocations by torch
 

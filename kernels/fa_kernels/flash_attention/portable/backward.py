@@ -372,7 +372,7 @@ def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, 
 def backward_constants(q: Tensor, v: Tensor, features: Features) -> dict[str, Any]:
     """Returns the constexpr arguments that the kernels of this file and repair_backward share.
 
-    Tile sizes are not included.
+    The returned dictionary does not contain tile sizes.
     """
     return dict(
         HAS_SOFTCAP=features.softcap != 0.0, HAS_ALIBI=bool(features.alibi), GROUP=q.shape[1] // v.shape[1],

@@ -19,7 +19,7 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
-    halves: bool = False  # whether dS = P * (slope of the soft cap) * (dP - delta) is multiplied in 16 bits
+    halves: bool = False  # whether dS = P * (slope of the soft cap) * (dP - delta) is a product of bf16 factors
     ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
     after_dp: bool = False  # with `ahead`: the next step's matmul S starts only when this step's dP is complete
     lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it
@@ -70,8 +70,8 @@ def config_of(
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
-    With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, there is no queue, and each program
-    has only one work item. If programs of an ordered call took work items from a queue, a running program could wait
+    With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, tiles of keys add to dQ in a fixed
+    order, so each program has only one work item, and there is no queue. With a queue, a running program could wait
     forever for a program that has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

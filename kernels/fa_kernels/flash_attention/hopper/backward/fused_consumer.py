@@ -1,8 +1,8 @@
 """The consumer warpgroups of the fused backward kernel (fused.py). A consumer computes dK and dV of 64 keys.
 
 A step processes one block of queries: it computes S^T = K Q^T, dP^T = V dO^T and dS^T. A step also writes dS^T for the
-dQ warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S, and then uses this S. The
-function `_step_ahead` receives the S that the previous step has computed, and computes S of the next step. In
+dQ warpgroup, adds P^T dO to dV, and adds dS^T Q to dK. The function `_step` computes S of the step that it processes.
+The function `_step_ahead` receives the S that the previous step has computed, and computes S of the next step. In
 `_step_ahead`, the tensor cores work while the consumer computes the exponentials and dS.
 """
 

@@ -3,9 +3,9 @@
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
 one tile of keys. The program adds the tile's part to dQ of a block, waits until the sum is in memory, and then writes
 the number of the tile to the block's semaphore. Tile t adds to dQ only after the semaphore is at least t - 1.
-Each key is seen by one range of queries. The start and the end of a key's range of queries never decrease from one key
-to the next, so the tiles that add to dQ of one block have consecutive numbers. Tile t waits at a block only if tile
-t - 1 adds to dQ of that block.
+Each key is seen by one range of queries. From one key to the next, the first and the last query that see the key move
+forward or stay the same. The tiles of keys that add to dQ of one block of queries therefore have consecutive numbers.
+Tile t waits at a block only if tile t - 1 adds to dQ of that block.
 
 The kernel cannot deadlock, because a tile waits only for the tile before it, and semaphores never decrease. Each
 program has one tile, and programs start in ascending order. The unfinished tile with the lowest number never waits,
@@ -42,7 +42,7 @@ class OrderBarriers:
 
     due: one mbarrier for each place in the ring of dS. `due` signals that a step is allowed to add its part to dQ.
     added: `_PLACES` mbarriers. `added` signals that TMA has added a step's dQ to the sum in global memory.
-    noted: `_PLACES` mbarriers. `noted` signals that `raise_semaphores` has received a signal of `added`.
+    noted: `_PLACES` mbarriers. `noted` signals that `raise_semaphores` has received the signal `added` of a step.
     """
 
     due: gl.shared_memory_descriptor  # [DS_STAGES]
@@ -148,8 +148,8 @@ def _wait_for(semaphore, number):
 def _raise(semaphore, number):
     """Raises a semaphore to `number`. One warp calls this function.
 
-    When `_wait_for(semaphore, number)` returns in another program, the other program sees all writes that this warp saw
-    before the call of `_raise`.
+    Writes that are visible to this warp before it calls `_raise` are visible to another program as soon as the other
+    program's call `_wait_for(semaphore, number)` has returned.
     """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0; }"

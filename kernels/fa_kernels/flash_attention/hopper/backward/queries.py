@@ -7,8 +7,8 @@ bits. The kernel of keys.py or wide.py computes dK and dV before the kernel for 
 kernel for dK and dV compute the scores.
 
 For one block of scores, the table gives lower bounds on the time in cycles of a multiprocessor. The bounds are computed
-from the throughputs in wide.py. The row for head_dim 128 is for a block of scores of 128 queries and 128 keys. The row
-for head_dim 256 is for a block of scores of 128 queries and 64 keys. A soft cap doubles the time of the exponentials.
+from the throughputs in wide.py. At head_dim 128, a block of scores has 128 queries and 128 keys. At head_dim 256, a
+block of scores has 128 queries and 64 keys. A soft cap doubles the time of the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|

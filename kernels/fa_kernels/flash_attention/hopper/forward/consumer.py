@@ -294,4 +294,4 @@ def consume(
         fields = read(work.queue, item_index)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
-        wait_pingpong(CONSUMER)  # matches the last consumer's final pass_pingpong
+        wait_pingpong(CONSUMER)  # consumer 0 receives the signal of the last consumer's last call of `pass_pingpong`

@@ -103,7 +103,8 @@ def exponentials(scores, row_max, row_sum, softmax_scale, dtype: gl.constexpr, H
     p, row_max, row_sum, factor = map_threads(
         _of_thread, (scores, along_rows(row_max, scores), along_rows(row_sum, scores), scale), (dtype, MAX_FIRST)
     )
-    pairs = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))[0]  # p holds each pair of probabilities twice
+    # One int32 packs the probabilities of two adjacent columns, and `p` holds this int32 in each of the two columns.
+    pairs = gl.split(gl.reshape(p, [p.shape[0], p.shape[1] // 2, 2]))[0]
     return Exponentials(pairs, first_columns(row_max), first_columns(row_sum), first_columns(factor))
 
 

@@ -69,7 +69,8 @@ def both_at(a, b, place):
 def with_rest_at(tiles, buffers, place):
     """Returns the tile of each buffer at index `place`.
 
-    The argument `tiles` must already hold the tiles of the first `len(tiles)` buffers.
+    The argument `tiles` is a tuple that holds the tiles of the first buffers at index `place`. The function adds the
+    tiles of all later buffers.
     """
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)

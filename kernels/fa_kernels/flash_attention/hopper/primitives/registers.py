@@ -36,7 +36,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """A Triton code generator that calls a function with all values in one tuple, and with the items of `constants`."""
+    """A Triton code generator that passes all values to a function as one tuple, and then each constant separately."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
@@ -96,7 +96,7 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N] with hidden elements replaced by `OTHERWISE`. Row i keeps the columns start[i] to end[i] - 1.
+    """Returns x [M, N], but with `OTHERWISE` in row i outside the columns start[i] to end[i] - 1.
 
     x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """

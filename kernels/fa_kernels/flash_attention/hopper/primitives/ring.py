@@ -68,5 +68,8 @@ def wait_empty(empty, number):
 
 @gluon.jit
 def place_of(number, PLACES: gl.constexpr):
-    """Returns the place in a ring that the fill with index `number` writes, and the phase of the place's mbarriers."""
+    """Returns the place in a ring for the block of data with index `number`, and the phase of the place's mbarriers.
+
+    Blocks of data are numbered from 0 in the order in which they are written to the ring.
+    """
     return number % PLACES, (number // PLACES) & 1
