@@ -78,7 +78,8 @@ def require_groups(world_size: int, context: int) -> None:
 def ranks_per_copy(devices: int, replicas: int) -> int:
     """Returns the number of devices over which strategy=fsdp shards each copy of the model.
 
-    Raises: ValueError if there is only one device, or replicas does not divide the devices into groups of at least 2.
+    Raises: ValueError if there is only one device, or if the devices cannot be divided into `replicas` equal groups of
+    at least 2 devices.
     """
     if devices == 1:
         raise ValueError(

@@ -80,8 +80,8 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
 def gradient_buckets(strategy: Mapping[str, Any], devices: int) -> Buckets:
     """Returns how DDP stores gradients in a run, or "none" if the run does not use DDP.
 
-    strategy: the node `strategy` of the config. Only the node of strategy=auto has the key `accelerator`. strategy=auto
-    uses DDP if there are several devices.
+    strategy: the node `strategy` of the config. Only the config of strategy=auto has the key `strategy.accelerator`.
+    strategy=auto uses DDP if there are several devices.
     devices: the number of devices on all machines.
     """
     if early_checks.is_fsdp(strategy) or ("accelerator" in strategy and devices == 1):

@@ -63,8 +63,9 @@ class Node:
 class Root(TypedDict):
     """The keys at the root of the config, in the order in which they are checked.
 
-    Some nodes contain a copy of another node. For example, trainer.strategy is a copy of `strategy`. The node
-    `strategy` is checked before trainer.strategy, so an error about a wrong value names the key that the user has set.
+    Some nodes of the config contain a copy of another node. For example, trainer.strategy is a copy of `strategy`. The
+    node `strategy` is checked before trainer.strategy, so an error about a wrong value names the key that the user has
+    set.
     """
 
     seq_len: PositiveInt
@@ -203,7 +204,7 @@ def run_folder(run_name: object) -> str:
 def unknown_key(key: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown key.
 
-    If some options of the key's config group have the key, the message names these options. If no option has the key,
+    If the key exists in some options of its config group, the message names these options. If no option has the key,
     the message suggests another key. The suggestion comes from OTHER_NAMES, or is the most similar key in `known`. If
     there is no similar key, the message lists the keys of the node.
     """
@@ -288,8 +289,8 @@ def _keys_of_typed_dict(definition: Any) -> Keys:
 def _hidden_error(target: Any) -> ImportError | None:
     """Returns the ImportError of an import inside the target's module, or None if there is no such error.
 
-    For example, the target's module may import a package that is not installed. If the target's module is inside a
-    package, pkgutil.resolve_name raises an AttributeError instead of the ImportError.
+    For example, the target's module may import a package that is not installed. If an import fails in a module that is
+    inside a package, pkgutil.resolve_name hides the ImportError and raises an AttributeError.
     """
     try:
         importlib.import_module(str(target).rpartition(".")[0])
@@ -325,7 +326,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         return Keys(HYDRA_KEYS, frozenset(), others=True)
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
-        # `function` itself sets the positional parameters of `other`, so a config may omit these parameters.
+        # a config need not set the positional parameters of `other`, because `function` passes their values to `other`
         passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from fa_train.parallel.context.shard import ContextShard
 if TYPE_CHECKING:
     from fa_train.data.datamodule import PackedDataModule  # a circular import
 
-VALIDATION_SEED = 0  # shuffles the rows of validation, whatever the seed of the run is
+VALIDATION_SEED = 0  # the seed for shuffling the validation rows, which does not depend on the run's seed
 SAMPLED_ROWS = 256  # the number of rows from which the mean document length is estimated
 
 

@@ -201,11 +201,11 @@ class PackedDataModule(L.LightningDataModule):
         self._resumed = state_dict
 
     def _changes(self) -> list[str]:
-        """Returns a line for each setting of `state_dict` that differs from the setting in the checkpoint.
+        """Compares this run's `state_dict` with the checkpoint's `state_dict`, and returns lines that name differences.
 
-        If this run and the checkpoint have equal settings, returns a line for each number of rows in `counts` that
-        differs. If `settings` and `counts` are equal, returns a line for each difference in `sources`, the sources of a
-        mixture.
+        The entries of `state_dict` are compared in this order: `settings`, `counts` (the numbers of rows), and
+        `sources` (the sources of a mixture). The differences in an entry are returned only if all earlier entries are
+        equal.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))

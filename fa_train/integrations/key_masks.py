@@ -9,14 +9,16 @@ int8 and int16 masks are bidirectional. If no key is masked, the mask has no col
 
 The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The mask is 0 at masked keys. At
 unmasked keys, a bidirectional mask is 1, and a causal mask is `n + 1`, where n is the number of keys in the cache. A
-static cache also has places for later tokens, so the number of keys in the cache can be less than seqlen_k. In each row
-of a float64 or int8 mask, the unmasked keys are contiguous, so layers leave the keys in place. In a row of an int64 or
-int16 mask, masked keys can be between unmasked keys, so layers move the unmasked keys to the front.
+static cache also has places for later tokens, so the number of keys in the cache can be less than seqlen_k. If the
+dtype of a mask is float64 or int8, the unmasked keys of each row are contiguous, so layers leave the keys in place. If
+the dtype is int64 or int16, masked keys can be between unmasked keys, so layers move the unmasked keys of each row to
+the front.
 
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
 A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. If a user passes a mask, layers move the
-unmasked keys to the front, and assume that the cache is full.
+unmasked keys of each row to the front. From a user's mask, layers cannot tell how many keys are in the cache, and
+assume one key for each column of the mask.
 """
 
 from collections.abc import Callable

@@ -12,8 +12,8 @@ dynamic or static cache.
 Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only while `key_mask` or
 `packed_schedule` copies numbers from the GPU to the host. In a forward pass, `key_mask` and `packed_schedule` copy
 numbers once for all layers with the same window. Under torch.inference_mode, but not under torch.no_grad,
-`packed_schedule` copies numbers from the GPU again in each layer. Code that torch.compile has compiled copies no
-numbers from the GPU to the host.
+`packed_schedule` copies numbers from the GPU again in each layer. Compiled code never copies numbers from the GPU to
+the host.
 """
 
 import os

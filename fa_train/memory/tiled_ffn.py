@@ -70,8 +70,8 @@ def tiled_mlp(
 class _Backward(torch.autograd.Function):
     """The autograd node whose backward computes the FFN's gradients. Its output is a placeholder without memory.
 
-    The forward of `_Backward` runs before the forward of `_Forward`, and saves all tensors before the FFN is computed.
-    Activation checkpointing recomputes a block only until all saved tensors exist again, so the recomputation ends
+    First, `_Backward.forward` saves all tensors that the backward pass needs, and then `_Forward.forward` computes the
+    FFN. Activation checkpointing recomputes a block only until all saved tensors exist again, so the recomputation ends
     before the FFN.
     """
 

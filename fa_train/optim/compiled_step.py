@@ -97,7 +97,7 @@ class CompiledStep:
         self._update(weight, local(parameter.grad), state, scalars, group)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Returns the initial state of a parameter, without the number of steps."""
+        """Returns the initial optimizer state of a parameter, without the entry `step`."""
         raise NotImplementedError
 
     def _update(

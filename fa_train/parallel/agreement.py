@@ -24,8 +24,8 @@ class Agreement:
     def largest(self, answer: int) -> int:
         """Returns the maximum of the answers that all ranks passed to the previous call. The first call returns 0.
 
-        Each call starts an all-reduce of the ranks' answers, until a maximum other than 0 is found. All later calls
-        return this maximum, and start no all-reduce.
+        Until a maximum other than 0 is found, each call starts an all-reduce of the ranks' answers. After a maximum
+        other than 0 is found, each call returns this maximum, and starts no all-reduce.
         """
         if self._asked is not None:
             self._asked.wait()

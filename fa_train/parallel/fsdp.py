@@ -177,8 +177,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def _load_whole(self, path: Path) -> dict[str, Any]:
         """Loads the checkpoint file of an unsharded run. Each rank copies its shard of each tensor.
 
-        The file numbers optimizer states by the order of parameters in the optimizer's groups. Lightning's own loader
-        cannot be used, because it expects the order of parameters in the model. Torch's option
+        In the file, optimizer states are numbered in the order of the parameters in the optimizer's groups. Lightning's
+        own loader cannot be used, because that loader expects the order of parameters in the model. Torch's option
         full_state_dict is used for weights only. With full_state_dict, torch sends tensors between ranks, but gloo
         cannot send the low bits of adamw_master, which are int16.
         """

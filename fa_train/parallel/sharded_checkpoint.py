@@ -292,7 +292,7 @@ def _paths(folder: Path, metadata: Metadata) -> Iterator[tuple[str, tuple[Any, .
 def _by_place(folder: Path, states: dict[str, Any], groups: dict[int, Any]) -> dict[str, Any]:
     """Converts an optimizer's state to torch.optim's format: numbers replace the names of parameters.
 
-    Raises: CheckpointError if a parameter with a state is in no group.
+    Raises: CheckpointError if the optimizer has a state for a parameter that is in no parameter group.
     """
     names = [name for place in sorted(groups) for name in groups[place].get("params", [])]
     places = {name: place for place, name in enumerate(names)}

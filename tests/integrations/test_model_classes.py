@@ -51,8 +51,9 @@ def test_a_class_without_flash_attention_is_refused_however_it_is_loaded(name, t
 
 
 def test_a_sub_model_that_supports_fa_train_can_use_it_alone():
-    with pytest.raises(ValueError, match="got PaliGemma"):
-        paligemma(fa.NAME)
+    if not transformers.PaliGemmaPreTrainedModel._supports_flash_attn:  # transformers 5.17 declares support
+        with pytest.raises(ValueError, match="got PaliGemma"):
+            paligemma(fa.NAME)
     model = paligemma({"": "eager", "text_config": fa.NAME, "vision_config": "eager"})
     assert model.model.language_model.config._attn_implementation == fa.NAME
     ids = tokens(1, 6)

@@ -63,7 +63,7 @@ class PackingReport:
         return min(1.0, self.tokens_packed / (self.rows * self.seq_len)) if self.rows else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns scalars for a logger, as {name: value}. Each entry of the histogram is one scalar."""
+        """Returns scalars for a logger, as {name: value}, with one scalar for each entry of the length histogram."""
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
             "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",

@@ -71,7 +71,8 @@ def log_normal_lengths(median: int, sigma: float, seed: int) -> np.ndarray:
     min(SHORTEST, median) to LONGEST * median tokens.
     Returns: the lengths in tokens, (n,) int64. The lengths depend only on the arguments and on N_TOKENS.
     """
-    generator = np.random.default_rng((seed, 0, 1))  # the seed must differ from (seed, i), the seed of document i
+    # (seed, 0, 1) is not the seed of a document; the tokens of document i are drawn with the seed (seed, i)
+    generator = np.random.default_rng((seed, 0, 1))
     block = max(2, -(-N_TOKENS // median))
     lengths = np.empty(0, np.int64)
     while lengths.sum() < N_TOKENS:

@@ -195,7 +195,7 @@ class Block:
                 return held + 2 * chunk + self._dequantized()
             recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
             return held + rounded + recomputed + 2 * chunk + self._dequantized()
-        if not self.levers.mlp_chunk:  # the backward pass makes the rounded copy of the FFN's last weight again
+        if not self.levers.mlp_chunk:  # the backward pass recreates autocast's copy of the FFN's last weight
             recomputed = self.activated() + self.rounded_down()
             of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
             # the gradient of the last weight: compiled code holds it until the block's backward ends

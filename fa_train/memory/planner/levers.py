@@ -23,9 +23,9 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# Two costs are too small to measure: BESIDE_COPIES, a fraction of compute time, and LAUNCH, in seconds per FFN chunk.
-# With these estimates, the search chooses FFN chunks over equally fast copies to the host, which need pinned memory.
-BESIDE_COPIES, LAUNCH = 0.002, 2e-5
+# Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. With
+# these costs, the search chooses FFN chunks over equally fast copies to the host, which need pinned memory.
+BESIDE_COPIES, LAUNCH = 0.002, 2e-5  # estimates of two costs that are too small to measure
 
 
 COMBINATIONS = [

@@ -59,8 +59,8 @@ class _Step:
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # bytes of gradients at the end of the backward pass
-        # In the backward pass, a rank allocates its shard of the embedding's gradient, and its shard of the learned
-        # positions' gradient. The sizes of the two shards are 0 if gradients have memory before the backward pass.
+        # The backward pass allocates the rank's shards of the gradients of the embedding and of the learned positions.
+        # Both shard sizes are 0 if the memory of all gradients is allocated before the backward pass.
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to it

@@ -58,8 +58,8 @@ class RunSize:
     "none": the run does not use DDP, and has no buckets. "views": at the end of a step, the gradients are views of the
     buckets (gradient_as_bucket_view=true). "copies": gradients and buckets are always separate tensors.
     arch: the GPU's architecture, which determines the attention kernels.
-    float8: whether the blocks' linear layers compute in float8. Some levers do not work with float8. The formulas
-    ignore float8.
+    float8: whether the blocks' linear layers compute in float8. With float8, a run can use neither memory.mlp_chunk nor
+    memory.offload=all. The formulas ignore float8.
     """
 
     seq_len: int
@@ -99,7 +99,7 @@ class RunSize:
 
     @property
     def gradient_copies(self) -> int:
-        """How many copies of each gradient exist: 2 if DDP's buckets are separate tensors, otherwise 1.
+        """The number of copies of each gradient, which is 2 if DDP's buckets are separate tensors, and otherwise 1.
 
         DDP moves gradients to its buckets only in the last micro-batch of a step. In a step of several micro-batches,
         gradients and buckets are separate tensors until the last micro-batch.

@@ -92,7 +92,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
 
 
 def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
-    """Returns the family of config.json. Raises: ValueError if its model_type or another field is unknown."""
+    """Returns a model's family. Raises: ValueError if config.json has an unknown model_type, architecture or field."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}; got {model_type}")

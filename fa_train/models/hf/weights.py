@@ -186,7 +186,7 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 
 
 def _dtype_name(stored: str) -> str:
-    """Returns int64 for I64, and so on for all signed integer dtypes. Returns every other name unchanged."""
+    """Returns torch's name of a signed integer dtype, such as int64 for I64. Returns every other name unchanged."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 

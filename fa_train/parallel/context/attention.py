@@ -20,7 +20,7 @@ class SharedSchedule(NamedTuple):
     crossing: the schedule of the queries whose keys are in the buffer. The last entries of `crossing` are padding, and
     see no key.
     own: the schedule of all queries of the rank over the rank's own keys. If attention runs twice, the first run uses
-    `own` and the second run uses `crossing`. With two runs, a query that sees keys in `crossing` sees no key in `own`.
+    `own`, the second run uses `crossing`, and no query sees keys in both runs.
     """
 
     crossing: Schedule

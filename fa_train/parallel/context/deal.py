@@ -20,8 +20,8 @@ from fa_train.parallel.context.whole_documents import owners_of_documents
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 512  # chunks larger than the smallest size may pad a stream by at most this fraction of its tokens
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
-RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # numbers of chunks that a swap may exchange
-TRIED = 32  # the largest number of swaps that are compared for each of `RUN_LENGTHS`
+RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # the possible lengths of a swapped sequence, in chunks
+TRIED = 32  # for each length in `RUN_LENGTHS`, `exchange` compares at most this number of swaps
 # The cost of a swap is the number of additional chunks of keys that a rank receives, plus FIXED_COST. Because of
 # FIXED_COST, one large swap costs less than several small swaps.
 FIXED_COST = 4
@@ -32,7 +32,8 @@ class Deal:
     """Which rank holds each chunk of a padded stream.
 
     owner: (n_chunks,) int64, the rank of each chunk. Each rank holds the same number of chunks.
-    chunk_size: in tokens. If ranks hold whole documents, a chunk is one token.
+    chunk_size: the number of tokens of a chunk. If ranks hold whole documents, chunk_size is 1, because a document can
+    have any number of tokens.
     """
 
     owner: np.ndarray
@@ -137,7 +138,7 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
     d / 2. Many swaps are compared. The chosen swap moves the most work per additional chunk of received keys. A
     sequence of several chunks can hold a whole document, whose keys then need not be sent.
 
-    owner: (n_chunks,), as in Deal. `exchange` changes owner in place.
+    owner: (n_chunks,), as in Deal. `exchange` changes the array `owner` in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
     first: (n_chunks,), for each chunk, the index of the first chunk that its queries see. For a chunk whose queries see
     no key, `first` is the index of the next chunk.
@@ -184,9 +185,9 @@ class Swaps(NamedTuple):
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
     """Returns swaps between two ranks. Each swap moves work, but at most `limit`, from rank `most` to rank `least`.
 
-    Each swap exchanges two sequences with the same number of consecutive chunks. For each number of chunks in
-    `RUN_LENGTHS`, the result has only the `TRIED` swaps that move the most work. No two swaps give away the same
-    sequence of chunks of rank `most`.
+    Each swap exchanges two sequences with the same number of consecutive chunks. For each length in `RUN_LENGTHS`, the
+    result has at most `TRIED` swaps: the swaps that move the most work. Any two swaps take different sequences of
+    chunks from rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -195,7 +196,7 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
         # For each sequence of rank `most`, find the sequence of rank `least` so that a swap moves as much work as
-        # `limit` allows. Leave out a sequence of rank `most` for which every swap would move more work than `limit`.
+        # `limit` allows. Skip a sequence of rank `most` if all of its swaps would move more work than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]
@@ -221,6 +222,6 @@ def received_chunks(held: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def _runs(held: np.ndarray, length: int) -> np.ndarray:
-    """Returns each index at which `length` consecutive chunks in `held` start. Shapes: (n,) bool -> (m,) int64."""
+    """Returns each index i for which `held` is True from i to i + length - 1. Shapes: (n,) bool -> (m,) int64."""
     before = np.append(0, held.cumsum())
     return np.flatnonzero(before[length:] - before[:-length] == length)

@@ -1,16 +1,17 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see. A query that sees keys of other ranks is a crossing query. A buffer
-holds all keys that the crossing queries see: the keys that the rank receives, and some of the rank's own keys. The keys
+A rank receives only the keys that its queries see. For the queries that see keys of other ranks (crossing queries), a
+buffer holds all keys that these queries see: the keys that the rank receives, and some of the rank's own keys. The keys
 in the buffer are in stream order, so the keys that one crossing query sees form one contiguous range of the buffer.
 Buffer rows that hold no key are 0. A query that is not a crossing query sees only the rank's own keys, which attention
 reads without copying them to the buffer.
 
 Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run is then
-faster than two runs. This single run reads all keys from the buffer. If no rank has crossing queries, flash attention
-runs once and reads the rank's own keys, and nothing is sent. All ranks run attention the same number of times. If only
-some ranks ran attention twice, a rank with a single run could wait for keys while another rank computes its first run.
+faster than two runs. This single run reads all keys from the buffer. If no query of any rank sees keys of other ranks,
+nothing is sent, and flash attention runs once over each rank's own keys. All ranks run attention the same number of
+times. If only some ranks ran attention twice, a rank with a single run could wait for keys while another rank computes
+its first run.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -26,11 +27,11 @@ from fa_train.parallel.context.deal import Deal, causal_ranges
 
 STEPS = 32  # for each stream length, there are at most STEPS + 1 buffer sizes
 STEP = 128  # buffer sizes are multiples of this number of rows
-# Attention runs twice only if, on each rank, at most this fraction of the queries are crossing queries. With more
-# crossing queries, two runs and the copies of the queries take about as long as one run.
+# Attention runs once if, on any rank, more than this fraction of the queries see keys of other ranks. Two runs,
+# including the copies of queries that the second run needs, would then take about as long as one run.
 MAX_CROSSING = 1 / 16
-# Attention runs twice only if a rank has, on average, at least this number of pairs of a query and a visible key.
-# With this number of pairs, the GPU computes longer than the host needs to launch the kernels of two attention runs.
+# Attention runs twice only if a rank has, on average, at least MIN_PAIRS (query, visible key) pairs. Attention for
+# MIN_PAIRS pairs takes the GPU longer than the host takes to launch the kernels of two attention runs.
 MIN_PAIRS = 2**23
 
 
@@ -44,8 +45,8 @@ class Traffic(NamedTuple):
 
     key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
     key_end: Tensor  # (local,) int32, for each query in `crossing`, the buffer row after the last key that it sees
-    # own_start, own_end: (local,) int32, for each query of this rank, the start and the end of the range of this rank's
-    # keys that the query sees. The range is empty for a query that sees keys of other ranks.
+    # own_start, own_end: (local,) int32, the start and the end of the range of this rank's keys that each query sees.
+    # The range of a query that sees keys of other ranks is empty, even if the query also sees this rank's keys.
     own_start: Tensor
     own_end: Tensor
     crossing: Tensor  # (local,) int32, the indices of this rank's tokens whose queries read the buffer, ascending
@@ -53,7 +54,7 @@ class Traffic(NamedTuple):
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, ascending indices of this rank's tokens; `_returns` says which rows they receive
+    shared: Tensor  # (local,) int32, ascending indices of this rank's tokens to which the rows in `entries` are added
     entries: Tensor  # (total,) int32, which rows to add, grouped by the tokens in `shared`; `_returns` lists the rows
     offsets: Tensor  # (local + 1,) int32, the start of each token's group in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
@@ -67,8 +68,9 @@ class Counts(NamedTuple):
     shared: the number of tokens in the tensor Traffic.shared. kept: the number of tokens in the tensor Traffic.kept.
     crossing: the number of queries that read the buffer. queries: `crossing` rounded up.
     splits: 1 if only the queries that see keys of other ranks read the buffer, and 0 if all queries read the buffer.
-    exchanges: 0 if may_split is true and no query of any rank sees keys of other ranks, otherwise 1. If `exchanges` is
-    0, flash attention runs once, over the rank's own keys. If `splits` is 1 and `exchanges` is 1, attention runs twice.
+    exchanges: 1 if ranks exchange keys, otherwise 0. Ranks exchange keys if `may_split` is false or any query sees keys
+    of other ranks. If `exchanges` is 0, flash attention runs once, over the rank's own keys. If `splits` is 1 and
+    `exchanges` is 1, attention runs twice.
     """
 
     rows: int
@@ -85,8 +87,8 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     """Computes the traffic of `rank` on the host from document boundaries, without the GPU.
 
     boundaries, window: as for causal_ranges.
-    may_split: if False, attention runs once, and all queries read the buffer. If True, attention may instead run twice,
-    or once without the buffer. Only flash attention supports may_split=True.
+    may_split: if False, attention runs once, and all queries read the buffer. If may_split is True, attention may also
+    run twice, or run once over only the rank's own keys. Only flash attention supports may_split=True.
     """
     start, end = causal_ranges(boundaries, deal.total, window)
     mine = deal.positions(rank)
@@ -155,10 +157,11 @@ def own_ranges(
     """Returns own_start and own_end of Traffic: for each query, the range of this rank's keys that the query sees.
 
     mine: (local,), the stream positions of this rank's tokens, ascending. start, end: (total,), from causal_ranges.
-    crosses: (local,) bool, whether a query sees keys of other ranks, and therefore gets an empty range.
+    crosses: (local,) bool, whether each query sees keys of other ranks. A query that sees keys of other ranks gets an
+    empty range of this rank's keys.
     The returned starts are in ascending order, and so are the returned ends. The start of an empty range is the key of
-    the query's own token, or the start of the next query's range if that start is smaller. For each tile of keys,
-    kernels then loop over few queries with an empty range.
+    the query's own token, or the start of the next query's range if that start is smaller. Because of these starts, a
+    kernel's loop over the queries of a key tile includes only few queries with an empty range.
     Shape of both results: (local,).
     """
     n_own = len(mine)
@@ -182,8 +185,8 @@ def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def buffer_rows(n_keys: int, total: int) -> int:
     """Returns the number of rows of a buffer for n_keys keys.
 
-    The result is greater than n_keys, so no buffer is empty. For a given `total`, the result has at most `STEPS` + 1
-    values.
+    The result is greater than n_keys, so no buffer is empty. For a given `total`, at most `STEPS` + 1 different results
+    are possible.
     """
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
@@ -192,8 +195,8 @@ def buffer_rows(n_keys: int, total: int) -> int:
 def query_rows(n_queries: int, limit: int) -> int:
     """Returns n_queries rounded up to a multiple of `STEP`, or `limit` if that is smaller. 0 counts as 1.
 
-    From 8 * `STEP` queries on, the result is a multiple of a larger power of two. From one power of two to the next,
-    the result has at most four different values.
+    From 8 * `STEP` queries on, n_queries is rounded up to a multiple of a power of two that is larger than `STEP` and
+    grows with n_queries. Between one power of two and the next, at most four different results are possible.
     """
     n_queries = max(n_queries, 1)
     step = max(STEP, 2 ** (n_queries.bit_length() - 3))

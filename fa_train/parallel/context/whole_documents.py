@@ -13,11 +13,11 @@ import numpy as np
 
 MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
 MAX_LENGTHS = 256  # a swap is chosen from at most this number of documents per rank, all of different lengths
-MAX_SWAPS = 32  # owners_of_documents makes at most max(MAX_SWAPS, 2 * ranks) swaps with each `weight`
+MAX_SWAPS = 32  # owners_of_documents makes at most max(MAX_SWAPS, 2 * ranks) swaps for each weight of excess tokens
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
 TOLERANCE = 0.01  # if swaps cannot reach AIM, the busiest rank may have up to `1 + TOLERANCE` times the mean work
-# The busiest rank is allowed to exceed the mean work by this number of pairs of a query and a visible key. Attention
-# for this number of pairs takes a GPU less time than an exchange of keys and gradients.
+# The busiest rank's work may always exceed the mean work by this number of (query, visible key) pairs. A GPU computes
+# attention for SMALL_WORK (query, visible key) pairs faster than ranks exchange keys and gradients.
 SMALL_WORK = 2**19
 NONE = -1  # used in place of a document's index if a rank gives no document in a swap
 
@@ -41,7 +41,8 @@ class Share(NamedTuple):
     def excess(self, loads: Loads, weight: float) -> np.ndarray:
         """Returns how far each rank's load exceeds its share, or 0 if the load does not exceed the share.
 
-        The unit of the result is mean_work. weight: each token above the maximum adds this amount to the result.
+        The result for a rank is 1.0 if the rank's work exceeds its share by `mean_work`. weight: each token above the
+        maximum adds this amount to the result.
         """
         work = np.maximum(loads.work / self.mean_work - (1 + AIM), 0)
         return weight * np.maximum(loads.tokens - self.tokens, 0) + work
@@ -63,8 +64,8 @@ def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndar
     if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
         return None
     of_used = _greedy_owners(lengths, work, ranks, share)
-    # If `weight` is 1 / tokens, swaps balance the ranks' work, but may leave a rank with too many tokens. If it is
-    # 1.0, each token above a rank's maximum counts as much as the mean work, so swaps move excess tokens first.
+    # With the weight 1 / tokens for each excess token, swaps balance work, but a rank may keep excess tokens. With the
+    # weight 1.0, one excess token counts as much as the mean work of a rank, so swaps remove excess tokens first.
     for weight in (1 / tokens, 1.0):
         for _ in range(max(MAX_SWAPS, 2 * ranks)):
             if not _swap(of_used, lengths, _loads(of_used, lengths, ranks), share, weight):
@@ -88,12 +89,13 @@ def _loads(owner: np.ndarray, lengths: np.ndarray, ranks: int) -> Loads:
 def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Share) -> np.ndarray:
     """Assigns documents from the longest to the shortest, each to the rank with the smallest load so far.
 
-    The load of a rank is a weighted sum of the rank's tokens and work. The weights are the tokens and the work of the
-    next document. For long documents, the work of a rank has a large weight. For short documents, the number of tokens
-    of a rank has a large weight.
+    The load of a rank is the rank's tokens times the tokens of the next document, plus the rank's work times the work
+    of the next document. If the next document is long, the load depends mainly on work. If the next document is short,
+    the load depends mainly on tokens.
     """
     owner = np.empty(len(lengths), np.int64)
-    tokens_held, work_held = [0.0] * ranks, [0.0] * ranks  # in units of share.tokens and of share.mean_work
+    # tokens_held: each rank's tokens divided by share.tokens. work_held: each rank's work divided by share.mean_work.
+    tokens_held, work_held = [0.0] * ranks, [0.0] * ranks
     for document in np.argsort(-lengths, kind="stable"):
         of_tokens, of_work = float(lengths[document]) / share.tokens, float(work[document]) / share.mean_work
         held = [x * of_tokens + y * of_work for x, y in zip(tokens_held, work_held, strict=True)]
