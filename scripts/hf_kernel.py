@@ -26,7 +26,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "kernels" / "fa_kernels"
 NAME = "fa-kernels"
-VERSION = 0  # 0 means that the interface can still change
+VERSION = 0  # version 0 means that the interface can still change
 ARCHITECTURES = ("8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")  # those of fa_kernels/device.py
 OTHER_FUNCTIONS = "\nfrom . import rmsnorm as rmsnorm, rotary as rotary, swiglu as swiglu\n"
 
@@ -76,10 +76,7 @@ def write_kernel(folder: Path) -> Path:
 
 
 def relocated(text: str, path: Path, namespace: str) -> str:
-    """Returns a module's source with relative imports and with operators in `namespace`.
-
-    Operator a::b becomes namespace::a_b.
-    """
+    """Rewrites a module's source: imports of fa_kernels become relative, and operator a::b becomes namespace::a_b."""
     dots = "." * len(path.parts)
     text = re.sub(
         r"^(\s*from )fa_kernels(?:\.([\w.]+))?(?= import )",

@@ -31,7 +31,10 @@ ALONE = ("adapter", "optimizer", "strategy")  # each option has its own run, bec
 
 
 def options():
-    """Yields the options of each run: each option occurs once, and options of `TOGETHER` share runs."""
+    """Yields a list of config options for each run. Each option is in exactly one list.
+
+    A list has at most one option of each group in `TOGETHER`, or a single option of a group in `ALONE`.
+    """
     groups = {path.name: sorted(file.stem for file in path.glob("[!_]*.yaml")) for path in CONF.iterdir()}
     groups = {name: [f"{name}={option}" for option in found] for name, found in groups.items()}
     assert groups.keys() - {"train.yaml", "model", "experiment", "preset"} == {*TOGETHER, *ALONE}

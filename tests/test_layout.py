@@ -15,7 +15,7 @@ IMPORT = re.compile(r"\bfrom (tests[\w.]*) import (\([^)]*\)|.*)")
 # the source folders of tests/kernels and tests/scripts; every other test folder mirrors a folder of fa_train
 SOURCE_FOLDERS = {"kernels": "kernels/fa_kernels", "scripts": "scripts"}
 NOT_MIRRORED = {"support", "gpu_check", "aot"}  # test folders without a source folder
-ACROSS = {"tests/test_resume.py"}  # tests whole runs, although subfolders of fa_train/ have modules named resume.py
+ACROSS = {"tests/test_resume.py"}  # this file tests whole runs, not one of the modules named resume.py in fa_train/
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -54,7 +54,7 @@ NOT_OVERRIDDEN = {"_target_", "_args_"}  # keys that hold the class or function 
 
 
 def is_own(raw: Any, key: str) -> bool:
-    """Returns whether the key has its own value, and does not copy another key by an interpolation.
+    """Returns True if the key has its own value, and False if the key copies another key by an interpolation.
 
     If the value of a node is an interpolation of another node, every key in the node copies a key of the other node.
     """
@@ -314,8 +314,8 @@ def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
 def options():
     """Yields lists of config options, such as `optimizer=adamw`. Each option of conf/ is in at least one list.
 
-    If a list contains an option of the config group `experiment`, the only other option in the list is a preset,
-    because an experiment chooses the options of the other config groups.
+    An experiment chooses the options of the other config groups. A list with an option of the group `experiment`
+    therefore contains only one other option, a preset.
     """
     folders = sorted(path for path in CONF.iterdir() if path.is_dir())
     groups = [[f"{folder.name}={file.stem}" for file in sorted(folder.glob("[!_]*.yaml"))] for folder in folders]

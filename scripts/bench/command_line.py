@@ -55,6 +55,6 @@ def overrides_first(arguments: Sequence[str]) -> list[str]:
 
 
 def shown(path: Path | str) -> str:
-    """Returns a path for help texts."""
+    """Returns a path as text for a help message: relative to the repository's root if the path is in the repository."""
     root = Path(__file__).parents[2]
     return str(path.relative_to(root)) if isinstance(path, Path) and path.is_relative_to(root) else str(path)

@@ -8,21 +8,20 @@ The token stream `one` is one document, and `window` is one document with an att
 has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal lengths. `file` draws lengths from a
 file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
-The benchmark times five computations, called parts:
-- `one`: each rank computes the attention of the whole stream. If the stream has more than 512k tokens, each rank
-  computes an equal part of the heads, and the measured time is multiplied by the number of ranks.
-- `shared`: all ranks compute the attention of the stream together (fa_train.parallel.context).
-- `forward`: all ranks compute only the forward pass of this attention together.
-- `alone`: each rank computes its share of the attention in one call, without communication.
-- `moved`: the ranks only exchange keys, values and their gradients.
+The benchmark times five computations, called parts. In the part `one`, each rank computes the attention of the whole
+stream. If the stream has more than 512k tokens, each rank computes the part `one` only for an equal share of the heads,
+and the script multiplies the measured time by the number of ranks. In the part `shared`, all ranks compute the
+attention of the stream together (fa_train.parallel.context). In the part `forward`, all ranks together compute only the
+forward pass of the stream's attention. In the part `alone`, each rank computes its share of the stream's attention in
+one call, without communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part is called --layers times with the same
-documents. The time of a part (one of the five computations) is the mean time per call on the slowest rank. The mean
-includes the first call, which needs more host time. The time of the part `one` is the mean over all ranks. The script
-reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16, or fp32
-with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks. The script writes OUT.md with the
-times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's attention and
-torch's context parallelism on one long document (scripts/bench/context_peer.py).
+documents. The time of a part (one of the five computations) is the mean time per call on the slowest rank, but the time
+of the part `one` is the mean over all ranks. The time of a part includes the first call, which needs more host time.
+The script reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16,
+or fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks. The script writes OUT.md
+with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's
+attention and torch's context parallelism on one long document (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -63,7 +62,7 @@ from scripts.bench.timing import require_gpu
 WINDOW = 4096  # number of keys that a query sees in the token stream "window"
 STREAMS = ("one", "log-normal", "short", "window")
 FROM_FILE = "file"
-FITS_ONE_GPU = 2**19  # maximum number of tokens for which each rank computes all heads in the part `one`
+FITS_ONE_GPU = 2**19  # maximum number of tokens for which one GPU computes the attention of all heads
 START_METHOD = "spawn"
 
 
@@ -214,7 +213,7 @@ def _inputs(setting: Setting, device: torch.device, queries: int, keys: int) -> 
 
 
 def measure(stream: str, tokens: int, setting: Setting) -> Result:
-    """Measures one kind of stream on all ranks. Every rank returns the same result."""
+    """Measures one kind of token stream on all ranks. Every rank returns the same result."""
     ranks = dist.get_world_size()
     parts = setting.parts(stream)
     samples: dict[str, list[list[float]]] = {part: [] for part in parts}

@@ -7,8 +7,8 @@ thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: th
 adds. `backward's node` is the backward node alone, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
-table, in random order. When the last call of a sample has returned, the GPU may still have work. A cell is marked as
-GPU-bound if the remaining work of the GPU takes more than 10% of the sample's time. Writes OUT.csv and OUT.md.
+table, in random order. A cell is marked as GPU-bound if, after the last call of a sample has returned, the GPU still
+works for more than 10% of the sample's time (median over the samples). Writes OUT.csv and OUT.md.
 """
 
 import argparse
@@ -151,7 +151,7 @@ class Row:
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
     """Returns a context manager that disables gradients if `direction` is NODE, and otherwise enables gradients.
 
-    NODE is the pass in which the autograd node is called directly.
+    In the pass NODE, the benchmark calls the backward node of attention directly, without autograd's engine.
     """
     return torch.set_grad_enabled(direction != NODE)
 

@@ -14,9 +14,10 @@ kernel computes. The column `kernels ms` shows the full time of copies and commu
 https://ui.perfetto.dev. `memory.png` shows the allocated memory of each component over time. The time axis of
 `memory.png` is host time, because the host allocates and frees memory.
 
-Three parts of the step are attention, the loss and the optimizer. Each of the three has the kernels that it launched.
-All other kernels are assigned to parts of the step by their names. On a CPU, the script times torch's operators instead
-of kernels, each without the operators that it calls.
+Kernels that attention, the loss or the optimizer launches are assigned to the part of the step that launches the
+kernels. Copies, communication kernels and all other kernels are assigned to parts of the step by their names. On a CPU,
+the script times torch's operators instead of kernels. The time of an operator does not include the operators that it
+calls.
 """
 
 import csv
@@ -54,7 +55,7 @@ from scripts.bench.training_case import wait
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: two that compile and allocate, and two to compare with the profiled step
-TOP = 25  # number of kernels in the list of kernels by name
+TOP = 25  # maximum number of lines in the table of kernels; a line has all launches of a kernel in one part of the step
 
 
 class StepProfiler(Callback):

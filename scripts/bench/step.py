@@ -9,9 +9,10 @@
 Each step trains on seq_len random tokens, in one document or in packed documents of data.document_len tokens. Overrides
 such as `adapter=lora` or `optimizer=adamw_8bit trainer.precision=bf16-true` apply to all variants. The default
 precision is fp32 weights with bf16 autocast. A step of our variants is a training step of train.py, which runs LitGPT
-in Lightning's loop, with gradient clipping and the Monitor callback. A step of transformers is a step of a plain loop:
-forward, backward, optimizer. Times are host times, with a device sync after each step. Peak memory and reserved memory
-are the CUDA allocator's maxima over all steps. MFU counts FLOPs as fa_train/flops.py does, without recomputation.
+in Lightning's loop, with gradient clipping and the Monitor callback. For a model of the transformers library, the
+script runs a plain training loop: forward, backward, optimizer. Times are host times, with a device sync after each
+step. Peak memory and reserved memory are the CUDA allocator's maxima over all steps. MFU counts FLOPs as
+fa_train/flops.py does, without recomputation.
 
 Our variants are named ours-MEMORY[-compiled[-float8]][-portable]. MEMORY is an option of conf/memory, `compiled` sets
 lit_gpt.compile_model=true, `float8` sets lit_gpt.float8=tensorwise, and `portable` disables the Hopper kernels

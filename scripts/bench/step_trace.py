@@ -49,8 +49,8 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# {host range: part of the step}. A kernel that is launched within a host range belongs to the part that is listed here
-# for this host range. Copies and communication kernels always belong to the part that their name gives.
+# Assigns kernels to parts of a step by the host range in which the kernels are launched. Copies and communication
+# kernels always belong to the part that their name gives.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,

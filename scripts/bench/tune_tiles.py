@@ -220,7 +220,8 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
     """Computes the outputs of a pass in `dtype` with torch.
 
-    Returns {index: output}, with the index of each output in the results of the function that `launcher` returns.
+    Returns {index: output}. In a forward pass, index 0 is o. In a backward pass, index 0 is dq, index 1 is dk and index
+    2 is dv.
     """
     q, k, v, do = (x.detach().to(dtype).requires_grad_() for x in tensors)
     ends = torch.tensor([0, q.shape[0]], dtype=torch.int32)

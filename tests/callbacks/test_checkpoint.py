@@ -8,13 +8,13 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-# With several micro-batches per step, a checkpoint that is missing after a step would be written during the next step.
-# The tests would then not notice that the checkpoint was missing.
+# With several micro-batches per step, a checkpoint that was not written at the end of its step would be written during
+# the next step. The tests would not notice that such a checkpoint is late.
 ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 
 def losses(values: str) -> list[str]:
-    """Returns overrides that replace the losses of the run's validations."""
+    """Returns overrides that replace a run's validation losses by the losses in `values`, for example [3,2,4,5,6]."""
     return [
         "+callbacks.losses._target_=tests.checkpoints.support.callbacks.Losses",
         f"+callbacks.losses.losses={values}",

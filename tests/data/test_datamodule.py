@@ -189,8 +189,8 @@ def copied_by_a_collection():
 
 
 class CollectsAtTheEnd:
-    """A dataset of four items. The last item is the number of MiB that a garbage collection in the worker process adds
-    to the private memory of the process.
+    """A dataset of four items. Reading the last item runs a garbage collection in the worker process, and returns by
+    how many MiB the private memory of the process has grown.
     """
 
     def __getitem__(self, index):

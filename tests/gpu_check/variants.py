@@ -35,7 +35,7 @@ SHARED_SIZES = (
     163 * 1024,  # A100
     227 * 1024,  # H100 and B200
 )
-DECODE_ROWS = (1, 17, 64, 300)  # numbers of queries per KV head for which decoding chooses tiles of different heights
+DECODE_ROWS = (1, 17, 64, 300)  # tested numbers of queries per KV head; decoding chooses tile heights by this number
 
 
 def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
@@ -48,7 +48,8 @@ def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[T
     """Yields a dictionary {pass: tile sizes} for each call to check.
 
     Together, the calls use all tile sizes that `device` can run but that attention does not choose on `device`. If
-    `width` leaves columns of a tile unused, nothing is yielded, because unused columns only add a mask to the code.
+    `width` leaves columns of a tile unused, this function yields nothing, because the kernel's code for unused columns
+    differs only by a mask.
     """
     if not _fills_its_parts(width, itemsize):
         return

@@ -40,7 +40,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 @pytest.mark.parametrize("memory", [ADDS_LATER[0], *slow(*ADDS_LATER[1:])], ids=str)
 def test_both_norms_of_a_block_add(memory, device, passes):
     expected = step(small_gpt(memory, device, n_layers=LAYERS), stream(device))
-    assert not passes  # eager mode uses torch's norm, because the planner models its memory
+    assert not passes  # eager mode uses torch's norm, whose memory the planner predicts
     assert_equal(step(compile_blocks(small_gpt(memory, device, n_layers=LAYERS)), stream(device)), expected)
     assert len(passes) == 2 * LAYERS
 

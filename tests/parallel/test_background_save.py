@@ -153,7 +153,7 @@ class KilledWhileSaving(Callback):
         self.prepared = False
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.global_step == 6 and not self.prepared:  # each step of two ranks has two batches
+        if trainer.global_step == 6 and not self.prepared:  # with two ranks, a step of a rank has two micro-batches
             self.prepared = True
             trainer.checkpoint_callback._finish(trainer)  # finish the save of step 4: the kill must hit the next save
             if trainer.global_rank == self.rank:

@@ -165,9 +165,9 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """Calls Agreement.largest five times. In call 3, rank 1 passes 143, the exit code after SIGTERM.
+    """Calls Agreement.largest five times on each rank. In call 3, rank 1 passes 143, the exit code after SIGTERM.
 
-    In calls 4 and 5, both ranks get 143, even if one rank is faster.
+    Calls 4 and 5 of Agreement.largest must return 143 on both ranks, even if one rank is faster.
     """
     agreement = Agreement()
     answers = []

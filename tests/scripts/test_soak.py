@@ -82,7 +82,7 @@ def test_memory_is_that_of_all_processes_of_the_session(tmp_path):
     assert before.host_gib * 1024 == pytest.approx(training + worker + other + 40, abs=1)
 
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
-        sum(pages[:: mmap.PAGESIZE])  # maps `path` in the test's process, which is not in the measured session
+        sum(pages[:: mmap.PAGESIZE])  # reads each page of `path` in the test's process, whose memory is not measured
         after = soak.Sample(5.0, soak.memory_of_session(process.pid))
     assert (before.total("files_gib") - after.total("files_gib")) * 1024 == pytest.approx(50, abs=5)
     assert (before.host_gib - after.host_gib) * 1024 == pytest.approx(0, abs=1)

@@ -28,12 +28,12 @@ from omegaconf.base import Metadata
 
 PYTHON_LOADER = yaml.SafeLoader
 CONF = Path(__file__).parents[2] / "conf"
-UNCHANGING = {f"file://{CONF}", "pkg://hydra.conf", "structured://"}  # sources of configs that no test changes
+UNCHANGING = {f"file://{CONF}", "pkg://hydra.conf", "structured://"}  # no test changes the configs of these sources
 create_defaults_list = config_loader_impl.create_defaults_list
 compose = ConfigLoaderImpl._compose_config_from_defaults_list
 parse_rule = OverridesParser.parse_rule
 _lists: dict[Any, DefaultsList] = {}
-_configs: dict[int, Any] = {}  # the key is the id of a defaults list
+_configs: dict[int, Any] = {}  # {result of id() for a defaults list: config composed from this list}
 
 
 def _create_defaults_list(

@@ -24,7 +24,7 @@ from tests.data.support.numbered import OPTIONS, PAD, Numbered
 class Masked(Numbered):
     """Numbered documents with loss masks.
 
-    Their StoredMask holds the loss masks in two arrays. In the token cache, too, a StoredMask has several arrays.
+    The loss masks are divided into two arrays, because the token cache also stores loss masks in several arrays.
     """
 
     def __init__(self, masks):

@@ -61,7 +61,7 @@ def test_ordered_configs_have_one_semaphore_per_step(head_dim, dtype, softcap):
 
 
 def test_three_groups_share_all_registers():
-    """The first consumer gets all remaining registers, and must get the same number as the second consumer."""
+    """The number of registers left for the first consumer must equal the second consumer's number."""
     registers = fused.GROUP_REGISTERS
     of_four_warps = fused.REGISTERS * (1 + len(registers))
     assert of_four_warps <= 64 * 1024 // 128

@@ -1,10 +1,11 @@
 """Tests the compiled kernels with thousands of combinations of shape, mask and feature, 55 combinations per test.
 
 Each combination is compared with dense attention, forward and backward (see tests/kernels/support/attention_check.py).
-Features, head counts and layouts come from a fixed list. Each combination of two lengths and a mask is tested with one
-entry of the list, in order. The head_dims of Hopper's kernels are tested with all combinations of features, head counts
-and layouts. Other head_dims are tested with fewer combinations, because each combination is compiled separately. If the
-environment variable MATRIX_REPORT names a folder, our largest errors are written to this folder, next to torch's.
+A fixed list has combinations of features, head counts and layouts. The tests go through the list in order, and test
+each combination of two lengths and a mask with the next entry of the list. The head_dims of Hopper's kernels are tested
+with all combinations of features, head counts and layouts. Other head_dims are tested with fewer combinations, because
+each combination is compiled separately. If the environment variable MATRIX_REPORT names a folder, our largest errors
+are written to this folder, next to torch's.
 """
 
 import itertools

@@ -48,8 +48,8 @@ def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
 
 
 def test_a_tensor_left_by_a_transform_is_unwrapped(device):
-    """A functorch transform wraps tensors. When the transform has ended, a wrapped tensor has no data, so
-    Function.apply unwraps the tensor.
+    """After a functorch transform such as torch.func.grad has ended, a tensor that the transform wrapped has no data,
+    so Function.apply unwraps the tensor.
     """
     schedule = causal_schedule(None, 20, device)
     q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)

@@ -93,7 +93,7 @@ def test_lse_and_probabilities_are_returned_if_asked(joined_function, function, 
 
 
 def test_a_packed_form_equals_the_reference():
-    """The comparison finds mistakes in code that the functions for joined and for separate tensors share."""
+    """The functions for joined and separate tensors share code, so only the reference shows mistakes in this code."""
     qkv = draw(20, 3, 2, 16)
     results = []
     for dtype in (None, torch.float64, torch.float32):

@@ -30,7 +30,7 @@ def tile_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installed_file(tmp_path, monkeypatch):
-    """Returns the path of the file for the pretended GPU in an empty cache folder.
+    """Returns the path of the pretended GPU's tile file. No file exists at this path yet.
 
     Unsets the environment variable FLASH_ATTENTION_TILES, because it takes precedence over the cache folder.
     """

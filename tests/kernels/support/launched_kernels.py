@@ -1,4 +1,4 @@
-"""Makes public calls as on an H200, and compiles the kernels that they launch to PTX.
+"""Calls public functions of fa_kernels as if the GPU were an H200, and compiles the launched kernels to PTX.
 
 TRITON_INTERPRET must be unset.
 """
@@ -30,7 +30,7 @@ COMPILED: dict[int, Any] = {}  # {handle of a compiled kernel: result of `keep`}
 def compile_call(name: str, keep: Callable[[Callable[[], CompiledKernel]], Any]) -> list[tuple[tuple[int, ...], Any]]:
     """Makes the call `name` of `CALLS`. Returns (grid, result of `keep` for the kernel) for each launch.
 
-    For each kernel, `keep` is called once per process. Its argument is a function that compiles the kernel.
+    For each kernel, `keep` is called once per process. The argument of `keep` is a function that compiles the kernel.
     """
 
     def compile(kernel: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, _: Any):

@@ -135,7 +135,7 @@ def with_numbered_functions(ir: str) -> str:
 
 
 def record_of(cases: Sequence[str], known: dict[str, str]) -> dict[str, Any]:
-    """Returns a record of the PTX: the hash of each case, and for each compiled source, the hash of the source's PTX.
+    """Returns a record: the Triton version, {case: hash of the case's code} and {source hash: code hash}.
 
     known: a dictionary from source hash to code hash, from an earlier record. Sources in `known` are not compiled
     again, because equal sources and options give equal code.

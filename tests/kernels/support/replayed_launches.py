@@ -315,10 +315,9 @@ def misplaced() -> list[str]:
 
 
 def launchers() -> list[str]:
-    """Returns an error message if calls with a second key make new launchers.
+    """Returns an error message if calls with different recording keys do not share Triton's launchers.
 
-    Calls with different recording keys must share Triton's launchers, because it takes more time to make a launcher
-    than replays save.
+    The calls must share launchers, because it takes more time to make a launcher than replays save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:

@@ -4,8 +4,9 @@ In most tests, the cases that run by default cover all pairs of values for any t
 cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
-the first step, in which the optimizer had no states yet. The field `keys` is the number of rows in each rank's buffers
-of keys. A record has no field `keys` if the number of rows equals the upper bound that the planner assumes.
+the first step, in which the optimizer had no states yet. The field `keys` is the number of tokens whose keys and values
+each rank's buffers hold. A record has no field `keys` if the number of tokens in the buffers equals the upper bound
+that the planner assumes.
 """
 
 import json

@@ -43,9 +43,9 @@ def planned(exchanges=True, may_split=True):
 
 
 def saved_rows(attention, group, may_split=True):
-    """Returns one number for each tensor that is kept for the backward pass.
+    """Returns a list with one number of rows for each tensor that attention keeps for the backward pass.
 
-    The number is the tensor's number of rows if the tensor is 3-D and fp32, and otherwise 0.
+    Tensors that are not 3-D or not fp32 have the number 0 in this list.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))

@@ -45,9 +45,9 @@ def balance(dealt, boundaries):
 
 
 def received(dealt, boundaries, window=None):
-    """Returns which fraction of the keys of other ranks a rank receives on average.
+    """Returns the fraction of the other ranks' keys that a rank receives, as the mean over the ranks.
 
-    If each rank gathers all keys, the fraction is 1.
+    A result of 1 means that each rank gathers all keys.
     """
     sizes = [sum(traffic(dealt, boundaries, rank, window).sizes[1]) for rank in range(dealt.ranks)]
     return sum(sizes) / (dealt.total * (dealt.ranks - 1))

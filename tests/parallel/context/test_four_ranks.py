@@ -146,7 +146,7 @@ def in_four_processes(rank: int, folder: str, environments: list[dict[str, str]]
     groups = {2: pairs[rank // 2], RANKS: dist.new_group(range(RANKS))}
     for size, group in groups.items():
         register_group(f"of {size}", group)
-    with patched_once_a_launch():  # only rank 0 saves its results, so ranks that share no stream with rank 0 do nothing
+    with patched_once_a_launch():  # only rank 0 saves results, so cases for two ranks run only on ranks 0 and 1
         results = {"perturbed": perturb(rank)}
         for cases, run in ((CASES, compare), (ATTENTIONS, attend)):
             for name, case in cases.items():
@@ -225,7 +225,7 @@ def compare(rank, group, attention, features, checkpointing, compiled, determini
 def attend(rank, group, names, window, softcap, head_groups, context):
     """Returns the errors of o, dq, dk, dv and the gradients of sinks, relative to the largest element of the reference.
 
-    Each error of o, dq, dk and dv is the largest on any rank.
+    Each returned error is the maximum over the ranks of `group`.
     """
     torch.manual_seed(0)
     boundaries = np.array(BOUNDARIES)

@@ -191,7 +191,10 @@ def finetune(folder: Path) -> None:
 
 
 def difference(case: Case, rank: int, *callbacks: L.Callback) -> str:
-    """Trains, and compares the ranks' weights after each step. Returns an error message, or "" if all are equal."""
+    """Trains, and compares the ranks' weights after each step.
+
+    Returns an error message if the ranks' weights differ, and "" if the ranks' weights are equal.
+    """
     try:
         train(case, rank, *callbacks, EqualWeights(every_n_steps=1))
     except DivergedError as error:
@@ -224,7 +227,7 @@ def in_processes(rank: int, folder: str, environments: list[dict[str, str]], cas
 
 
 def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
-    """Allows an error relative to the largest element of each tensor."""
+    """Checks that a tensor's largest error is at most `relative` times the tensor's largest absolute value."""
     assert ours.keys() == expected.keys()
     for name, theirs in expected.items():
         error = float((ours[name] - theirs).abs().max())

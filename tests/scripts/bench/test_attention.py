@@ -166,7 +166,7 @@ def test_plot_draws_lines_and_marks_oom(tmp_path: Path) -> None:
             row("ours", 4096, head_dim=head_dim, direction=direction),
         )
     ]
-    rows.append(row("flex", 65536, section="packed documents"))  # rows of packed documents are not plotted
+    rows.append(row("flex", 65536, section="packed documents"))  # `draw` leaves out results of packed documents
     figure = draw(rows, "made up")
     assert len(figure.axes) == 6  # for each head_dim, one plot for forward, one for backward and one for memory
     for axes in figure.axes:

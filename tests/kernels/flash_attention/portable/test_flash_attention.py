@@ -328,8 +328,8 @@ def test_both_passes_know_whether_there_are_several_documents(lengths, several, 
         flash_attn_func(*(x.unflatten(0, (1 + several, -1)) for x in (q, k, v))),
     ):
         o.sum().backward()
-    # `crosses_documents` is True if there are several documents, or if tokens may follow the last document. With
-    # cu_seqlens, tokens may always follow the last document.
+    # `crosses_documents` is True if there are several documents. With cu_seqlens, `crosses_documents` is always True,
+    # because additional tokens can follow the last document.
     assert known == [True, True, several] * 2
 
 

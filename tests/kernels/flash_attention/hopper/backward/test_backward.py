@@ -19,7 +19,7 @@ def run(q, k, v, do, **options):
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_nan_stays_in_its_head(head_dim, softcap, causal, deterministic):
-    """If a stream has only one document, the kernels do not mark rows with NaN, and repair no tiles.
+    """If a stream has only one document, the kernels neither record which rows contain NaN nor repair tiles.
 
     The last block of queries reaches past the end of its head, and must not read the next head.
 
