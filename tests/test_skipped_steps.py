@@ -46,7 +46,7 @@ ON_TWO_RANKS = ["ddp", "fsdp"]
 class InfiniteLoss(Callback):
     """Makes the loss of the last rank infinite, so that all gradients of that rank are infinite or NaN.
 
-    steps: the values of trainer.global_step with an infinite loss.
+    steps: the loss is infinite when trainer.global_step has one of these values.
     """
 
     def __init__(self, steps: list[int]) -> None:

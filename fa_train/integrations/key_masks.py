@@ -44,7 +44,7 @@ def is_key_mask(mask: Tensor) -> bool:
 
 
 def causality(mask: Tensor | None) -> bool | None:
-    """Returns whether transformers asked for causal attention. Returns None for a user's mask and for no mask."""
+    """Returns whether transformers asked for causal attention, or None if `mask` is None or a user's mask."""
     return None if mask is None or mask.dim() != 4 else CAUSALITY.get(mask.dtype)
 
 

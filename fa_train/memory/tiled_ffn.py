@@ -70,9 +70,9 @@ def tiled_mlp(
 class _Backward(torch.autograd.Function):
     """The autograd node whose backward computes the FFN's gradients. Its output is a placeholder without memory.
 
-    First, `_Backward.forward` saves all tensors that the backward pass needs, and then `_Forward.forward` computes the
-    FFN. Activation checkpointing recomputes a block only until all saved tensors exist again, so the recomputation ends
-    before the FFN.
+    The forward pass calls two autograd functions: first `_Backward`, which saves all tensors that the backward pass
+    needs, and then `_Forward`, which computes the FFN. Activation checkpointing recomputes a block only until all saved
+    tensors exist again, so the recomputation ends before the FFN.
     """
 
     @staticmethod

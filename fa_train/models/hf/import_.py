@@ -274,7 +274,7 @@ def _asked_scaling(
     if kind is not None:
         return asked
     kept = own if own["rope_type"] != "default" else {"rope_type": "yarn"}
-    if asked.get("factor") != own.get("factor"):  # attention_factor depends on the factor
+    if asked.get("factor") != own.get("factor"):  # `attention_factor` is computed from `factor`
         kept = {name: value for name, value in kept.items() if name not in ("factor", "attention_factor")}
     return kept | asked
 

@@ -1,11 +1,11 @@
 """Decides which tokens of a packed stream each rank of a context group holds.
 
 Only attention connects tokens, so a rank may hold any tokens of the stream. If possible, each rank gets whole documents
-(fa_train.parallel.context.whole_documents), and no keys are sent. If whole documents are not possible, the stream is
-cut into equal chunks, and every rank gets the same number of chunks. The assignment of chunks starts with contiguous
-shares of the stream. With contiguous shares, most documents lie within one rank, and few keys need to be sent. But
-contiguous shares can need different amounts of attention work. Pairs of ranks swap sequences of consecutive chunks
-until the work of all ranks is almost equal.
+(fa_train.parallel.context.whole_documents), and no keys are sent. Otherwise, the stream is cut into equal chunks, and
+every rank gets the same number of chunks. The assignment of chunks starts with contiguous shares of the stream. With
+contiguous shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need
+different amounts of attention work. Pairs of ranks swap sequences of consecutive chunks until the work of all ranks is
+almost equal.
 """
 
 from dataclasses import dataclass

@@ -8,10 +8,10 @@ reads without copying them to the buffer.
 
 Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run is then
-faster than two runs. This single run reads all keys from the buffer. If no query of any rank sees keys of other ranks,
-nothing is sent, and flash attention runs once over each rank's own keys. All ranks run attention the same number of
-times. If only some ranks ran attention twice, a rank with a single run could wait for keys while another rank computes
-its first run.
+faster than two runs. If attention runs once, it reads all keys from the buffer. If no query of any rank sees keys of
+other ranks, nothing is sent, and flash attention runs once over each rank's own keys. All ranks run attention the same
+number of times. If only some ranks ran attention twice, a rank with a single run could wait for keys while another rank
+computes its first run.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.

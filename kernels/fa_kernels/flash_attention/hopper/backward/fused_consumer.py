@@ -77,7 +77,7 @@ class Keys:
 class Step:
     """One step (one block of queries of one head), and its places in the ring buffers."""
 
-    number: gl.tensor  # the number of the step, counted over all items of the program
+    number: gl.tensor  # the index of the step; indices go on from one item of the program to the next
     m: gl.tensor  # the first query
     stage: gl.tensor  # the place of Q and dO in their ring buffers
     phase: gl.tensor  # the phase of the mbarriers of Q and dO

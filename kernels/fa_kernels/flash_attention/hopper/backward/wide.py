@@ -142,8 +142,8 @@ def _begin_halves(operand, b, halves):
 def _store_halves(halves, scale, buffer, desc, item):
     """Multiplies an accumulator by `scale`, unless `scale` is None, and stores the product in global memory.
 
-    The function writes the product to `buffer` in shared memory. TMA then copies the product to global memory. Before
-    the call, K or V was in `buffer`.
+    The function overwrites `buffer` in shared memory, which held K or V, with the product. TMA then copies the product
+    to global memory.
     """
     HALF: gl.constexpr = halves[0].shape[1]
     for i in gl.static_range(2):

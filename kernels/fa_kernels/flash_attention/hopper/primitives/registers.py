@@ -1,11 +1,11 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N], in groups of four elements. A group has two
-adjacent columns of two rows, i and i + 8. All elements of a thread lie in the same two rows. The columns of the second
-group are eight columns to the right of those of the first group, and so on. `PER_ROW` is the layout of an accumulator
-[64, 8] that stores one value per row. In a `PER_ROW` accumulator, each of the eight columns of a row holds the row's
-value, or the eight columns add up to this value. Each thread holds four elements of an accumulator with the layout
-`PER_ROW`.
+adjacent columns of two rows, i and i + 8. A thread holds elements of only two rows of the accumulator. The columns of
+the second group are eight columns to the right of those of the first group, and so on. `PER_ROW` is the layout of an
+accumulator [64, 8] that stores one value per row. In a `PER_ROW` accumulator, each of the eight columns of a row holds
+the row's value, or the eight columns add up to this value. Each thread holds four elements of an accumulator with the
+layout `PER_ROW`.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
