@@ -205,6 +205,8 @@ def test_an_error_saves_whole_updates_only(whole_update, saved, tmp_path, monkey
         pytest.param("runs/mine/now", True, id="below-its-runs"),
         pytest.param("runs/multirun/now/0", False, id="sweep"),
         pytest.param("runs/mine_too/now", False, id="similar-name", marks=pytest.mark.slow),
+        pytest.param("runs/mine/nested/now", False, id="nested-name", marks=pytest.mark.slow),
+        pytest.param("runs/mine", True, id="in-the-folder-of-its-runs", marks=pytest.mark.slow),
     ],
 )
 def test_a_failed_run_names_the_override_that_resumes(folder, is_last, tmp_path, monkeypatch, capsys):
