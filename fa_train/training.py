@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
 from fa_train.callbacks.monitor import results
+from fa_train.callbacks.record import keep_earlier_metrics
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import PackedDataModule
 from fa_train.fit import fit
@@ -44,7 +45,7 @@ warnings.filterwarnings("ignore", message="You're resuming from a checkpoint tha
 warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
 # the data module itself prints that nothing is held out
 warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-# the CSV logger deletes no files, because each run has a new folder
+# the CSV logger deletes no files, because keep_earlier_metrics renames them first
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 
 
@@ -211,6 +212,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         useless = ". keep_best has no effect" if getattr(trainer.checkpoint_callback, "keep_best", False) else ""
         trainer.print(message + useless)
     config = to_container(cfg)
+    keep_earlier_metrics(trainer)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
