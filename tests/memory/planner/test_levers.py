@@ -189,7 +189,8 @@ def test_advice_starts_with_fewer_rows():
     eight_rows = changed(LLAMA_1B, seq_len=2**14, rows=8)
     assert next_lever(eight_rows, H200, HOST) == "data.micro_batch_size=4"
     assert next_lever(changed(eight_rows, seq_len=2**17, rows=1), H200, HOST) == "memory.mlp_chunk=16384"
-    assert next_lever(eight_rows, 30 * GIB, HOST) == "data.micro_batch_size=1 memory.mlp_chunk=16384"
+    offloaded = "data.micro_batch_size=1 memory.offload=true memory.mlp_chunk=16384"
+    assert next_lever(eight_rows, 30 * GIB, HOST) == offloaded
     assert next_lever(changed(LLAMA_1B, seq_len=2**11, rows=4), H200, HOST) == ""
 
 
