@@ -31,6 +31,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.max_epochs": ((None, -1), "Set epochs or max_steps instead"),
     "trainer.min_epochs": ((None,), "Only max_steps or epochs determines the length of a run"),
     "trainer.min_steps": ((None,), "Only max_steps or epochs determines the length of a run"),
+    "trainer.check_val_every_n_epoch": ((None,), "Set trainer.val_check_interval, a number of steps, instead"),
     "trainer.callbacks": ((None,), "Add nodes to callbacks instead, such as +callbacks.mine._target_=my_module.Mine"),
     "trainer.plugins": ((None,), "train.py sets the plugins itself"),
     "trainer.overfit_batches": ((0, 0.0), "Train on a small file instead, with data=text and data.path"),

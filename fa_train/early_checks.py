@@ -41,6 +41,7 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
         quantized, samples = adapter.get("quantization") is not None, config["callbacks"].get("sample") is not None
         require_shardable(optimizer, context, quantized=quantized, samples=samples)
         require_head_groups(strategy.get("head_groups", 1), context, choices["attention"])
+        require_no_upload(config["logger"])
 
 
 def is_fsdp(strategy: Mapping[str, Any]) -> bool:
@@ -151,6 +152,17 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
             f"strategy.head_groups={groups} needs attention=flash and strategy.context of at least 2; got "
             f"attention={attention} and strategy.context={context}"
         )
+
+
+def require_no_upload(logger: Any) -> None:
+    """Raises: ValueError if W&B must upload checkpoints of strategy=fsdp. Lightning uploads only checkpoint files.
+
+    logger: the config of the logger, which may be true, false or null.
+    """
+    log_model = logger.get("log_model") if isinstance(logger, Mapping) else None
+    if log_model:
+        got = str(log_model).lower()
+        raise ValueError(f"logger.log_model must be false with strategy=fsdp, whose checkpoints are folders; got {got}")
 
 
 def require_device_count(devices: Any, accelerator: str) -> None:

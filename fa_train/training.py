@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
 from fa_train.callbacks.monitor import results
+from fa_train.callbacks.record import keep_earlier_metrics
 from fa_train.checkpoints import resume
-from fa_train.data.datamodule import PackedDataModule
+from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
 from fa_train.fit import fit
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.planner.run import plan_memory, plan_of
@@ -44,7 +45,7 @@ warnings.filterwarnings("ignore", message="You're resuming from a checkpoint tha
 warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
 # the data module itself prints that nothing is held out
 warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-# the CSV logger deletes no files, because each run has a new folder
+# the CSV logger deletes no files, because keep_earlier_metrics renames them first
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
 
 
@@ -164,11 +165,43 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
         sharding.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
 
 
-def without_validation(done: int, max_steps: int, val_check_interval: int) -> str | None:
+def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule, done: int) -> None:
+    """Prints a line if the run has no validation. If optimized_metric is a metric of the validation, raises an error.
+
+    If the metric is optimized, the data are tokenised if necessary. Otherwise, the data module prints a line later if
+    the data are too few to hold out any of them.
+    done: the number of optimizer steps in the checkpoint that the run resumes, or 0 for a new run.
+    Raises: ValueError if the run has no validation that its optimized_metric needs.
+    """
+    is_optimized = str(cfg.optimized_metric).startswith("val/")
+    message = without_validation(
+        done,
+        cfg.max_steps,
+        cfg.trainer.val_check_interval,
+        val_rows=getattr(data, "val_rows", None),
+        limit_val_batches=trainer.limit_val_batches,
+    )
+    if message is None and is_optimized and isinstance(data, PackedDataModule) and not data.holds_out():
+        message = NOTHING_HELD_OUT
+    if message is None:
+        return
+    if is_optimized:
+        raise ValueError(f"optimized_metric={cfg.optimized_metric} needs a validation; {message}")
+    useless = ". keep_best has no effect" if getattr(trainer.checkpoint_callback, "keep_best", False) else ""
+    trainer.print(message + useless)
+
+
+def without_validation(
+    done: int, max_steps: int, val_check_interval: int, *, val_rows: int | None, limit_val_batches: float | None
+) -> str | None:
     """Returns a message if a run has no validation, and None if it has one.
 
     done: the number of optimizer steps in the checkpoint that the run resumes, or 0 for a new run.
+    val_rows, limit_val_batches: data.val_rows and trainer.limit_val_batches. None means no limit.
     """
+    for name, limit in (("data.val_rows", val_rows), ("trainer.limit_val_batches", limit_val_batches)):
+        if limit == 0:
+            return f"no validation: {name} is 0"
     if done // val_check_interval < max_steps // val_check_interval:
         return None
     if max_steps < val_check_interval:
@@ -205,12 +238,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
-    if message := without_validation(done, cfg.max_steps, cfg.trainer.val_check_interval):
-        if str(cfg.optimized_metric).startswith("val/"):
-            raise ValueError(f"optimized_metric={cfg.optimized_metric} needs a validation; {message}")
-        useless = ". keep_best has no effect" if getattr(trainer.checkpoint_callback, "keep_best", False) else ""
-        trainer.print(message + useless)
+    require_validation(cfg, trainer, data, done)
     config = to_container(cfg)
+    keep_earlier_metrics(trainer)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:

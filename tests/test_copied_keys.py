@@ -24,6 +24,10 @@ from tests.support.training import composed
             "trainer.accumulate_grad_batches must be 1; got 4. Set batch_size and data.micro_batch_size", id="ignored",
         ),
         pytest.param(
+            ["trainer.check_val_every_n_epoch=2"],
+            r"trainer.check_val_every_n_epoch must be null; got 2. Set trainer.val_check_interval", id="epochs-of-val",
+        ),
+        pytest.param(
             ["+trainer.limit_train_batches=0.5"],
             r"trainer.limit_train_batches must be 1.0; got 0.5. Set max_steps instead", id="cuts-epochs",
         ),

@@ -33,6 +33,10 @@ SHARDED = ("strategy=fsdp", "trainer.devices=2")
         pytest.param([*SHARDED, "adapter=qlora"], "strategy=fsdp cannot shard 4-bit weights", id="qlora"),
         pytest.param([*SHARDED, "optimizer=adamw_8bit"], "strategy=fsdp needs optimizer=adamw, .*8bit", id="8bit"),
         pytest.param([*SHARDED, "strategy.head_groups=2"], "head_groups=2 needs attention=flash and", id="groups"),
+        pytest.param(
+            [*SHARDED, "logger=wandb", "+logger.log_model=all"],
+            "log_model must be false with strategy=fsdp, whose checkpoints are folders; got all", id="upload",
+        ),
         pytest.param(["optimizer=adamw_bf16"], "needs trainer.precision=bf16-true; got 32-true", id="bf16-weights"),
         pytest.param(["lit_gpt.float8=tensorwise"], "lit_gpt.float8 needs lit_gpt.compile_model=true", id="float8"),
     ],

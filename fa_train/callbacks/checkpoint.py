@@ -87,7 +87,7 @@ class Checkpoint(CheckpointCallback):
         self._warned = False
         self._background: BackgroundSave | None = None
         self._save_in_flight: Save | None = None  # equal on all ranks
-        self._logs_times = True
+        self._loggers_are_open = True
 
     @property
     def last_model_path(self) -> str:
@@ -101,7 +101,7 @@ class Checkpoint(CheckpointCallback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.is_global_zero:
             remove_partial(self.folder)
-        self._logs_times = True
+        self._loggers_are_open = True
         if self.asynchronous and trainer.world_size > 1:
             self._background = BackgroundSave(trainer.strategy.root_device)
 
@@ -156,7 +156,7 @@ class Checkpoint(CheckpointCallback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt stops all ranks at
         # the same step. Diverged weights must not replace an older checkpoint.
-        self._logs_times = False  # the callback Record has already closed the W&B run
+        self._loggers_are_open = False  # the callback Record has already closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
         # An update of the weights increases global_step at its end. If global_step is still what it was before the
         # newest update, the newest update failed, and may have changed only some weights.
@@ -262,11 +262,11 @@ class Checkpoint(CheckpointCallback):
         if save.is_best:
             self.best_model_path = str(save.path)
         self._prune(trainer)
-        if self._logs_times:
+        if self._loggers_are_open:
             times = {"perf/save_stall_s": save.stall, "perf/save_s": seconds}
             monitor_of(trainer).log_metrics(trainer, trainer.global_step, times)
-        for logger in trainer.loggers if trainer.is_global_zero else []:
-            logger.after_save_checkpoint(proxy(self))
+            for logger in trainer.loggers if trainer.is_global_zero else []:
+                logger.after_save_checkpoint(proxy(self))
 
     def _prune(self, trainer: L.Trainer) -> None:
         """Removes the checkpoints that this process has saved, except the newest save_top_k and the best checkpoint."""

@@ -1,5 +1,6 @@
 """Records a run on Weights & Biases (W&B) and in the file result.json."""
 
+import itertools
 import json
 import math
 import traceback
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.callbacks.progress import describe
@@ -44,6 +45,8 @@ class Record(Callback):
         measured = describe(results(trainer), monitor_of(trainer).older_val_step)
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
+            for logger in trainer.loggers:
+                logger.finalize("success")  # uploads checkpoints (log_model), which is impossible after `finish`
             run.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -67,6 +70,20 @@ class Record(Callback):
                 Path(trainer.default_root_dir, "result.json").write_text(json.dumps(values, indent=1) + "\n")
             except OSError as error:
                 trainer.print(f"error: result.json was not written: {error}")
+
+
+def keep_earlier_metrics(trainer: L.Trainer) -> None:
+    """Renames the metrics.csv of an earlier run in the same folder, because Lightning's CSV logger would delete it.
+
+    Call this function before the logger writes anything.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and trainer.is_global_zero:
+            path = Path(logger.log_dir, "metrics.csv")
+            if path.exists():
+                names = (path.with_name(f"metrics-{i}.csv") for i in itertools.count(1))
+                kept = path.rename(next(name for name in names if not name.exists()))
+                trainer.print(f"the metrics of an earlier run in this folder are now in {kept}")
 
 
 def reason_of_end(trainer: L.Trainer) -> str:

@@ -16,15 +16,16 @@ def runs_folder(run_name: object) -> Path:
 
 
 def override_for(checkpoint: Path, runs: Path) -> str:
-    """Returns the override ckpt_path=last if the checkpoint is below `runs`, and otherwise ckpt_path=<path>."""
-    is_below = checkpoint.resolve().is_relative_to(runs.resolve())
-    return "ckpt_path=last" if is_below else f"ckpt_path={checkpoint}"
+    """Returns the override ckpt_path=last if `last` finds the checkpoint in `runs`, and otherwise ckpt_path=<path>."""
+    is_found = runs.resolve() in checkpoint.resolve().parents[1:3]
+    return "ckpt_path=last" if is_found else f"ckpt_path={checkpoint}"
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
     """Returns the path of the checkpoint to resume from, or None to start a new run.
 
-    ckpt_path: a path, "last" for the newest undamaged checkpoint below the folder `runs`, or None.
+    ckpt_path: a path, "last" for the newest undamaged checkpoint of the runs in `runs`, or None. A run is a folder in
+    `runs`, or `runs` itself. Deeper folders belong to runs with another run_name.
     say: called with one line of text for each damaged checkpoint that "last" skips.
     Raises: ValueError if ckpt_path is empty, does not exist, is damaged or is not a checkpoint.
     """
@@ -37,7 +38,7 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
             raise ValueError(f"ckpt_path must be a checkpoint or `last`; {ckpt_path} does not exist")
         require_whole(Path(ckpt_path))
         return ckpt_path
-    found = newest(runs.glob(f"**/*{SUFFIX}"))
+    found = newest(path for folder in ("*", "*/*") for path in runs.glob(f"{folder}/*{SUFFIX}"))
     for path in found:
         try:
             require_whole(path)

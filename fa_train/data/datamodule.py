@@ -31,6 +31,8 @@ from fa_train.early_checks import micro_batches
 from fa_train.models.gpt import GPT
 from fa_train.parallel.fsdp import context_ranks
 
+NOTHING_HELD_OUT = "no validation: the data have too few tokens to hold out any of them"
+
 
 class PackedDataModule(L.LightningDataModule):
     """Shuffles the documents of a corpus and packs them into rows of seq_len tokens and labels.
@@ -125,6 +127,11 @@ class PackedDataModule(L.LightningDataModule):
         self.prepare_data()
         rows = PackedRows(self, held_out=False, shuffle=True).per_epoch
         return math.ceil(epochs * rows / self.batch_size)
+
+    def holds_out(self) -> bool:
+        """Returns whether a validation has any rows. Tokenises the data if necessary."""
+        self.prepare_data()
+        return bool(PackedRows(self, held_out=True, shuffle=True).counted)
 
     def layouts(self, *, held_out: bool) -> dict[str, Layout]:
         """Returns {name of a source: layout of its rows}, for the training or the held-out documents."""
@@ -232,7 +239,7 @@ class PackedDataModule(L.LightningDataModule):
             self._running_trainer().print(f"validation: {rows.counted:,} of {rows.per_epoch:,} rows (data.val_rows)")
         if not rows.counted:
             if self.val_rows:
-                self._running_trainer().print("no validation: the data have too few tokens to hold out any of them")
+                self._running_trainer().print(NOTHING_HELD_OUT)
             return []
         dataset = self._micro_batches(rows)
         # All ranks must get the same number of full micro-batches, because a rank without a micro-batch would block the

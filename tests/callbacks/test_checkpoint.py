@@ -100,3 +100,19 @@ def test_a_run_without_validation_says_that_no_best_is_kept(tmp_path, capsys):
     run(tmp_path, "callbacks.checkpoint.keep_best=true", "max_steps=1", "trainer.val_check_interval=2")
     message = "no validation: max_steps=1 is below trainer.val_check_interval=2. keep_best has no effect\n"
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("adapter", "change", "message"),
+    [
+        pytest.param("none", "model.rope_theta=77", r"rope_theta=500000.0; the export has 77\b", id="model"),
+        pytest.param("lora", "adapter.lora_alpha=7", r"lora_alpha=32; the export has 7\b", id="adapter"),
+    ],
+)
+def test_a_finished_run_is_not_exported_with_other_settings(adapter, change, message, tmp_path):
+    settings = "model=llama_1b", f"adapter={adapter}", "max_steps=1"
+    _, first = run(tmp_path, *settings, name="first")
+    resume = f"ckpt_path={first}/checkpoints/step_0000001.ckpt"
+    with pytest.raises(ValueError, match=rf"must be exported with the settings of its training: .*{message}"):
+        run(tmp_path, *settings, resume, "export=true", change, name="rest")
+    assert not list(tmp_path.glob("rest/exported*"))

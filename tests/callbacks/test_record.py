@@ -1,11 +1,14 @@
-"""A run that ends before its last step prints the reason."""
+"""Tests what a run prints and uploads at its end."""
 
+import csv
 import re
 
 import pytest
+import wandb
 from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
+from tests.support.runs import run
 from tests.support.training import composed, tiny
 
 
@@ -32,3 +35,53 @@ def test_a_run_says_why_it_ends_before_its_last_step(override, reason, tmp_path,
     with composed(tmp_path, *tiny(tmp_path, *settings)) as cfg:
         training.train(cfg)
     assert re.search(f"^stopped after {reason}$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_runs_in_one_folder_keep_the_metrics_of_earlier_runs(tmp_path, capsys):
+    for steps in (1, 2, 3):
+        with composed(tmp_path, *tiny(tmp_path, f"max_steps={steps}")) as cfg:
+            training.train(cfg)
+    files = [tmp_path / name for name in ("metrics-1.csv", "metrics-2.csv", "metrics.csv")]
+    losses = [[row["train/loss"] for row in csv.DictReader(file.open()) if row["train/loss"]] for file in files]
+    assert [len(column) for column in losses] == [1, 2, 3]
+    assert f"the metrics of an earlier run in this folder are now in {files[1]}\n" in capsys.readouterr().out
+
+
+@pytest.fixture
+def uploaded(monkeypatch) -> list[str]:
+    """The names of the checkpoints that W&B has uploaded."""
+    names: list[str] = []
+    log_artifact = wandb.Run.log_artifact
+
+    def spy(run, artifact, **options):
+        done = log_artifact(run, artifact, **options)
+        if artifact.type == "model":  # charts have artifacts too
+            names.append(artifact.metadata["original_filename"])
+        return done
+
+    monkeypatch.setattr(wandb.Run, "log_artifact", spy)
+    return names
+
+
+UPLOAD = ("logger=wandb", "logger.mode=offline", "max_steps=2")
+
+
+@pytest.mark.slow
+def test_a_run_uploads_its_last_checkpoint_and_exports_it(uploaded, tmp_path):
+    _, folder = run(tmp_path, *UPLOAD, "+logger.log_model=true", "export=true")
+    assert uploaded == ["step_0000002.ckpt"] and (folder / "exported/config.json").exists()
+
+
+class Fails(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step == 1:
+            raise RuntimeError("the first error")
+
+
+@pytest.mark.slow
+def test_a_failed_run_that_uploads_all_checkpoints_raises_its_first_error(uploaded, tmp_path, capsys):
+    fails = f"+callbacks.fails._target_={__name__}.Fails"
+    with pytest.raises(RuntimeError, match="the first error"):
+        run(tmp_path, *UPLOAD, "+logger.log_model=all", fails)
+    assert "step_0000001.ckpt; ckpt_path=" in capsys.readouterr().out and not uploaded

@@ -25,7 +25,7 @@ from fa_train.checkpoints.files import (
     require_same_shapes,
     write_file,
 )
-from fa_train.checkpoints.resume import checkpoint_path
+from fa_train.checkpoints.resume import checkpoint_path, override_for
 from fa_train.parallel.sharded_checkpoint import load_into, load_sharded, require_whole, saved_optimizer, write_folder
 from scripts import trained_model
 from tests.support.peak_memory import peak_growth
@@ -303,15 +303,31 @@ def test_the_newest_is_by_time_then_by_name(tmp_path):
 
 def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
     said: list[str] = []
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    whole = file.rename(folder / file.name)
     for step, damage in ((4, "cut"), (5, "text")):
-        path = shutil.copy(file, tmp_path / f"step_000000{step}.ckpt")
+        path = shutil.copy(whole, folder / f"step_000000{step}.ckpt")
         DAMAGE[damage](Path(path))
         os.utime(path, (2**31 + step, 2**31 + step))
-    assert checkpoint_path("last", tmp_path, said.append) == str(file)
+    assert checkpoint_path("last", tmp_path, said.append) == str(whole)
     assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]
-    file.unlink()
+    whole.unlink()
     with pytest.raises(ValueError, match=r"found only damaged checkpoints below .* \(2 in all\)"):
         checkpoint_path("last", tmp_path, said.append)
+
+
+def test_last_ignores_runs_whose_run_name_is_nested_below_this_one(file, tmp_path):
+    """run_name=mine has runs/mine/<time>/checkpoints, and run_name=mine/nested has runs/mine/nested/<time>."""
+    checkpoints = {name: tmp_path / name / "now/checkpoints" / file.name for name in ("mine", "mine/nested")}
+    for seconds, path in enumerate(checkpoints.values()):
+        path.parent.mkdir(parents=True)
+        shutil.copy(file, path)
+        os.utime(path, (2**31 + seconds, 2**31 + seconds))
+    for name, path in checkpoints.items():
+        assert checkpoint_path("last", tmp_path / name) == str(path)
+        assert override_for(path, tmp_path / name) == "ckpt_path=last"
+    assert override_for(checkpoints["mine/nested"], tmp_path / "mine") == f"ckpt_path={checkpoints['mine/nested']}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -205,6 +205,8 @@ def test_an_error_saves_whole_updates_only(whole_update, saved, tmp_path, monkey
         pytest.param("runs/mine/now", True, id="below-its-runs"),
         pytest.param("runs/multirun/now/0", False, id="sweep"),
         pytest.param("runs/mine_too/now", False, id="similar-name", marks=pytest.mark.slow),
+        pytest.param("runs/mine/nested/now", False, id="nested-name", marks=pytest.mark.slow),
+        pytest.param("runs/mine", True, id="in-the-folder-of-its-runs", marks=pytest.mark.slow),
     ],
 )
 def test_a_failed_run_names_the_override_that_resumes(folder, is_last, tmp_path, monkeypatch, capsys):
@@ -395,7 +397,25 @@ def test_a_checkpoint_without_a_count_of_tokens_is_counted_by_steps():
     ],
 )  # fmt: skip
 def test_a_run_without_validation_says_so(done, max_steps, message):
-    assert training.without_validation(done, max_steps, 100) == message
+    assert training.without_validation(done, max_steps, 100, val_rows=1, limit_val_batches=1.0) == message
+
+
+@pytest.mark.parametrize("override", ["data.val_rows=0", "+trainer.limit_val_batches=0"])
+def test_a_run_that_may_use_no_rows_for_a_validation_says_so(override, tmp_path, capsys):
+    message = f"no validation: {override.removeprefix('+').removesuffix('=0')} is 0"
+    run(tmp_path / "run", tmp_path, *TWO_STEPS, override, "callbacks.checkpoint.keep_best=true")
+    assert f"{message}. keep_best has no effect\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"^optimized_metric=val/loss needs a validation; {message}$"):
+        run(tmp_path / "refused", tmp_path, *TWO_STEPS, override, "optimized_metric=val/loss")
+
+
+def test_a_metric_of_the_validation_needs_data_that_can_be_held_out(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a")
+    with composed(tmp_path, *tiny(tmp_path, *TWO_STEPS, "optimized_metric=val/loss")) as cfg:
+        cfg.data.path = str(text)
+        with pytest.raises(ValueError, match="needs a validation; no validation: the data have too few tokens"):
+            training.train(cfg)
 
 
 def test_a_head_of_its_own_is_not_dropped(trained, tmp_path):

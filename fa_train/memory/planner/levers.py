@@ -143,6 +143,7 @@ def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:
 def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
+    The number of rows per step stays the same, so fewer rows per micro-batch mean more micro-batches per step.
     The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, other
     levers, attention with one KV head at a time, bf16 weights with fp32 master weights, smaller optimizer states, and
     a lower precision. If the run does not fit with any change, the overrides also set seq_len to the longest sequence
@@ -153,15 +154,17 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
         return f"strategy.reshard_after_forward=auto {others}".strip()
     rows = plan.run.rows
     for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
-        if fits(predict(resized(plan, rows=fewer)), gpu_bytes, host_bytes):
+        if fits(predict(_with_rows(plan, fewer)), gpu_bytes, host_bytes):
             return "" if fewer == rows else f"data.micro_batch_size={fewer}"
-    plan = resized(plan, rows=1)
     one_row = ["data.micro_batch_size=1"] if rows > 1 else []
+    all_rows, plan = plan, _with_rows(plan, 1)
     changes = _changes(plan)
     for overrides, change in changes:
-        levers = fastest_that_fits(resized(plan, **change), gpu_bytes, host_bytes)
-        if levers is not None:
-            return " ".join(one_row + levers.overrides(plan.levers) + overrides)
+        # all rows at once can need less memory than one row at a time, because a single micro-batch does not accumulate
+        for in_rows, sized in ((one_row, plan), ([], all_rows)):
+            levers = fastest_that_fits(resized(sized, **change), gpu_bytes, host_bytes)
+            if levers is not None:
+                return " ".join(in_rows + levers.overrides(plan.levers) + overrides)
     longest = {
         longest_seq_len(with_levers(resized(plan, **change), levers), gpu_bytes, host_bytes): (overrides, levers)
         for overrides, change in reversed(changes)
@@ -172,6 +175,11 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
         return "a smaller model"
     overrides, levers = longest[seq_len]
     return " ".join([f"seq_len={seq_len}", *one_row, *levers.overrides(plan.levers), *overrides])
+
+
+def _with_rows(plan: Plan, rows: int) -> Plan:
+    """Returns the plan of the same step with fewer rows per micro-batch, and therefore several micro-batches."""
+    return resized(plan, rows=rows, accumulates=plan.run.accumulates or rows < plan.run.rows)
 
 
 def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:

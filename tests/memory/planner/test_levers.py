@@ -20,6 +20,7 @@ from fa_train.memory.planner.levers import (
     smallest,
     with_levers,
 )
+from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import GIB, predict
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.traffic import Counts, traffic
@@ -143,22 +144,53 @@ def test_copies_save_no_time_where_chunks_are_computed_again(plan):
 def test_following_the_advice_helps(plan, gpu_gib):
     gpu_bytes = int(gpu_gib * GIB)
     assert not fits(predict(plan), gpu_bytes, HOST)
-    for override in next_lever(plan, gpu_bytes, HOST).split():
+    plan = followed(plan, next_lever(plan, gpu_bytes, HOST))
+    assert fits(predict(plan), gpu_bytes, HOST)
+    assert next_lever(plan, gpu_bytes, HOST) == ""
+
+
+def followed(plan: Plan, advice: str) -> Plan:
+    """Returns the plan with the overrides in `advice`. The number of rows per step does not change."""
+    for override in advice.split():
         name, value = override.split("=")
-        field = name.rpartition(".")[2]
+        field = name.rpartition(".")[2].replace("micro_batch_size", "rows")
         known: dict[str, Any] = {"true": True, "false": False, "null": None}
         value = known.get(value, int(value) if value.isdigit() else value)
         before, plan = plan, changed(plan, **{field: value})
         assert plan != before, "advice must change the setting"
-    assert fits(predict(plan), gpu_bytes, HOST)
-    assert next_lever(plan, gpu_bytes, HOST) == ""
+        if field == "rows":
+            plan = changed(plan, accumulates=True)
+    return plan
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(changed(LLAMA_1B, seq_len=2**14, compiled=True, rows=4), id="one-gpu"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**14, compiled=True, rows=4, buckets="views"), id="ddp"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**14, compiled=True, rows=4, ranks=8), id="fsdp"),
+        pytest.param(changed(LLAMA_1B, seq_len=2**14, compiled=True, rows=4, ranks=8, reduce_once=True), id="once"),
+    ],
+)
+def test_a_run_with_fewer_rows_per_micro_batch_fits(plan):
+    """A step of several micro-batches keeps its gradients from the first micro-batch to the last."""
+    for gib in (36, 34, 30, 28, 20, 12, 9, 6):
+        advice = next_lever(plan, gib * GIB, HOST)
+        assert advice == "a smaller model" or fits(predict(followed(plan, advice)), gib * GIB, HOST), advice
+
+
+def test_levers_come_before_accumulation_if_gradients_need_more_memory_than_rows():
+    bf16 = {"precision": "bf16-true", "optimizer": "adamw_bf16", "ranks": 8, "reduce_once": True, "compiled": True}
+    plan = changed(LLAMA_1B, seq_len=2**14, rows=2, **bf16)
+    assert next_lever(plan, 9 * GIB, HOST) == "memory.checkpointing=selective memory.mlp_chunk=16384"
 
 
 def test_advice_starts_with_fewer_rows():
     eight_rows = changed(LLAMA_1B, seq_len=2**14, rows=8)
     assert next_lever(eight_rows, H200, HOST) == "data.micro_batch_size=4"
     assert next_lever(changed(eight_rows, seq_len=2**17, rows=1), H200, HOST) == "memory.mlp_chunk=16384"
-    assert next_lever(eight_rows, 30 * GIB, HOST) == "data.micro_batch_size=1 memory.mlp_chunk=16384"
+    offloaded = "data.micro_batch_size=1 memory.offload=true memory.mlp_chunk=16384"
+    assert next_lever(eight_rows, 30 * GIB, HOST) == offloaded
     assert next_lever(changed(LLAMA_1B, seq_len=2**11, rows=4), H200, HOST) == ""
 
 
