@@ -102,8 +102,8 @@ class LoRA:
         if self.target_modules == ALL_LINEAR:
             return True
         if isinstance(self.target_modules, str):
-            return re.fullmatch(self.target_modules, name) is not None
-        return any(_ends_with(name, target) for target in self.target_modules)
+            return any(re.fullmatch(self.target_modules, known) for known in _known_names(name))
+        return any(_ends_with(known, target) for known in _known_names(name) for target in self.target_modules)
 
     def __call__(self, model: GPT) -> GPT:
         settings = self if self.path is None else _settings(Path(self.path), self)
@@ -133,7 +133,7 @@ class LoRA:
         if isinstance(self.target_modules, str):
             useless = [] if any(map(self.targets, names)) else [self.target_modules]
         else:
-            useless = [t for t in self.target_modules if not any(_ends_with(name, t) for name in names)]
+            useless = [t for t in self.target_modules if not any(map(replace(self, target_modules=[t]).targets, names))]
         if useless:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
             raise ValueError(
@@ -362,6 +362,10 @@ def load_adapter(model: GPT, folder: Path) -> None:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     places = adapter_tensors(model)
+    if model.origin is not None and model.origin.has_images:  # earlier versions saved names without `language_model.`
+        stored = {
+            re.sub(r"^(base_model\.model\.model\.)(?=layers\.)", r"\1language_model.", n): x for n, x in stored.items()
+        }
     if stored.keys() != places.keys():
         missing, unknown = sorted(places.keys() - stored.keys()), sorted(stored.keys() - places.keys())
         what = f"{missing[0]} is missing" if missing else f"{unknown[0]} belongs to no adapter of this model"
@@ -439,6 +443,11 @@ def _linears(model: GPT) -> dict[str, dict[str, Place]]:
         if kind == "weight" and path.startswith("blocks.") and isinstance(modules[path], nn.Linear):
             linears.setdefault(path, {})[name.removesuffix(".weight")] = place
     return linears
+
+
+def _known_names(name: str) -> set[str]:
+    """Returns `name`, and the name that earlier versions gave to the module of a Gemma 3 model with images."""
+    return {name, name.replace("model.language_model.", "model.", 1)}
 
 
 def _ends_with(name: str, target: str) -> bool:

@@ -14,7 +14,16 @@ from fa_train import training
 from fa_train.models.gpt import GPT, Head
 from fa_train.models.hf import export
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
-from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, load_adapter, merge, save_adapter
+from fa_train.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    LoRALinear,
+    adapted,
+    adapter_tensors,
+    load_adapter,
+    merge,
+    save_adapter,
+)
 from fa_train.optim.adamw import adamw, adamw_bf16, adamw_master
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB, write_with_images
@@ -201,6 +210,22 @@ def test_an_adapter_of_a_model_with_images_adapts_its_language_model(targets, tm
         theirs.save_pretrained(tmp_path / "theirs")
         again = lora(r=1, path=str(tmp_path / "theirs"))(load_pretrained(folder, "naive"))
         torch.testing.assert_close(again(tokens()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_of_a_model_with_images_may_have_the_names_of_earlier_versions(tmp_path):
+    folder = write_with_images(tmp_path / "base")
+    model = randomised(lora()(load_pretrained(folder, "naive")))
+    save_adapter(model, tmp_path / "ours", str(folder))
+    weights, config = (tmp_path / "ours" / name for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
+    save_file({name.replace("language_model.", ""): x for name, x in load_file(weights).items()}, weights)
+    settings = json.loads(config.read_text())
+    settings["target_modules"] = [name.replace("language_model.", "") for name in settings["target_modules"]]
+    config.write_text(json.dumps(settings))
+    again = lora(r=1, path=str(tmp_path / "ours"))(load_pretrained(folder, "naive"))
+    with torch.no_grad():
+        assert torch.equal(again(tokens()), model(tokens()))
+    pattern = r"model\.layers\.\d+\.self_attn\.q_proj"
+    assert len(list(adapted(lora(target_modules=pattern)(load_pretrained(folder, "naive"))))) > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "with-images"])

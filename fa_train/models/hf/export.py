@@ -24,6 +24,7 @@ from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
+ROPE_KEYS = ("model.rope_scaling", "model.rope_theta", "model.max_seq_len")
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
 Build = Callable[[int], GPT]
 CARD = """---
@@ -175,6 +176,10 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
 
     For example, the config.json of the base model can have changed. chosen: see `load`.
     """
+    if any(f"{key}.".startswith(tuple(f"{of_rope}." for of_rope in ROPE_KEYS)) for key in chosen):
+        chosen = {*chosen, *ROPE_KEYS}  # the values of two keys can follow from the third
+    if (model.config.rope_scaling or {}).get("rope_type", "default") in ("default", "linear"):
+        chosen = {*chosen, "model.max_seq_len"}  # changes nothing that the model computes
     changes = differences("model", model.config.values(), content.get(ARCHITECTURE), "the export", chosen)
     changes += differences("adapter", adapter_values(model), content.get(ADAPTER), "the export", chosen)
     if changes:

@@ -153,8 +153,12 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
 
 
 def _require_equal(head: Tensor, embedding: Tensor, stored: Stored) -> None:
-    """Raises: ValueError if rows of a tied head differ from those of the token embedding, in the embedding's dtype."""
-    if not torch.equal(head.to(embedding.dtype), embedding.cpu()):
+    """Raises: ValueError if rows of a tied head differ from those of the token embedding.
+
+    If the dtypes differ, one of both tensors may be a rounded copy of the other.
+    """
+    expected = embedding.cpu()
+    if not torch.equal(head.to(expected.dtype), expected) and not torch.equal(head, expected.to(head.dtype)):
         raise ValueError(
             f"{stored.path}: tensor {stored.name} must equal the token embedding, because tie_word_embeddings is true "
             "or missing in config.json; got another tensor. To keep it, set tie_word_embeddings to false in config.json"

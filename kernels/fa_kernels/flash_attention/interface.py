@@ -3,6 +3,7 @@
 This module checks arguments and builds schedules (schedule.py). ops.py computes the attention.
 """
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -310,7 +311,7 @@ def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: 
     slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
     if slopes.shape[0] == 0:  # without documents, kernels still read the slopes of document 0
         slopes = slopes.new_zeros(1, n_heads)
-    return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, q.shape[:-2].numel())]
+    return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, math.prod(q.shape[:-2]))]
 
 
 def _from_pages(

@@ -89,7 +89,8 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor]:
     tokens, n_heads = q.shape[:-2], q.shape[-2]
     o = q.new_empty(*tokens, n_heads, v.shape[-1], dtype=out_dtype)
-    return o, q.new_empty(n_heads, tokens.numel(), dtype=torch.float32)
+    # math.prod keeps sizes symbolic, but Size.numel would make torch.compile compile again for each length
+    return o, q.new_empty(n_heads, math.prod(tokens), dtype=torch.float32)
 
 
 @torch.library.custom_op("flash_attention::backward", mutates_args=())

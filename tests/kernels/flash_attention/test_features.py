@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from fa_kernels import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fa_kernels.flash_attention.checks import FP8, MAX_SOFTCAP
@@ -48,6 +49,23 @@ def test_the_largest_softcap_is_accurate(attend, device):
     """A score s becomes s - s**3 / (3 * softcap**2), so scores below 5 change by less than 5e-5."""
     x = torch.randn(1, 64, 2, 16, device=device)
     torch.testing.assert_close(attend(x, softcap=MAX_SOFTCAP), attend(x), rtol=5e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("is_dense", [True, False], ids=["dense", "varlen"])
+def test_new_lengths_are_not_compiled_again(is_dense, device):
+    def attend(x, cu_seqlens):
+        if is_dense:
+            return flash_attn_func(x, x, x, causal=True)
+        return flash_attn_varlen_func(x[0], x[0], x[0], cu_seqlens, cu_seqlens, 64, 64, causal=True)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for length in (20, 30, 40, 50):
+        x = torch.randn(1, length, 2, 16, device=device)
+        cu_seqlens = cumulative([8, length - 8]).to(device)
+        assert torch.equal(compiled(x, cu_seqlens), attend(x, cu_seqlens))
+    assert counter.frame_count == 2  # the second length makes lengths symbolic
 
 
 @pytest.mark.slow

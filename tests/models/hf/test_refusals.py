@@ -129,6 +129,16 @@ def test_a_tied_head_must_equal_the_embedding(name, embedding, files, checkpoint
     assert torch.equal(separate.head.weight, head["lm_head.weight"])
 
 
+@pytest.mark.parametrize("of_head", [True, False], ids=["head", "embedding"])
+def test_a_tied_head_may_be_a_rounded_copy(of_head, checkpoint):
+    folder = checkpoint("llama-tied")
+    tensors = load_file(folder / "model.safetensors")
+    whole = tensors["model.embed_tokens.weight"]
+    rounded = {"lm_head.weight" if of_head else "model.embed_tokens.weight": whole.bfloat16()}
+    write_files(folder, [tensors | {"lm_head.weight": whole.clone()} | rounded])
+    load_pretrained(folder)
+
+
 def write_files(folder: Path, parts: list[dict[str, torch.Tensor]]) -> None:
     """Replaces the weights of a checkpoint with one file, or with several files and an index."""
     (folder / "model.safetensors").unlink(missing_ok=True)
