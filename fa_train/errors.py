@@ -70,7 +70,7 @@ def explain(error: BaseException) -> str:
             names = [name for name in vars(link)["options"] if not name.startswith("_")]
             return f"{group} must be one of {', '.join(names)}; got {option}"
     said = next((link for link in chain if isinstance(link, ValueError)), error)
-    # the partitions remove Hydra's search path
+    # str.partition removes Hydra's search path from the message
     text = _of_data_worker(said).partition("Config search path")[0].partition("full_key")[0]
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())
 

@@ -55,8 +55,8 @@ REFUSED = {  # {unsupported argument of `attention`: its meaning, for the error 
     "sinks": "sinks under this name (s_aux is supported)",
 }
 
-# Without causality, eager attention in these layers sees sliding_window tokens on each side. Other layers that have a
-# window in both directions pass that number + 1.
+# Without causality, eager attention in these layers sees sliding_window tokens on each side. In other layers with a
+# window in both directions, eager attention sees sliding_window - 1 tokens on each side.
 INCLUSIVE_WINDOWS = {"T5GemmaSelfAttention"}
 
 

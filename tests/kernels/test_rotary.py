@@ -226,7 +226,7 @@ def test_qkv_keeps_angles_alone(device):
     gradients = [torch.randn(x.shape, device=device) for x in (q, k, v)]
     (d_qkv,) = torch.autograd.grad((q, k, v), qkv, gradients)
     assert kept == [cos.shape, sin.shape]
-    # The hook negates cos and sin. To rotate by the opposite angle, the backward pass negates sin a second time.
+    # The hook negates cos and sin. The backward pass negates sin again, to rotate by the opposite angle.
     exact = rotated(torch.cat(gradients, dim=1), -cos, sin, 6)
     torch.testing.assert_close(d_qkv.double(), exact, rtol=1e-5, atol=1e-5)
 

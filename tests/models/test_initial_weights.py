@@ -152,7 +152,7 @@ def same_pretrained_weights(folder: Path) -> None:
 
 
 def each_rank_compares_its_rows_of_a_tied_head(rank: int, folder: Path) -> None:
-    """In other-head, only the last row differs, and rank 1 holds it."""
+    """The checkpoint `other-head` differs from `same-head` only in the last row of the head, which rank 1 holds."""
     with META:
         same, other = (load_pretrained(folder / name, "sdpa") for name in ("same-head", "other-head"))
     sharded(same)

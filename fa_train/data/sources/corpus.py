@@ -276,7 +276,8 @@ def _load_data_files(folder: str, config: str | None, split: str) -> Any:
     named = load_dataset_builder(folder, config).config.data_files or {}
     files = sorted({Path(file) for of_split in named.values() for file in of_split})
     content = hash_files(Path("/"), filter(Path.is_file, files))  # skips URLs from a README.md
-    # `datasets` caches the rows by the files' times and the description, so the description says what is in the files
+    # `datasets` reads its cache again if the files' times and the description are the same. The description is
+    # therefore a hash of the files' contents.
     return load_dataset(folder, config, split=split, description=content)
 
 

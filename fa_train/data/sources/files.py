@@ -268,7 +268,7 @@ def _csv(path: Path) -> Iterator[SourceRow]:
 
 
 def _require_closed_quotes(path: Path) -> None:
-    """Raises: ValueError if a quoted value has no end. Arrow would read the rows after it as a part of the value."""
+    """Raises: ValueError if a quoted value has no end. Arrow would read all later rows as a part of this value."""
     if not path.stat().st_size:  # an empty file cannot be mapped
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

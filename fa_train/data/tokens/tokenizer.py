@@ -86,7 +86,7 @@ class HFTokenizer:
         backend = getattr(self.hf, "backend_tokenizer", None)  # slow tokenizers have no backend
         content = backend.to_str() if backend is not None else self._saved_files()
         special = (type(self.hf).__name__, self.bos_id, self.eos_id)
-        # the backend's text lacks this flag
+        # backend.to_str() does not contain this flag
         flag = "split_special_tokens" if getattr(self.hf, "split_special_tokens", False) else ""
         return hashlib.blake2b(f"{special}{content}{flag}".encode(), digest_size=16).hexdigest()
 

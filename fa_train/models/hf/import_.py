@@ -244,8 +244,8 @@ def _with_rope(
 def _original_length(own: Mapping[str, Any], reach: int) -> int:
     """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
 
-    reach: the number of tokens that the checkpoint supports with `own`. A checkpoint with linear scaling does not store
-    its original length. As for Gemma 3, `reach` is the product of the original length and the factor.
+    reach: the number of tokens that the checkpoint supports with this RoPE scaling. A checkpoint with linear scaling
+    does not store its original length. As for Gemma 3, `reach` is the product of the original length and the factor.
     """
     if own["rope_type"] != "linear":
         return own.get("original_max_position_embeddings", reach)
@@ -262,7 +262,8 @@ def _asked_scaling(
     `own` is the checkpoint's scaling. The result is `own` if the checkpoint already supports max_seq_len tokens, and
     `scaling` contains neither a factor nor rope_type="default". An added factor is never smaller than that of `own`,
     because the checkpoint was trained with the factor of `own`.
-    original: the number of tokens that the checkpoint would support without `own`. own_reach: the number with `own`.
+    original: the number of tokens that the checkpoint would support without RoPE scaling. own_reach: the number of
+    tokens that the checkpoint supports with its own scaling.
     """
     asked = {name: value for name, value in scaling.items() if value is not None}
     kind = asked.get("rope_type", asked.get("type"))

@@ -77,7 +77,7 @@ def _row_counts(model: GPT, module: str, rows: int, parts: int) -> list[int]:
 class Stored:
     """A checked tensor of a checkpoint: its file, its name in the file, its place in the model and its dtype.
 
-    is_copy: whether the tensor is a tied head, which must equal the token embedding in the same place.
+    is_copy: whether the tensor is a tied head, which must equal the token embedding.
     """
 
     path: Path

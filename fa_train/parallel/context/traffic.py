@@ -160,8 +160,8 @@ def own_ranges(
     crosses: (local,) bool, whether each query sees keys of other ranks. A query that sees keys of other ranks gets an
     empty range of this rank's keys.
     The returned starts are in ascending order, and so are the returned ends. The start of an empty range is the key of
-    the query's own token, or the start of the next query's range if that start is smaller. Because of these starts, a
-    kernel's loop over the queries of a key tile includes only few queries with an empty range.
+    the query's own token, or the start of the next query's range if that start is smaller. For each
+    tile of keys, a kernel's loop over queries then includes only few queries that see none of this rank's keys.
     Shape of both results: (local,).
     """
     n_own = len(mine)

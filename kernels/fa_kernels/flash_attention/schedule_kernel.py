@@ -45,7 +45,7 @@ class _Side:
     n_edges: tl.tensor  # the number of elements of cu_seqlens
     stride: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
-    total_other: tl.tensor  # the number of all keys (for ranges of queries), or of all queries (for ranges of keys)
+    total_other: tl.tensor  # the number of all keys if each query has a range of keys, otherwise of all queries
     before: tl.tensor  # the maximum number of tokens before the aligned token in a range; -1 means no maximum
     after: tl.tensor  # the maximum number of tokens after the aligned token in a range; -1 means no maximum
 
@@ -196,7 +196,7 @@ class _Layout(NamedTuple):
 
     size: int  # the size of the buffer in elements
     # The sizes of the parts into which the buffer is split. Part 0 has size 0, and stands for all empty tensors. Each
-    # other part is one tensor or padding.
+    # other part of the buffer holds one tensor, or is padding.
     sizes: list[int]
     pick: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # returns the tensors in the order of Schedule's fields
     programs: int

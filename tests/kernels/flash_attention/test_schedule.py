@@ -222,7 +222,7 @@ def test_schedules_for_tracing_are_not_kept():
 
 @pytest.mark.parametrize("transform", ["grad", "vjp", "jvp", "jacrev", "functionalize"])
 def test_schedules_made_in_a_transform_are_not_kept(transform, device, monkeypatch):
-    """After a transform, tensors that were created in it can no longer be read."""
+    """Tensors that were created inside a functorch transform cannot be read after the transform."""
     monkeypatch.setattr(schedule_cache, "_KEPT", {})
     q = torch.randn(1, 20, 2, 16, device=device)
     x = torch.ones((), device=device)

@@ -150,7 +150,7 @@ def test_following_the_advice_helps(plan, gpu_gib):
 
 
 def followed(plan: Plan, advice: str) -> Plan:
-    """Returns the plan with the overrides in `advice`. The number of rows per step does not change."""
+    """Applies the overrides in `advice` to a copy of the plan, and returns it. The rows per step stay the same."""
     for override in advice.split():
         name, value = override.split("=")
         field = name.rpartition(".")[2].replace("micro_batch_size", "rows")
