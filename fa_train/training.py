@@ -168,10 +168,10 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule, done: int) -> None:
     """Prints a line if the run has no validation. If optimized_metric is a metric of the validation, raises an error.
 
-    If the metric is optimized, the data are tokenised if necessary. Otherwise, the data module prints a line later if
-    the data are too few to hold out any of them.
+    If a metric of the validation is optimized, the check tokenises the data if necessary. Otherwise, the data module
+    prints a line later if the data are too few to hold out any of them.
     done: the number of optimizer steps in the checkpoint that the run resumes, or 0 for a new run.
-    Raises: ValueError if the run has no validation that its optimized_metric needs.
+    Raises: ValueError if optimized_metric needs a validation, but the run has none.
     """
     is_optimized = str(cfg.optimized_metric).startswith("val/")
     message = without_validation(

@@ -102,7 +102,7 @@ def key_mask(
         )
     causal = allow_is_bidirectional_skip is None  # transformers passes this argument only for bidirectional masks
     refuse_other_masks(mask_function, use_vmap)
-    # If a mask can have blocks, transformers sets allow_is_causal_skip to False.
+    # If a mask can have bidirectional blocks, transformers sets allow_is_causal_skip to False.
     if causal and allow_is_causal_skip is False and mask_function is not None and torch.compiler.is_compiling():
         forbid_later_keys(mask_function, batch_size, q_length, q_offset, torch.device(device))
     # If rows can be packed, transformers sets allow_is_causal_skip to False. Packed rows have no padding and no cache.
@@ -223,7 +223,7 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
 
 
 def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, seqlen_q: int) -> bool:
-    """Returns whether attention is causal. Raises: ValueError if neither the mask nor is_causal nor the layer tells."""
+    """Returns whether attention is causal. Raises: ValueError if mask, is_causal and layer do not tell it."""
     asked = causality(attention_mask)
     if asked is None:
         asked = getattr(module, "is_causal", None) if is_causal is None else is_causal

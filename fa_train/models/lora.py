@@ -331,7 +331,7 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     settings = next(linear.settings for _, linear in adapted(model))
     targets = settings.target_modules
     if model.origin is not None and model.origin.has_images:
-        # full names, because modules of the image encoder have the same last parts of their names
+        # full names, because the names of the image encoder's modules can have the same last part
         targets = sorted(name for _, linear in adapted(model) for name in linear.names.values())
     elif targets == ALL_LINEAR:
         targets = sorted({part for _, linear in adapted(model) for part in linear.names})

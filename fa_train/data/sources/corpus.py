@@ -231,7 +231,7 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
         return load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error
-    except DatasetsError as error:  # for example, a file is not valid; the cause names the row, and a log line the file
+    except DatasetsError as error:  # for example, invalid JSON; the cause names the row, and the log the file
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}: {error.__cause__}") from error
 
 

@@ -126,7 +126,10 @@ def _is_file(path: Path) -> bool:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Converts an OSError to a ValueError that names the file or folder. path: named if the OSError has no name."""
+    """Converts an OSError to a ValueError that names the file or folder.
+
+    path: the path in the message if the OSError itself names no file.
+    """
     try:
         yield
     except OSError as error:

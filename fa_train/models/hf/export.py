@@ -146,7 +146,7 @@ def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[
 
     A checkpoint with an adapter does not contain the frozen base model. `build` loads or draws the base model's
     weights.
-    chosen: the config keys that the user has overridden, which need not have the values of the training.
+    chosen: the config keys that the user has overridden. Their values may differ from those of the training.
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, was trained with other
     settings, or has weights that are NaN or infinite.
     """

@@ -245,7 +245,8 @@ def _original_length(own: Mapping[str, Any], reach: int) -> int:
     """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
 
     reach: the number of tokens that the checkpoint supports with this RoPE scaling. A checkpoint with linear scaling
-    does not store its original length. As for Gemma 3, `reach` is the product of the original length and the factor.
+    does not store its original length. As in checkpoints of Gemma 3, `reach` is the product of the original length and
+    the factor.
     """
     if own["rope_type"] != "linear":
         return own.get("original_max_position_embeddings", reach)

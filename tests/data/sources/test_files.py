@@ -175,7 +175,7 @@ def test_json_that_python_cannot_read_is_named(tmp_path, value):
 
 
 def test_a_chat_that_is_nested_deeply_is_named(tmp_path):
-    nested = "[" * 700 + "]" * 700  # json reads this value, but Python functions cannot visit it
+    nested = "[" * 700 + "]" * 700  # json reads this value, but recursive functions of Python fail
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "completion": "b", "extra": {nested}}}\n')
     with pytest.raises(ValueError, match=r"a chat must have at most a few hundred levels; .*line 1 has more"):
         list(ChatCorpus(str(tmp_path / "a.jsonl")).documents())
