@@ -131,7 +131,8 @@ def encoded(
         written: the number of keys in the cache. The cache can have additional places for later tokens.
     """
     runs_dtype, holes_dtype = (RUNS, HOLES) if causal else (BIDIRECTIONAL_RUNS, BIDIRECTIONAL_HOLES)
-    nothing_masked = torch.zeros(batch, 1, 1, 0, dtype=runs_dtype, device=device)
+    # the dtype is not floating, because FSDP2 with mixed precision casts the floating inputs of a layer
+    nothing_masked = torch.zeros(batch, 1, 1, 0, dtype=holes_dtype, device=device)
     all_written = isinstance(written, int) and written >= seqlen_k
     if attention_mask is None and all_written:
         return nothing_masked

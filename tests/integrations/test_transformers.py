@@ -353,6 +353,8 @@ def test_masks_of_a_static_cache_tell_how_many_keys_it_holds():
     assert mask.dtype == key_masks.RUNS and mask.tolist() == [[[[0, 0, 6, 6, 6, 0, 0, 0]]]]
     # none of the keys 2 to 4 is padding
     assert key_masks.encoded(user, 1, 3, 2, 3, True, user.device).shape == (1, 1, 1, 0)
+    for causal in (True, False):  # FSDP2 with mixed precision casts the floating inputs of a layer
+        assert not key_masks.encoded(None, 1, 3, 0, 3, causal, user.device).is_floating_point()
 
 
 @pytest.mark.slow

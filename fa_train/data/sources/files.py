@@ -19,8 +19,8 @@ import pyarrow.parquet
 CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must not be larger
 WILDCARDS = frozenset("*?[")
 # A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
-# The last group is missing if no quote ends the value.
-QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("(?![^,\r\n]))?')
+# The last group is missing if no quote ends the value. White space may follow the last quote.
+QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("[ \t]*+(?![^,\r\n]))?')
 
 
 @dataclass(frozen=True)

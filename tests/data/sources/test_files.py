@@ -153,8 +153,10 @@ def test_a_quote_without_an_end_is_named(tmp_path, content, line):
 
 
 def test_quotes_are_read_as_csv_has_them(tmp_path):
-    (tmp_path / "a.csv").write_text('id,"text"\n1,a "b" c\n2,"5"" disk,\n"\n"3",""\n4,""""\n5,"end"', newline="")
-    assert texts(tmp_path / "a.csv") == ['a "b" c', '5" disk,\n', "", '"', "end"]
+    (tmp_path / "a.csv").write_text(
+        'id,"text"\n1,a "b" c\n2,"5"" disk,\n"\n"3",""\n4,""""\n5,"a" \n6,"end"', newline=""
+    )
+    assert texts(tmp_path / "a.csv") == ['a "b" c', '5" disk,\n', "", '"', "a ", "end"]
 
 
 @pytest.mark.parametrize(
