@@ -5,9 +5,9 @@
     fa.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="fa_train")
 
-Most models that work with flash_attention_2 also work with fa_train. Other models are refused. fa_train supports GQA,
-sliding windows, soft caps, attention sinks, padding, rows packed by position_ids or cu_seqlens, and generation with a
-dynamic or static cache.
+Most models that work with flash_attention_2 also work with fa_train. Model classes that do not declare support for
+flash attention are refused. fa_train supports GQA, sliding windows, soft caps, attention sinks, padding, rows packed by
+position_ids or cu_seqlens, and generation with a dynamic or static cache.
 
 Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only while `key_mask` or
 `packed_schedule` copies numbers from the GPU to the host. In a forward pass, `key_mask` and `packed_schedule` copy

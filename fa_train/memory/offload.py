@@ -90,8 +90,8 @@ class Offload:
     def forward_pass(self, x: Tensor) -> "ForwardPass":
         """Starts a forward pass. x: the input of the first block. Only the size and the device of x are used.
 
-        Raises: ValueError if the host has too little memory. If `everything` is true, the host's free
-        memory is checked at the end of the first block.
+        Raises: ValueError if the host has too little memory. If `everything` is true, the host's free memory is checked
+        at the end of the first block.
         """
         if self.pool is None:
             self.pool = HostPool(pinned=x.is_cuda)

@@ -162,7 +162,7 @@ def opened(html, folder):
     command += [f"--log-net-log={folder}/net.json", "--virtual-time-budget=2000", "--dump-dom", f"file://{html}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     asked = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    own = "not an origin"  # Chromium logs this value as the `initiator` of its own requests, such as those for updates
+    own = "not an origin"  # what Chromium logs as `initiator` if Chromium itself made a request
     return done.stdout, [request["url"] for request in asked if request.get("initiator", own) != own]
 
 

@@ -66,7 +66,7 @@ class LiveShards(Live):
 
 @contextmanager
 def two_ranks() -> Iterator[DeviceMesh]:
-    """Yields a mesh of two ranks, of which only rank 0 runs, in this process."""
+    """Yields a mesh of two ranks. Rank 0 runs in this process, and rank 1 does not run."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,))
