@@ -257,7 +257,7 @@ class Monitor(Callback):
 
     @property
     def older_val_step(self) -> int | None:
-        """The step of the newest val/loss. None if there is no val/loss, or if no metric was logged at a later step."""
+        """The step of the newest val/loss if that step is not the newest logged step, otherwise None."""
         return None if self.val_step == self.latest_step else self.val_step
 
     def summary(self) -> dict[str, float]:

@@ -223,7 +223,7 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
 
 
 def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, seqlen_q: int) -> bool:
-    """Returns whether attention is causal. Raises: ValueError if mask, is_causal and layer do not tell it."""
+    """Returns whether attention is causal. Raises: ValueError if mask, argument and layer all do not say."""
     asked = causality(attention_mask)
     if asked is None:
         asked = getattr(module, "is_causal", None) if is_causal is None else is_causal

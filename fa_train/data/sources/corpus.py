@@ -231,7 +231,7 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
         return load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error
-    except DatasetsError as error:  # for example, invalid JSON; the cause names the row, and the log the file
+    except DatasetsError as error:  # for example, invalid JSON; the cause names the row
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}: {error.__cause__}") from error
 
 
@@ -276,8 +276,8 @@ def _load_data_files(folder: str, config: str | None, split: str) -> Any:
     named = load_dataset_builder(folder, config).config.data_files or {}
     files = sorted({Path(file) for of_split in named.values() for file in of_split})
     content = hash_files(Path("/"), filter(Path.is_file, files))  # skips URLs from a README.md
-    # `datasets` reads its cache again if the files' times and the description are the same. The description is
-    # therefore a hash of the files' contents.
+    # `datasets` reuses cached rows if the files' times and the argument `description` have not changed. The hash of the
+    # contents as the description prevents this for changed files.
     return load_dataset(folder, config, split=split, description=content)
 
 

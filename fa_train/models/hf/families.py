@@ -81,7 +81,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
     except (StrictDataclassError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if hasattr(normalised, "rope_parameters"):
-        # Like models of transformers, call this method again, because it then copies original_max_position_embeddings.
+        # Models of transformers also call this method twice. The second call copies original_max_position_embeddings.
         normalised.standardize_rope_params()
     for name, supported in family.required.items():
         found = getattr(normalised, name, supported[0]) if config.get(name) is None else config[name]

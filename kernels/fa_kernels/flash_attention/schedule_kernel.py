@@ -46,8 +46,8 @@ class _Side:
     stride: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
     total_other: tl.tensor  # the number of all keys if each query has a range of keys, otherwise of all queries
-    before: tl.tensor  # the maximum number of a range's tokens before the aligned token; -1 means no maximum
-    after: tl.tensor  # the maximum number of a range's tokens after the aligned token; -1 means no maximum
+    before: tl.tensor  # how many tokens before the aligned token are in a range; -1 means all
+    after: tl.tensor  # how many tokens after the aligned token are in a range; -1 means all
 
 
 @structure
