@@ -16,48 +16,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fa_kernels.flash_attention import backend
-from fa_kernels.flash_attention.delta import sink_gradient
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.ops import needs_gradients, observed
 from fa_kernels.flash_attention.schedule import WIDE_TILE, WORK_TILE, LengthClass, Schedule
 from fa_kernels.rows import copy_rows
 from fa_kernels.torch_private import apply_without_transforms, may_have_tangents, without_dead_wrapper
-from fa_train.parallel.context.operators import Moves, gathered, start_gathering, summed_gradients
+from fa_train.parallel.context.operators import (
+    Moves,
+    finish_returning,
+    gathered,
+    receive,
+    start_gathering,
+    start_returning,
+    summed_gradients,
+    with_own_rows,
+)
+from fa_train.parallel.context.runs import BackwardPhases, Run
 from fa_train.parallel.context.traffic import Counts
-
-
-class Run(NamedTuple):
-    """One run of flash attention. A Run calls the kernels directly, without torch operators."""
-
-    schedule: Schedule
-    features: Features
-
-    def of_heads(self, heads: slice) -> "Run":
-        """Returns a copy of this Run that processes only the query heads in `heads`."""
-        alibi, sinks = self.features.alibi, self.features.sinks
-        alibi = [alibi[0][:, heads].contiguous(), *alibi[1:]] if alibi else []
-        sinks = None if sinks is None else sinks[heads]
-        return self._replace(features=self.features._replace(alibi=alibi, sinks=sinks))
-
-    def without_sinks(self) -> "Run":
-        return self._replace(features=self.features._replace(sinks=None))
-
-    def forward(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns o and lse."""
-        q, keys, values = (backend.in_order(x) for x in (q, keys, values))
-        return backend.forward(q, keys, values, self.schedule, self.features, q.dtype)
-
-    def backward(
-        self, do: Tensor, q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, deterministic: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns dq, dk, dv and dsinks. dsinks is empty without sinks."""
-        do, q, keys, values = (backend.in_order(x) for x in (do, q, keys, values))
-        dq, dk, dv, *delta = backend.backward(
-            do, None, q, keys, values, o, lse, self.schedule, self.features, deterministic
-        )
-        sinks = self.features.sinks
-        return dq, dk, dv, lse.new_empty(0) if sinks is None else sink_gradient(sinks, lse, *delta)
 
 
 class Options(NamedTuple):
@@ -292,11 +267,7 @@ def _backward(
     if not counts.exchanges:
         return own.backward(do, q, k, v, o, lse, deterministic)
     if not counts.splits:
-        keys, values = gathered([k, v], moves, counts.rows, group)
-        dq, dk, dv, dsinks = crossing.backward(do, q, keys, values, o, lse, deterministic)
-        del keys, values
-        dk, dv = summed_gradients([dk, dv], moves, group)
-        return dq, dk, dv, dsinks
+        return _backward_in_one_run(do, q, k, v, o, lse, crossing, moves, counts, group, deterministic)
     exchange = start_gathering([k, v], moves, group)
     # own.backward runs while keys are exchanged. In own.backward, queries that see keys of other ranks add nothing to
     # dk and dv. But dsinks is already complete, because dsinks depends only on do, o and lse.
@@ -312,6 +283,41 @@ def _backward(
     copy_rows([crossing_dq], [dq], to_rows=moves.crossing[: counts.crossing])
     del keys, values, crossing_q, crossing_do, crossing_o, crossing_lse, crossing_dq
     dk, dv = summed_gradients(of_buffer, moves, group, [dk, dv])
+    return dq, dk, dv, dsinks
+
+
+def _backward_in_one_run(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    run: Run,
+    moves: Moves,
+    counts: Counts,
+    group: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes `_backward` if all queries read gathered keys. If memory allows it, kernels run during the exchanges."""
+    during_gathering, during_returning = overlaps(moves, counts)
+    exchange = start_gathering([k, v], moves, group)
+    keys, values = with_own_rows([k, v], moves, counts.rows)
+    if not during_gathering:
+        receive(exchange, [keys, values], moves)
+        del exchange
+        dq, dk, dv, dsinks = run.backward(do, q, keys, values, o, lse, deterministic)
+        del keys, values
+        dk, dv = summed_gradients([dk, dv], moves, group)
+        return dq, dk, dv, dsinks
+    phases = BackwardPhases(run, do, q, keys, values, o, lse, deterministic)  # launches a kernel
+    receive(exchange, [keys, values], moves)
+    del exchange
+    of_buffer = phases.gradients_of_keys()
+    returning = start_returning(of_buffer, moves, group) if during_returning else None
+    dq, dsinks = phases.gradient_of_queries()
+    del keys, values, phases
+    dk, dv = finish_returning(returning or start_returning(of_buffer, moves, group), of_buffer, moves)
     return dq, dk, dv, dsinks
 
 
@@ -384,6 +390,20 @@ def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, 
     of_crossing[1:] = [x[: counts.queries] for x in of_crossing[1:]]
     crossing = run(used_part(schedules[:n_tensors], counts.queries, counts.rows), of_crossing)
     return crossing, run(schedules[n_tensors:], alibi[n_alibi:])
+
+
+def overlaps(moves: Moves, counts: Counts) -> tuple[bool, bool]:
+    """Returns whether kernels of the backward pass may run while keys are gathered, and while gradients are returned.
+
+    During an exchange, memory holds the rows that this rank sends and receives. Kernels may run during an exchange only
+    if they do not need more memory than the memory plan counts. The plan counts the memory for one document that fills
+    the stream, whose keys fill the whole buffer (`Traffic.capacity`).
+    """
+    exchanged, spare = int(moves.sizes.sum()), moves.taken.shape[0] - counts.rows
+    # In units of a row of keys and values, the plan counts 2 * capacity rows: gathered keys and values, and their
+    # gradients. While keys are gathered, counts.rows + exchanged rows exist. While gradients are returned,
+    # 2 * counts.rows + exchanged rows exist.
+    return exchanged <= 2 * spare + counts.rows, exchanged <= 2 * spare
 
 
 def _crossing_rows(xs: Sequence[Tensor], moves: Moves, counts: Counts) -> list[Tensor]:

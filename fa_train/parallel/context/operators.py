@@ -145,14 +145,25 @@ def gathered(
     """
     if exchange is None:
         exchange = start_gathering(xs, moves, group)
+    buffers = with_own_rows(xs, moves, n_rows)
+    receive(exchange, buffers, moves)
+    return buffers
+
+
+def with_own_rows(xs: Sequence[Tensor], moves: Moves, n_rows: int) -> list[Tensor]:
+    """Returns the buffers that `gathered` returns, but without the rows of other ranks. See `receive`."""
     counts = Counts(*moves.counts.tolist())
     whole = xs[0].new_empty(len(xs), n_rows, *xs[0].shape[1:])
     whole[:, counts.keys :].zero_()
     buffers = list(whole.unbind())
     copy_rows(xs, buffers, from_rows=moves.kept[: counts.kept], to_rows=moves.kept_rows[: counts.kept])
+    return buffers
+
+
+def receive(exchange: Exchange, buffers: Sequence[Tensor], moves: Moves) -> None:
+    """Waits until `exchange` ends, and copies the received rows into the buffers."""
     exchange.wait()
     copy_rows(exchange.parts, buffers, to_rows=moves.taken[: exchange.parts[0].shape[0]])
-    return buffers
 
 
 def summed_gradients(
@@ -166,22 +177,41 @@ def summed_gradients(
     place and returned. If `totals` is None, all queries have read the buffers, and the returned tensors are new.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
+    counts = Counts(*moves.counts.tolist())
+    exchange = start_returning(ds, moves, group, 0 if totals is None else counts.kept)
+    return finish_returning(exchange, ds, moves, totals)
+
+
+def start_returning(ds: Sequence[Tensor], moves: Moves, group: str, own_rows: int = 0) -> Exchange:
+    """Begins the exchange of `summed_gradients`.
+
+    own_rows: the number of rows without values that each part of the result has after the received rows.
+    """
     sends, receives = moves.sizes.tolist()
-    counts, n_returned = Counts(*moves.counts.tolist()), sum(sends)
     leaving, parts = _joined(ds, sum(receives))
     copy_rows(ds, parts, from_rows=moves.taken[: sum(receives)])
-    own_rows = moves.kept_rows[: counts.kept]
-    arriving, parts = _joined(ds, n_returned + (0 if totals is None else counts.kept))
-    work = dist.all_to_all_single(arriving[:n_returned], leaving, sends, receives, group=_GROUPS[group], async_op=True)
+    arriving, parts = _joined(ds, sum(sends) + own_rows)
+    arriving = arriving[: sum(sends)]
+    work = dist.all_to_all_single(arriving, leaving, sends, receives, group=_GROUPS[group], async_op=True)
+    return Exchange(work, leaving, parts)
+
+
+def finish_returning(
+    exchange: Exchange, ds: Sequence[Tensor], moves: Moves, totals: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Returns the result of `summed_gradients`. exchange: the result of `start_returning`."""
+    counts = Counts(*moves.counts.tolist())
+    rows = moves.kept_rows[: counts.kept]
     # the copies below run during the exchange
     if totals is None:  # each buffer holds all rows of this rank, without padding, in the order of its tokens
         totals = [d.new_empty(moves.kept.shape[0], *d.shape[1:]) for d in ds]
-        copy_rows(ds, totals, from_rows=own_rows)
+        copy_rows(ds, totals, from_rows=rows)
         for total in totals:
             total[counts.kept :].zero_()
     else:
-        copy_rows(ds, [part[n_returned:] for part in parts], from_rows=own_rows)
-    Exchange(work, leaving, parts).wait()
+        copy_rows(ds, [part[part.shape[0] - counts.kept :] for part in exchange.parts], from_rows=rows)
+    exchange.wait()
+    parts = exchange.parts
     add_rows(totals, parts, moves.shared[: counts.shared], moves.entries, moves.offsets[: counts.shared + 1])
     return list(totals)
 

@@ -6,7 +6,7 @@ kernels do not support raises a ValueError.
 """
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -98,9 +98,8 @@ def backward(
     """
     shapes = q.shape, k.shape, v.shape
     do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
-    supported = hopper_bwd.supports(q, k, v, features)
     delta: Tensor | None
-    if _takes_hopper(supported, "backward", hopper_bwd.HEAD_DIMS, q, v):
+    if _uses_hopper_backward(q, k, v, features):
         dq, dk, dv, delta = hopper_bwd.attention_backward(do, dlse, q, k, v, o, lse, schedule, features, deterministic)
     else:
         delta = attention_delta(o, do, dlse)
@@ -110,6 +109,101 @@ def backward(
         return gradients
     assert delta is not None
     return *gradients, delta
+
+
+def _prepare_call(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> Call:
+    tensors = do, q, k, v, o, lse, *features.alibi
+    key = "prepare", deterministic, features.sinks is None, *_common_key(q, tensors, schedule, features)
+    return key, (*tensors, *schedule[:7])
+
+
+@recorded(_prepare_call)
+def prepare_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, ...]:
+    """Computes what a backward pass can compute before the elements of k and v are known.
+
+    `prepare_backward`, `gradients_of_keys` and `gradient_of_queries`, called in this order, are equal to one call of
+    `backward`. Other work, such as an exchange with other GPUs, can start between the three calls. The arguments are
+    those of `backward`, without batches.
+    Returns the argument `prepared` of the two other functions. If there are sinks, the last tensor is delta (delta.py).
+    """
+    if _uses_hopper_backward(q, k, v, features):
+        return hopper_bwd.prepare_backward(do, None, q, o, lse, schedule, features, deterministic).tensors()
+    return (attention_delta(o, do, None),)
+
+
+def _phase_call(name: str) -> Callable[..., Call]:
+    def call(
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lse: Tensor,
+        prepared: Sequence[Tensor],
+        schedule: Schedule,
+        features: Features,
+        deterministic: bool,
+    ) -> Call:
+        tensors = do, q, k, v, lse, *prepared, *features.alibi
+        key = name, deterministic, features.sinks is None, *_common_key(q, tensors, schedule, features)
+        return key, (*tensors, *schedule[:7])
+
+    return call
+
+
+@recorded(_phase_call("gradients_of_keys"))
+def gradients_of_keys(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    prepared: Sequence[Tensor],
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor]:
+    """Returns dk and dv. See `prepare_backward`."""
+    if _uses_hopper_backward(q, k, v, features):
+        return hopper_bwd.gradients_of_keys(do, q, k, v, lse, prepared, schedule, features, deterministic)
+    return portable_bwd.gradients_of_keys(do.to(q.dtype), q, k, v, lse, prepared[0], schedule, features)
+
+
+@recorded(_phase_call("gradient_of_queries"))
+def gradient_of_queries(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    prepared: Sequence[Tensor],
+    schedule: Schedule,
+    features: Features,
+    deterministic: bool,
+) -> tuple[Tensor]:
+    """Returns a tuple with one tensor, dq. See `prepare_backward`."""
+    if _uses_hopper_backward(q, k, v, features):
+        return (hopper_bwd.gradient_of_queries(do, q, k, v, lse, prepared, schedule, features, deterministic),)
+    return (portable_bwd.gradient_of_queries(do.to(q.dtype), q, k, v, lse, prepared[0], schedule, features),)
 
 
 def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: Arch) -> int:
@@ -163,6 +257,11 @@ def _common_key(
         getenv(VARIABLE),  # Triton's getenv takes a tenth of the time of os.environ
         precision_of(q) if q.dtype == torch.float32 else None,
     )
+
+
+def _uses_hopper_backward(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:
+    supported = hopper_bwd.supports(q, k, v, features)
+    return _takes_hopper(supported, "backward", hopper_bwd.HEAD_DIMS, q, v)
 
 
 def _takes_hopper(supported: bool, direction: str, head_dims: Iterable[int], q: Tensor, v: Tensor) -> bool:

@@ -6,7 +6,7 @@ import torch
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as bwd
-from fa_kernels.flash_attention.hopper.backward import dq_sum, fused, items, keys, order, wide
+from fa_kernels.flash_attention.hopper.backward import dq_sum, fused, items, keys, order, queries, wide
 from fa_kernels.flash_attention.hopper.backward.fused_config import CAPPED_CONFIGS, CONFIGS, config_of
 from fa_kernels.flash_attention.portable import backward as portable_bwd
 from fa_kernels.flash_attention.schedule import causal_schedule
@@ -79,7 +79,7 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     lse, dlse = torch.randn(2, 3, total, device=device)
     lse[1, 5] = float("-inf")
     expected = (o.double() * do.double()).sum(-1).T - (dlse if with_dlse else 0)
-    got = dq_sum.prepare(o, do, dlse if with_dlse else None, lse, sums=True, ordered=True, keeps_delta=True)
+    got = dq_sum.prepare(o, do, dlse if with_dlse else None, lse, dq_sum.Needs(True, True, True))
     rows, delta, sums_of_dq, semaphores = got
     tables = CONFIGS, CAPPED_CONFIGS
     of_one = [config.block_m for table in tables for config in table.values()]
@@ -95,8 +95,8 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     assert semaphores.tolist() == [order.NO_TILE.value] * 6
 
 
-@pytest.mark.parametrize(("sums", "ordered"), [(False, False), (True, False), (False, True)])
-def test_only_requested_buffers_are_prepared(device, sums, ordered):
+@pytest.mark.parametrize("sums", [False, True])
+def test_only_requested_buffers_are_prepared(device, sums):
     made = []
     with pytest.MonkeyPatch.context() as patch:
         empty = torch.empty
@@ -108,7 +108,7 @@ def test_only_requested_buffers_are_prepared(device, sums, ordered):
 
         patch.setattr(torch, "empty", guarded)
         o, lse = torch.ones(70, 3, 96, device=device), torch.ones(3, 70, device=device)
-        prepared = dq_sum.prepare(o, o, None, lse, sums=sums, ordered=ordered, keeps_delta=False)
+        prepared = dq_sum.prepare(o, o, None, lse, dq_sum.Needs(delta=False, dq_sum=sums, semaphores=False))
     rows, delta, sums_of_dq, semaphores = prepared
     assert delta is None and semaphores is None and (sums_of_dq is not None) == sums
     assert len(made) == 1 + sums
@@ -126,9 +126,10 @@ def test_dtype_width_and_features_choose_the_kernels(device, monkeypatch, dtype,
     launched = []
     monkeypatch.setattr(bwd, "supports", lambda *_: True)
 
-    def prepare(o, do, dlse, lse, *, sums, ordered, keeps_delta):
-        kept = torch.zeros(2, 3) if keeps_delta else None
-        return dq_sum.Prepared(torch.zeros(2, 2, 256), kept, f"dq, {ordered=}" if sums else None, None)
+    def prepare(o, do, dlse, lse, needs):
+        kept = torch.zeros(2, 3) if needs.delta else None
+        name = f"dq, ordered={needs.semaphores}" if needs.dq_sum else None
+        return dq_sum.Prepared(torch.zeros(2, 2, 256), kept, name, None)
 
     monkeypatch.setattr(bwd, "prepare", prepare)
     do, q, k, v = torch.zeros(4, 3, 2, head_dim, device=device, dtype=dtype)
@@ -141,7 +142,7 @@ def test_dtype_width_and_features_choose_the_kernels(device, monkeypatch, dtype,
     for module in (keys, fused, wide):
         name = module.__name__.split(".")[-1]
         monkeypatch.setattr(module, "gradients_of_keys", lambda *_, name=name: note(name, k, v))
-    monkeypatch.setattr(bwd, "gradient_of_queries", lambda *_: note("dq", q))
+    monkeypatch.setattr(queries, "gradient_of_queries", lambda *_: note("dq", q))
     monkeypatch.setattr(portable_bwd, "attention_backward", lambda *_: note("portable", q, k, v))
     o, lse = torch.zeros_like(q), torch.zeros(2, 3, device=device)
     schedule, features = causal_schedule(None, 3, q.device), Features(1.0, softcap, None, [])

@@ -15,7 +15,7 @@ from fa_kernels.flash_attention import backend
 from fa_train.models.attention import flash_attention, naive_attention
 from fa_train.parallel.context import attention_operators, operators
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
-from fa_train.parallel.context.attention_operators import context_forward
+from fa_train.parallel.context.attention_operators import context_forward, overlaps
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import register_group, start_gathering
 from fa_train.parallel.context.traffic import Counts, traffic
@@ -151,13 +151,13 @@ def test_sent_and_received_rows_are_freed_before_attention_over_gathered_keys(ma
 
     for module in (operators, attention_operators):
         monkeypatch.setattr(module, "start_gathering", recorded)
-    for name in ("forward", "backward"):
+    for name in ("forward", "backward", "prepare_backward", "gradients_of_keys"):
         monkeypatch.setattr(backend, name, counting(getattr(backend, name)))
     saved_rows(flash_attention, group, may_split)
     if may_split:
         assert alive == [2, 0, 2, 0], "in each pass, one run during the exchange and one after it"
     else:
-        assert alive == [0, 0], "forward and backward"
+        assert alive == [0, 2, 0], "the forward, and two calls of the backward: one during the exchange, one after it"
 
 
 @pytest.mark.parametrize(
@@ -241,3 +241,51 @@ def test_second_derivatives_are_refused(group):
     gradients = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         torch.autograd.grad(gradients[0].sum(), leaves)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "expected"),
+    [
+        pytest.param([4096], 2, (True, False), id="one document"),
+        pytest.param([4096], 8, (False, False), id="one document, many ranks"),
+        pytest.param([1000, 1100, 996, 1000], 2, (True, True), id="documents"),
+    ],
+)
+def test_kernels_run_during_exchanges_if_memory_allows_it(lengths, ranks, expected):
+    """The memory plan counts the gathered keys and values of a document that fills the stream, and their gradients."""
+    boundaries, rank = np.cumsum([0, *lengths]), ranks - 1
+    plan = traffic(deal(boundaries, sum(lengths), ranks), boundaries, rank, None, may_split=False)
+    moves, counts = shared_schedule(plan, "short").moves, Counts(*plan.counts)
+    assert overlaps(moves, counts) == expected
+    capacity, exchanged = len(plan.taken), sum(map(sum, plan.sizes))
+    for allowed, held in zip(expected, (counts.rows, 2 * counts.rows), strict=True):
+        assert allowed == (held + exchanged <= 2 * capacity)
+
+
+@pytest.mark.parametrize("during", [(False, False), (True, False), (True, True)])
+def test_the_order_of_kernels_and_exchanges(during, group, monkeypatch):
+    events = []
+
+    def noted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: events.append(name) or function(*arguments))
+
+    monkeypatch.setattr(attention_operators, "overlaps", lambda *_: during)
+    q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))
+    o = ContextAttention(flash_attention, group)(q, k, v, planned(may_split=False))
+    for name in ("backward", "prepare_backward", "gradients_of_keys", "gradient_of_queries"):
+        noted(backend, name)
+    for name in ("start_gathering", "receive", "start_returning", "finish_returning", "summed_gradients"):
+        noted(attention_operators, name)
+    torch.autograd.grad(o.sum(), (q, k, v))
+    assert events == {
+        (False, False): ["start_gathering", "receive", "backward", "summed_gradients"],
+        (True, False): [
+            "start_gathering", "prepare_backward", "receive", "gradients_of_keys", "gradient_of_queries",
+            "start_returning", "finish_returning",
+        ],
+        (True, True): [
+            "start_gathering", "prepare_backward", "receive", "gradients_of_keys", "start_returning",
+            "gradient_of_queries", "finish_returning",
+        ],
+    }[during]  # fmt: skip

@@ -327,18 +327,24 @@ def attention_backward(
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim);
     do (total_q, n_heads, v_head_dim); lse and delta (n_heads, total_q) fp32.
     """
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dk, dv = gradients_of_keys(do, q, k, v, lse, delta, schedule, features)
+    return gradient_of_queries(do, q, k, v, lse, delta, schedule, features), dk, dv
+
+
+def gradients_of_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
+) -> tuple[Tensor, Tensor]:
+    """Returns dk and dv, as attention_backward does."""
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     (n_heads, head_dim), (n_kv_heads, v_head_dim) = q.shape[1:], v.shape[1:]
     section = heads_per_section(k, v, n_heads)
-    scores = q, k, v, do, lse, delta
-
     for direction in key_passes(arch_of(q.device), max(head_dim, v_head_dim), q.element_size()):
         tiles = launch_tiles(q.device, head_dim, v_head_dim, direction, q.element_size())
         grid, n_tiles = grid_of_tiles(schedule.key_tiles, n_kv_heads, tiles.block_n)
         if grid:
             launch(
                 _dkdv_kernel, (grid,),
-                *scores, dk, dv, schedule.query_start, schedule.query_end,
+                q, k, v, do, lse, delta, dk, dv, schedule.query_start, schedule.query_end,
                 *backward_arguments(q, k, v, do, n_kv_heads, features),
                 schedule.key_tiles, n_tiles, section // (n_heads // n_kv_heads),
                 HAS_DK=direction != "dv", HAS_DV=direction != "dk",
@@ -346,18 +352,28 @@ def attention_backward(
                 ISOLATE_NAN=schedule.crosses_documents, TILES_PER_WORK_TILE=WORK_TILE // tiles.block_n,
                 num_warps=tiles.num_warps, num_stages=tiles.num_stages,
             )  # fmt: skip
-    tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
+    return dk, dv
+
+
+def gradient_of_queries(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
+) -> Tensor:
+    """Returns dq, as attention_backward does."""
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    n_heads, head_dim = q.shape[1:]
+    tiles = launch_tiles(q.device, head_dim, v.shape[2], "dq", q.element_size())
     grid, n_tiles = grid_of_tiles(schedule.query_tiles, n_heads, tiles.block_m)
     if grid:
         launch(
             _dq_kernel, (grid,),
-            *scores, dq, schedule.key_start, schedule.key_end, *backward_arguments(q, k, v, do, n_heads, features),
-            schedule.query_tiles, n_tiles, section,
+            q, k, v, do, lse, delta, dq, schedule.key_start, schedule.key_end,
+            *backward_arguments(q, k, v, do, n_heads, features),
+            schedule.query_tiles, n_tiles, heads_per_section(k, v, n_heads),
             **backward_constants(q, v, features), BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             ISOLATE_NAN=schedule.crosses_documents, TILES_PER_WORK_TILE=WORK_TILE // tiles.block_m,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
-    return dq, dk, dv
+    return dq
 
 
 def backward_arguments(q: Tensor, k: Tensor, v: Tensor, do: Tensor, heads: int, features: Features) -> tuple[Any, ...]:

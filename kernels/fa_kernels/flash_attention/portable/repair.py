@@ -81,53 +81,62 @@ def _repair_bwd_kernel(
     PRECISION: tl.constexpr, DKDV_M: tl.constexpr, DKDV_N: tl.constexpr, DQ_M: tl.constexpr, DQ_N: tl.constexpr,
     LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK and dV again for marked tiles of DKDV_N keys, then dQ for marked tiles of DQ_M queries."""
+    """Computes dK and dV again for marked tiles of DKDV_N keys, then dQ for marked tiles of DQ_M queries.
+
+    If marks_k_ptr is None, dK and dV are not computed. If marks_q_ptr is None, dQ is not computed.
+    """
     n_kv_heads, step = n_heads // GROUP, tl.num_programs(0)
-    n_tiles = tl.cdiv(total_k, DKDV_N)
-    n_items = n_tiles * n_kv_heads
-    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_marked(marks_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
-            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
-                kv_head, first = item // n_tiles, item % n_tiles * DKDV_N
-                if is_marked(marks_k_ptr, kv_head, first, total_k, DKDV_N):
-                    dkdv_tile(
-                        first, kv_head,
-                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, query_end_ptr,
-                        slopes_ptr, aligned_ptr, document_ptr,
-                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
-                        stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
-                        True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, DKDV_M, DKDV_N,
-                        PRECISION, True, 1,
-                    )  # fmt: skip
-    n_tiles = tl.cdiv(total_q, DQ_M)
-    n_items = n_tiles * n_heads
-    for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
-        if any_is_marked(marks_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
-            for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
-                head, first = item // n_tiles, item % n_tiles * DQ_M
-                if is_marked(marks_q_ptr, head, first, total_q, DQ_M):
-                    dq_tile(
-                        first, head,
-                        q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
-                        slopes_ptr, aligned_ptr, document_ptr,
-                        stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
-                        stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
-                        HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, DQ_M, DQ_N, PRECISION, True, 1,
-                    )  # fmt: skip
+    if marks_k_ptr is not None:
+        n_tiles = tl.cdiv(total_k, DKDV_N)
+        n_items = n_tiles * n_kv_heads
+        for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+            if any_is_marked(marks_k_ptr, base, n_items, n_tiles, total_k, DKDV_N, LOOK):
+                for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                    kv_head, first = item // n_tiles, item % n_tiles * DKDV_N
+                    if is_marked(marks_k_ptr, kv_head, first, total_k, DKDV_N):
+                        dkdv_tile(
+                            first, kv_head,
+                            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+                            query_start_ptr, query_end_ptr,
+                            slopes_ptr, aligned_ptr, document_ptr,
+                            stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                            stride_slopes, total_q, total_k, n_kv_heads, softmax_scale, softcap,
+                            True, True, HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, DKDV_M, DKDV_N,
+                            PRECISION, True, 1,
+                        )  # fmt: skip
+    if marks_q_ptr is not None:
+        n_tiles = tl.cdiv(total_q, DQ_M)
+        n_items = n_tiles * n_heads
+        for base in tl.range(tl.program_id(0), n_items, step * LOOK, disable_licm=True):
+            if any_is_marked(marks_q_ptr, base, n_items, n_tiles, total_q, DQ_M, LOOK):
+                for item in tl.range(base, tl.minimum(base + step * LOOK, n_items), step, disable_licm=True):
+                    head, first = item // n_tiles, item % n_tiles * DQ_M
+                    if is_marked(marks_q_ptr, head, first, total_q, DQ_M):
+                        dq_tile(
+                            first, head,
+                            q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, key_start_ptr, key_end_ptr,
+                            slopes_ptr, aligned_ptr, document_ptr,
+                            stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_dot, stride_doh,
+                            stride_slopes, total_q, total_k, n_heads, softmax_scale, softcap,
+                            HAS_SOFTCAP, HAS_ALIBI, GROUP, D, D_COLUMNS, DV, DV_COLUMNS, DQ_M, DQ_N, PRECISION, True, 1,
+                        )  # fmt: skip
 
 
 def repair_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    marks_q: Tensor, marks_k: Tensor, schedule: Schedule, features: Features,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, of_queries: tuple[Tensor, Tensor] | None,
+    of_keys: tuple[Tensor, Tensor, Tensor] | None, schedule: Schedule, features: Features,
 ) -> None:  # fmt: skip
-    """Computes gradients again, in place: dq for the tiles marked in marks_q; dk and dv for those marked in marks_k.
+    """Computes gradients again, in place, for the tiles that are marked (nan_isolation.new_marks).
 
-    nan_isolation.new_marks describes the marks. dq, dk and dv are contiguous.
+    of_queries: dq and its marks, or None to leave out dq. of_keys: dk, dv and their marks, or None to leave out dk and
+    dv. dq, dk and dv are contiguous.
     """
     (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
-    of_keys = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
-    of_queries = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
-    n_items = max(ceil_div(total_k, of_keys.block_n) * n_kv_heads, ceil_div(total_q, of_queries.block_m) * n_heads)
+    dkdv_tiles = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
+    dq_tiles = launch_tiles(q.device, head_dim, v_head_dim, "dq", q.element_size())
+    n_items = max(ceil_div(total_k, dkdv_tiles.block_n) * n_kv_heads, ceil_div(total_q, dq_tiles.block_m) * n_heads)
+    dq, marks_q = of_queries or (None, None)
+    dk, dv, marks_k = of_keys or (None, None, None)
     programs, look = repair_grid(q.device, n_items)
     if programs:
         launch(
@@ -136,8 +145,8 @@ def repair_backward(
             schedule.key_start, schedule.key_end, schedule.query_start, schedule.query_end,
             *backward_arguments(q, k, v, do, n_heads, features), marks_q, marks_k,
             **backward_constants(q, v, features),
-            DKDV_M=of_keys.block_m, DKDV_N=of_keys.block_n, DQ_M=of_queries.block_m, DQ_N=of_queries.block_n,
-            LOOK=look, num_warps=max(of_keys.num_warps, of_queries.num_warps), num_stages=1,
+            DKDV_M=dkdv_tiles.block_m, DKDV_N=dkdv_tiles.block_n, DQ_M=dq_tiles.block_m, DQ_N=dq_tiles.block_n,
+            LOOK=look, num_warps=max(dkdv_tiles.num_warps, dq_tiles.num_warps), num_stages=1,
         )  # fmt: skip
 
 

@@ -77,11 +77,19 @@ def test_forward_repairs_marked_tiles_only(problem, device, units):
 
 
 @pytest.mark.parametrize("units", SOME + EVERY + NONE)
-def test_backward_repairs_marked_tiles_only(problem, device, units):
+@pytest.mark.parametrize("launches", [[(True, True)], [(False, True), (True, False)]], ids=["together", "one_by_one"])
+def test_backward_repairs_marked_tiles_only(problem, device, units, launches):
+    """launches: for each launch, whether it repairs dq, and whether it repairs dk and dv."""
     tensors, masks, (_, _, *exact) = problem
     dq, dk, dv = (torch.full_like(x, UNTOUCHED) for x in exact)
     marked_q, marked_k = marks(HEADS, units, device), marks(KV_HEADS, units, device)
-    repair_backward(*tensors, dq, dk, dv, marked_q, marked_k, *masks)
+    for of_queries, of_keys in launches:
+        before = [x.clone() for x in (dq, dk, dv)]
+        given = (dq, marked_q) if of_queries else None, (dk, dv, marked_k) if of_keys else None
+        repair_backward(*tensors, *given, *masks)
+        for x, old, repaired in zip((dq, dk, dv), before, (of_queries, of_keys, of_keys), strict=True):
+            if not repaired:
+                torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
     for ours, all_of_it, marked in zip((dq, dk, dv), exact, (marked_q, marked_k, marked_k), strict=True):
         assert_repaired(ours, all_of_it, marked)
 

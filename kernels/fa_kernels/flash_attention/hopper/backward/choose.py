@@ -13,15 +13,16 @@ NaN isolation: if a call may have several documents, the kernels mark the output
 After the backward, portable kernels recompute the tiles whose rows are marked because of NaN (portable/repair.py).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fa_kernels.device import is_hopper
 from fa_kernels.flash_attention.features import Features
-from fa_kernels.flash_attention.hopper.backward import fused, keys, wide
-from fa_kernels.flash_attention.hopper.backward.dq_sum import finish, prepare
+from fa_kernels.flash_attention.hopper.backward import fused, keys, queries, wide
+from fa_kernels.flash_attention.hopper.backward.dq_sum import Needs, Prepared, finish, prepare
 from fa_kernels.flash_attention.hopper.backward.fused_config import config_of
-from fa_kernels.flash_attention.hopper.backward.queries import gradient_of_queries
 from fa_kernels.flash_attention.nan_isolation import new_marks
 from fa_kernels.flash_attention.portable.repair import repair_backward
 from fa_kernels.flash_attention.schedule import Schedule
@@ -65,27 +66,87 @@ def attention_backward(
     Shapes: q (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); do and o like q; lse and dlse
     (n_heads, total_q) fp32.
     """
-    is_wide = q.shape[-1] == wide.HEAD_DIM
+    prepared = prepare_backward(do, dlse, q, o, lse, schedule, features, deterministic)
+    do = _readable(do, q.dtype)
+    dk, dv, marks_k = _gradients_of_keys(do, q, k, v, prepared, schedule, features)
+    dq, marks_q = _gradient_of_queries(do, q, k, v, lse, prepared, schedule, features)
+    if marks_q is not None and marks_k is not None:
+        assert prepared.delta is not None
+        repair_backward(do, q, k, v, lse, prepared.delta, (dq, marks_q), (dk, dv, marks_k), schedule, features)
+    return dq, dk, dv, None if features.sinks is None else prepared.delta
+
+
+def prepare_backward(
+    do: Tensor, dlse: Tensor | None, q: Tensor, o: Tensor, lse: Tensor, schedule: Schedule, features: Features,
+    deterministic: bool,
+) -> Prepared:  # fmt: skip
+    """Launches the first kernel of attention_backward. The arguments are those of attention_backward."""
+    return prepare(o, do, dlse, lse, _needs(q, schedule, features, deterministic))
+
+
+def gradients_of_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tensors: Sequence[Tensor], schedule: Schedule,
+    features: Features, deterministic: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns dk and dv, as attention_backward does.
+
+    tensors: the result of Prepared.tensors. `gradients_of_keys` adds to one of these tensors.
+    """
+    prepared, do = Prepared.of(tensors, _needs(q, schedule, features, deterministic)), _readable(do, q.dtype)
+    dk, dv, marks = _gradients_of_keys(do, q, k, v, prepared, schedule, features)
+    if marks is not None:
+        assert prepared.delta is not None
+        repair_backward(do, q, k, v, lse, prepared.delta, None, (dk, dv, marks), schedule, features)
+    return dk, dv
+
+
+def gradient_of_queries(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tensors: Sequence[Tensor], schedule: Schedule,
+    features: Features, deterministic: bool,
+) -> Tensor:  # fmt: skip
+    """Returns dq, as attention_backward does.
+
+    tensors: the result of Prepared.tensors, after `gradients_of_keys` has used it.
+    """
+    prepared, do = Prepared.of(tensors, _needs(q, schedule, features, deterministic)), _readable(do, q.dtype)
+    dq, marks = _gradient_of_queries(do, q, k, v, lse, prepared, schedule, features)
+    if marks is not None:
+        assert prepared.delta is not None
+        repair_backward(do, q, k, v, lse, prepared.delta, (dq, marks), None, schedule, features)
+    return dq
+
+
+def _needs(q: Tensor, schedule: Schedule, features: Features, deterministic: bool) -> Needs:
     sums = sums_dq(q.shape[-1], q.dtype, features.softcap)
     # Only the gradient of sinks, the repair of NaN and the kernel in queries.py read delta as a separate tensor.
-    keeps_delta = features.sinks is not None or schedule.crosses_documents or not sums
-    prepared = prepare(o, do, dlse, lse, sums=sums, ordered=deterministic, keeps_delta=keeps_delta)
-    delta, dq_sum = prepared.delta, prepared.dq_sum
-    do = do.to(q.dtype)
-    if not loadable(do):
-        do = do.clone(memory_format=torch.contiguous_format)
-    marks_q = marks_k = None
-    if schedule.crosses_documents:
-        marks_q, marks_k = (new_marks(x.shape[1], x.shape[0], x.device) for x in (q, k))
-    if dq_sum is not None:
-        dk, dv = fused.gradients_of_keys(do, q, k, v, prepared, marks_k, schedule, features)
-        dq = finish(dq_sum, features.softmax_scale, marks_q, q)
-    else:
-        assert delta is not None
-        of_keys = wide.gradients_of_keys if is_wide else keys.gradients_of_keys
-        dk, dv = of_keys(do, q, k, v, prepared.rows, marks_k, schedule, features)
-        dq = gradient_of_queries(do, q, k, v, lse, delta, marks_q, schedule, features)
-    if marks_q is not None and marks_k is not None:
-        assert delta is not None
-        repair_backward(do, q, k, v, lse, delta, dq, dk, dv, marks_q, marks_k, schedule, features)
-    return dq, dk, dv, None if features.sinks is None else delta
+    delta = features.sinks is not None or schedule.crosses_documents or not sums
+    return Needs(delta, dq_sum=sums, semaphores=sums and deterministic)
+
+
+def _readable(do: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `do` in `dtype`, copied if TMA could not load it."""
+    do = do.to(dtype)
+    return do if loadable(do) else do.clone(memory_format=torch.contiguous_format)
+
+
+def _gradients_of_keys(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, schedule: Schedule, features: Features
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns dk, dv and the NaN marks of dk and dv. The marks are None if the call has only one document."""
+    marks = new_marks(k.shape[1], k.shape[0], k.device) if schedule.crosses_documents else None
+    if prepared.dq_sum is not None:
+        return *fused.gradients_of_keys(do, q, k, v, prepared, marks, schedule, features), marks
+    of_keys = wide.gradients_of_keys if q.shape[-1] == wide.HEAD_DIM else keys.gradients_of_keys
+    return *of_keys(do, q, k, v, prepared.rows, marks, schedule, features), marks
+
+
+def _gradient_of_queries(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, prepared: Prepared, schedule: Schedule,
+    features: Features,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Returns dq and the NaN marks of dq. The marks are None if the call has only one document."""
+    marks = new_marks(q.shape[1], q.shape[0], q.device) if schedule.crosses_documents else None
+    if prepared.dq_sum is not None:
+        return finish(prepared.dq_sum, features.softmax_scale, marks, q), marks
+    assert prepared.delta is not None
+    return queries.gradient_of_queries(do, q, k, v, lse, prepared.delta, marks, schedule, features), marks

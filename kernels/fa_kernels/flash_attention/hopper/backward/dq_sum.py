@@ -11,6 +11,7 @@ columns. A block is contiguous (16 KiB, or 8 KiB with 32 columns), so one TMA op
 Inside a block, elements are in the order in which threads hold them (registers.py).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -64,6 +65,14 @@ def _prepare_kernel(
         tl.store(delta_ptr + head * total + rows, delta, mask=inside)
 
 
+class Needs(NamedTuple):
+    """Which tensors of `Prepared` the backward kernels need."""
+
+    delta: bool
+    dq_sum: bool
+    semaphores: bool
+
+
 class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. A tensor that the call does not need is None.
 
@@ -76,15 +85,24 @@ class Prepared(NamedTuple):
     dq_sum: Tensor | None  # fp32 zeros, in the layout that the module docstring describes
     semaphores: Tensor | None  # int32 semaphores, one for each head and block of 64 queries (order.py)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Returns the fields that are not None. If delta is not None, it is the last element."""
+        return tuple(x for x in (self.rows, self.dq_sum, self.semaphores, self.delta) if x is not None)
 
-def prepare(
-    o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, *, sums: bool, ordered: bool, keeps_delta: bool
-) -> Prepared:
-    """Creates the tensors of `Prepared` in one kernel launch.
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], needs: Needs) -> "Prepared":
+        """Returns the Prepared whose method `tensors` has returned `tensors`. needs: as for `prepare`."""
+        rows, *others = tensors
+        delta = others.pop() if needs.delta else None
+        dq_sum = others.pop(0) if needs.dq_sum else None
+        return cls(rows, delta, dq_sum, others.pop() if needs.semaphores else None)
+
+
+def prepare(o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, needs: Needs) -> Prepared:
+    """Creates the tensors of `Prepared` in one kernel launch. The result has `rows` and the tensors in `needs`.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
-    and the last dimension of do has stride 1. The result has dq_sum if `sums` is true, and delta if `keeps_delta` is
-    true. The result has semaphores if both `sums` and `ordered` are true.
+    and the last dimension of do has stride 1.
     """
     total, n_heads, head_dim = o.shape
     padded = ceil_div(total + WORK_TILE, ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -93,9 +111,9 @@ def prepare(
     of_fp32 = partial(torch.empty, dtype=torch.float32, device=o.device)
     prepared = Prepared(
         of_fp32(2, n_heads, padded),
-        of_fp32(n_heads, total) if keeps_delta else None,
-        of_fp32(n_units * n_words // 32, 1, 32) if sums else None,
-        torch.empty(n_units, dtype=torch.int32, device=o.device) if sums and ordered else None,
+        of_fp32(n_heads, total) if needs.delta else None,
+        of_fp32(n_units * n_words // 32, 1, 32) if needs.dq_sum else None,
+        torch.empty(n_units, dtype=torch.int32, device=o.device) if needs.semaphores else None,
     )
     launch(
         _prepare_kernel, (ceil_div(padded, SUM_BLOCK) * n_heads,),
