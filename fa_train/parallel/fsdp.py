@@ -39,7 +39,7 @@ from fa_train.checkpoints.files import read_file, shapes
 from fa_train.models.gpt import GPT
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.background_save import BackgroundSave
-from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.operators import new_context_group, register_group
 from fa_train.parallel.sharded_checkpoint import (
     FolderReader,
     load_into,
@@ -230,7 +230,7 @@ def make_context_groups(context: int) -> None:
     """Makes process groups of `context` consecutive ranks each, and registers this rank's group for attention."""
     world_size = dist.get_world_size()
     for first in range(0, world_size, context):
-        group = dist.new_group(range(first, first + context))
+        group = new_context_group(range(first, first + context))
         if first <= dist.get_rank() < first + context:
             register_group(CONTEXT_GROUP, group)
 

@@ -15,10 +15,10 @@ attention of the stream together (fa_train.parallel.context). In the part `forwa
 forward pass of the stream's attention. In the part `alone`, each rank computes its share of the stream's attention in
 one call, without communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
-Every repetition draws new documents, and times the parts in random order. A part is called --layers times with the same
-documents. The time of a part (one of the five computations) is the mean time per call on the slowest rank, but the time
-of the part `one` is the mean over all ranks. The time of a part includes the first call, which needs more host time.
-The script reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16,
+Every repetition draws new documents, and times the parts in random order. A part is called twice without timing, so
+that its launches are recorded (fa_kernels.launch.record), and then --layers times with the same documents. The time of
+a part (one of the five computations) is the mean time per call on the slowest rank, but the time of the part `one` is
+the mean over all ranks. The script reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16,
 or fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks. The script writes OUT.md
 with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's
 attention and torch's context parallelism on one long document (scripts/bench/context_peer.py).
@@ -50,7 +50,7 @@ from fa_train.models.stream import windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention, SharedSchedule, shared_schedule
 from fa_train.parallel.context.attention_operators import used_part
 from fa_train.parallel.context.deal import Deal, deal
-from fa_train.parallel.context.operators import gathered, register_group, summed_gradients
+from fa_train.parallel.context.operators import gathered, new_context_group, register_group, summed_gradients
 from fa_train.parallel.context.traffic import Counts, traffic
 from scripts.bench.attention import fill_row
 from scripts.bench.command_line import add_results, require_positive
@@ -63,6 +63,7 @@ WINDOW = 4096  # number of keys that a query sees in the token stream "window"
 STREAMS = ("one", "log-normal", "short", "window")
 FROM_FILE = "file"
 FITS_ONE_GPU = 2**19  # maximum number of tokens for which one GPU computes the attention of all heads
+UNTIMED_CALLS = 2  # the second call with new shapes is recorded, and training repeats most of its recordings
 START_METHOD = "spawn"
 
 
@@ -242,6 +243,9 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
 
 
 def _milliseconds(run: Callable[[], object], setting: Setting) -> float:
+    """Returns the mean time of `setting.layers` calls of `run`, after UNTIMED_CALLS calls."""
+    for _ in range(UNTIMED_CALLS):
+        run()
     if setting.device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -259,8 +263,7 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
         torch.cuda.set_device(rank)
     device = torch.device("cuda", rank) if setting.device == "cuda" else None
     dist.init_process_group("nccl" if device else "gloo", rank=rank, world_size=ranks, device_id=device)
-    group = dist.new_group(range(ranks))
-    register_group("bench", group)
+    register_group("bench", new_context_group(range(ranks)))
     results = []
     for tokens in args.tokens:
         for stream in args.streams:

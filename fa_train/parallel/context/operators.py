@@ -20,6 +20,19 @@ _GROUPS: dict[str, ProcessGroup] = {}
 _span_of_wait: Callable[[], AbstractContextManager[object]] = nullcontext  # set by surround_waits
 
 
+def new_context_group(ranks: Sequence[int]) -> ProcessGroup:
+    """Creates the process group of a context group. All ranks of the run must call this function, in the same order.
+
+    With NCCL, the group's exchanges run in a CUDA stream of high priority. An exchange can then begin while a kernel of
+    another stream runs, as soon as one program of that kernel ends. Otherwise, the exchange would wait for the kernel.
+    """
+    options = None
+    if dist.get_backend() == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    group: ProcessGroup = dist.new_group(ranks, pg_options=options)
+    return group
+
+
 def register_group(name: str, group: ProcessGroup) -> None:
     """Makes a process group known to the operators under a name. Replaces an earlier group of the same name."""
     _GROUPS[name] = group

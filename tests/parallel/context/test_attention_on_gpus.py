@@ -16,7 +16,7 @@ from fa_train.parallel.context import traffic as traffic_module
 from fa_train.parallel.context import whole_documents as whole_module
 from fa_train.parallel.context.attention import ContextAttention, shared_schedule
 from fa_train.parallel.context.deal import deal
-from fa_train.parallel.context.operators import register_group
+from fa_train.parallel.context.operators import new_context_group, register_group
 from fa_train.parallel.context.traffic import traffic
 from tests.support.ranks import ranks_of_torchrun
 
@@ -43,7 +43,7 @@ def on_two_gpus(rank: int, folder: str, environments: list[dict[str, str]]) -> N
     os.environ.update(environments[rank])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    register_group("two", dist.new_group(range(RANKS)))
+    register_group("two", new_context_group(range(RANKS)))
     traffic_module.MAX_CROSSING, traffic_module.MIN_PAIRS = 1 / 4, 0  # lets attention run twice in some cases
     errors = {
         (documents, window, heads): compare(rank, lengths, window, *heads)
