@@ -18,10 +18,11 @@ one call, without communication. In the part `moved`, the ranks only exchange ke
 Every repetition draws new documents, and times the parts in random order. A part is called twice without timing, so
 that its launches are recorded (fa_kernels.launch.record), and then --layers times with the same documents. The time of
 a part (one of the five computations) is the mean time per call on the slowest rank, but the time of the part `one` is
-the mean over all ranks. The script reports medians over the repetitions. All parts except `forward` include the backward pass. Tensors are bf16,
-or fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of ranks. The script writes OUT.md
-with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's
-attention and torch's context parallelism on one long document (scripts/bench/context_peer.py).
+the mean over all ranks. The script reports medians over the repetitions. All parts except `forward` include the
+backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of
+ranks. The exposed time is the time of `shared` minus the time of `alone`. The script writes OUT.md with the times, and
+OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's attention and torch's
+context parallelism on one long document (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -239,7 +240,10 @@ def measure(stream: str, tokens: int, setting: Setting) -> Result:
     if tokens > FITS_ONE_GPU:
         ms["one"] *= ranks  # each rank computed only 1/ranks of the heads
     flops = 4 * setting.n_heads * setting.head_dim * statistics.median(pairs[setting.warm_up :])
-    return Result(stream, tokens, ms, by_rank, statistics.median(received[setting.warm_up :]), flops)
+    exposed = statistics.median(
+        max(shared) / max(alone) - 1 for shared, alone in zip(samples["shared"], samples["alone"], strict=True)
+    )
+    return Result(stream, tokens, ms, by_rank, statistics.median(received[setting.warm_up :]), exposed, flops)
 
 
 def _milliseconds(run: Callable[[], object], setting: Setting) -> float:

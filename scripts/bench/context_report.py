@@ -21,6 +21,7 @@ class Result:
     ms: the milliseconds of each part of the benchmark. The docstring of scripts/bench/context.py explains the parts.
     ranks_ms: the milliseconds that each rank takes for its share of the attention, without communication.
     received: the fraction of the other ranks' keys that a rank receives, for the rank with the largest fraction.
+    exposed: the exposed time of a repetition, divided by its time without communication.
     flops: the FLOPs of a forward pass on all ranks together.
     """
 
@@ -29,6 +30,7 @@ class Result:
     ms: dict[str, float]
     ranks_ms: list[float]
     received: float
+    exposed: float
     flops: float
 
 
@@ -40,9 +42,9 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     times both passes of attention.
     """
     lines = [
-        f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | keys moved, ms "
+        f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | exposed | keys moved, ms "
         "| keys received | forward, TFLOP/s | backward, TFLOP/s | attention alone of each rank, ms |",
-        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|:--|",
+        "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|:--|",
     ]
     for result in results:
         one, shared, forward, alone, moved = (result.ms[part] for part in PARTS)
@@ -50,7 +52,7 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
-            f"| {one / ranks / alone:.1%} | {moved:.2f} | {result.received:.0%} | {tera / forward:.0f} "
+            f"| {one / ranks / alone:.1%} | {result.exposed:.1%} | {moved:.2f} | {result.received:.0%} | {tera / forward:.0f} "
             f"| {BACKWARD * tera / (shared - forward):.0f} | {by_rank} |"
         )
     return lines

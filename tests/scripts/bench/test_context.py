@@ -88,12 +88,14 @@ def drawn_once():
 
 
 def test_the_table_compares_with_the_ideal():
-    [line] = table([Result("one", 65536, MS, [62.5, 60.0], 0.5, 4e12)], 2)[2:]
-    assert line == "| one | 65,536 | 100.00 | 62.50 | 80.0% | 100.0% | 2.00 | 50% | 160 | 100 | 62.50, 60.00 |"
+    [line] = table([Result("one", 65536, MS, [62.5, 60.0], 0.5, 0.25, 4e12)], 2)[2:]
+    assert line == "| one | 65,536 | 100.00 | 62.50 | 80.0% | 100.0% | 25.0% | 2.00 | 50% | 160 | 100 | 62.50, 60.00 |"
 
 
 def test_the_plot_shows_shares_of_the_ideal():
-    results = [Result(stream, tokens, MS, [62.5], 0.5, 1.0) for tokens in (32768, 65536) for stream in ("one", "short")]
+    results = [
+        Result(stream, tokens, MS, [62.5], 0.5, 0.25, 1.0) for tokens in (32768, 65536) for stream in ("one", "short")
+    ]
     panels = draw(results, 2, "title").axes
     assert [axes.get_title() for axes in panels] == ["32,768 tokens", "65,536 tokens"]
     for axes in panels:
@@ -102,9 +104,9 @@ def test_the_plot_shows_shares_of_the_ideal():
 
 
 def test_the_peer_has_a_table_of_its_own():
-    without, peer = Result("window", 65536, MS, [62.5], 0.5, 1.0), {"torch one": 120.0, "torch shared": 80.0}
+    without, peer = Result("window", 65536, MS, [62.5], 0.5, 0.25, 1.0), {"torch one": 120.0, "torch shared": 80.0}
     assert not peer_table([without], 2)
-    line = peer_table([without, Result("one", 65536, MS | peer, [62.5], 0.5, 1.0)], 2)[-1]
+    line = peer_table([without, Result("one", 65536, MS | peer, [62.5], 0.5, 0.25, 1.0)], 2)[-1]
     assert line == "| 65,536 | 120.00 | 80.00 | 75.0% | 62.50 |"
 
 
