@@ -42,8 +42,8 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
     times both passes of attention.
     """
     lines = [
-        f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | exposed | keys moved, ms "
-        "| keys received | forward, TFLOP/s | backward, TFLOP/s | attention alone of each rank, ms |",
+        f"| stream | tokens | one GPU, ms | {ranks} GPUs, ms | of ideal | attention alone, of ideal | exposed "
+        "| keys moved, ms | keys received | forward, TFLOP/s | backward, TFLOP/s | attention alone of each rank, ms |",
         "|:--|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|:--|",
     ]
     for result in results:
@@ -52,8 +52,8 @@ def table(results: Sequence[Result], ranks: int) -> list[str]:
         by_rank = ", ".join(f"{ms:.2f}" for ms in result.ranks_ms)
         lines.append(
             f"| {result.stream} | {result.tokens:,} | {one:.2f} | {shared:.2f} | {one / ranks / shared:.1%} "
-            f"| {one / ranks / alone:.1%} | {result.exposed:.1%} | {moved:.2f} | {result.received:.0%} | {tera / forward:.0f} "
-            f"| {BACKWARD * tera / (shared - forward):.0f} | {by_rank} |"
+            f"| {one / ranks / alone:.1%} | {result.exposed:.1%} | {moved:.2f} | {result.received:.0%} "
+            f"| {tera / forward:.0f} | {BACKWARD * tera / (shared - forward):.0f} | {by_rank} |"
         )
     return lines
 

@@ -5,7 +5,8 @@ Attention is computed in one of three ways, which fa_train.parallel.context.traf
 - If few queries of each rank see keys of other ranks, and the stream has enough attention work per rank, attention runs
   twice. The first run processes the queries that see only the rank's own keys, while keys of other ranks are received.
   The second run processes the crossing queries, which are the queries that see keys of other ranks.
-- In all other cases, attention runs once, and processes all queries after the keys are received.
+- In all other cases, attention runs once, and processes all queries after the keys are received. The first and the last
+  kernel of the backward pass run during exchanges, if memory allows it (`overlaps`).
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
