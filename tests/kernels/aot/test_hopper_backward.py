@@ -1,5 +1,7 @@
 """The Hopper backward kernels compile without a GPU: they use wgmma, fit in shared memory and spill few registers."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -114,6 +116,14 @@ def test_only_requested_buffers_are_prepared(device, sums):
     assert len(made) == 1 + sums
     for x, guard in zip([rows, sums_of_dq], made, strict=False):
         assert not (x == 7).any() and (guard[x.numel() :] == 7).all()
+
+
+@pytest.mark.parametrize("needs", [dq_sum.Needs(*x) for x in itertools.product([False, True], repeat=3)], ids=str)
+def test_prepared_tensors_keep_their_names(needs):
+    given = [torch.tensor(i) if kept else None for i, kept in enumerate([True, *needs])]
+    prepared = dq_sum.Prepared(*given)
+    assert all(x is y for x, y in zip(dq_sum.Prepared.of(prepared.tensors(), needs), prepared, strict=True))
+    assert not needs.delta or prepared.tensors()[-1] is prepared.delta
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
