@@ -333,25 +333,28 @@ NCCL = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEM
     "strategy", [DDPStrategy, partial(FullyShardedStrategy, 1, True, False, "float32")], ids=["ddp", "fsdp"]
 )
 def test_nccl_has_a_short_timeout_and_a_flight_recorder(strategy, monkeypatch):
-    for name in (*NCCL, "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+    for name in (*NCCL, "TORCH_NCCL_HIGH_PRIORITY", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
     trainer = SimpleNamespace(world_size=1, default_root_dir="/run", strategy=strategy())
     communication.configure(trainer)
-    assert not os.environ.keys() & set(NCCL)
+    assert not os.environ.keys() & {*NCCL, "TORCH_NCCL_HIGH_PRIORITY"}
     trainer.world_size = 2
     communication.configure(trainer)
     assert trainer.strategy._timeout == timedelta(minutes=10)
     assert [os.environ[name] for name in NCCL] == ["1", "2000", "/run/nccl_trace_rank_"]
+    assert os.environ.get("TORCH_NCCL_HIGH_PRIORITY") == ("1" if strategy is DDPStrategy else None)
 
 
 def test_what_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")  # the older name of TORCH_FR_BUFFER_SIZE
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     strategy = DDPStrategy(timeout=timedelta(minutes=3))
     communication.configure(SimpleNamespace(world_size=2, default_root_dir="/run", strategy=strategy))
     assert strategy._timeout == timedelta(minutes=3)
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0" and "TORCH_FR_BUFFER_SIZE" not in os.environ
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert "TORCH_FR_BUFFER_SIZE" not in os.environ
 
 
 def sbatch_script() -> str:
