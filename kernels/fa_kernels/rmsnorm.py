@@ -45,8 +45,8 @@ def _add_norm_backward_kernel(
 ):  # fmt: skip
     """Each program processes rows in a grid-stride loop and writes a partial weight gradient.
 
-    If x_ptr already holds the sum, added_ptr is None. If x and added have the same dtype, d_added_ptr is None, because
-    dx is also the gradient of added.
+    If x_ptr already holds the sum, added_ptr is None. If `x` and `added` have the same dtype, d_added_ptr is None,
+    because dx is also the gradient of `added`.
     """
     cols = tl.arange(0, BLOCK)
     inside = cols < DIM
@@ -132,11 +132,11 @@ def _forward_fake(
 def backward(
     d_sum: Tensor, dy: Tensor, x: Tensor, added: Tensor | None, weight: Tensor, rstd: Tensor, added_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, added and weight.
+    """Returns the gradients of `x`, `added` and `weight`.
 
     If the argument `added` is None, the argument `x` must be the sum x + added that `forward` returned.
-    If x and added have the same dtype, their gradients are the same, and the returned gradient of added is an empty
-    tensor.
+    If `x` and `added` have the same dtype, the gradients of `x` and `added` are equal, and an empty tensor is returned
+    as the gradient of `added`.
     """
     run = _backward_by_kernel if x.is_cuda else _backward_plainly
     return run(d_sum, dy, x, added, weight, rstd, added_dtype)

@@ -60,7 +60,7 @@ def _add_kernel(
     TOTAL_STRIDE_B: tl.constexpr, ADDED_STRIDE_A: tl.constexpr, ADDED_STRIDE_B: tl.constexpr, WIDTH_A: tl.constexpr,
     WIDTH_B: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program updates `ROWS` rows of total_a or `ROWS` rows of total_b. See add_rows."""
+    """One program updates `ROWS` rows of one tensor, which starts at `total_a` or at `total_b`. See add_rows."""
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < n_rows
     row = tl.load(rows_ptr + index, mask=inside, other=0).to(tl.int64)
@@ -77,10 +77,11 @@ def _add_kernel(
 def _add_tile(
     totals, added_ptr, ADDED_STRIDE: tl.constexpr, entry_ptrs, count, inside, WIDTH: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Adds count[i] rows of the tensor at added_ptr to row i of a tile of totals. Sums are fp32.
+    """Adds rows of the tensor at `added_ptr` to each row of a tile. The sums are computed in fp32.
 
-    totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers; for row i of the
-    tile, entry_ptrs[i] points to count[i] indices, which say which rows of the tensor are added. count, inside: [ROWS].
+    totals: [ROWS] pointers to the first element of each row of the tile. entry_ptrs: [ROWS] pointers; entry_ptrs[i]
+    points to the indices of the rows that are added to row i of the tile. count: [ROWS], the number of rows that are
+    added to each row of the tile. inside: [ROWS] bool, whether a row of the tile exists.
     """
     for first in tl.static_range(0, WIDTH, COLS):
         cols = first + tl.arange(0, COLS)

@@ -74,12 +74,12 @@ def flash_attn_func(
         v: (batch, seqlen_k, n_kv_heads, v_head_dim). head_dim and v_head_dim may differ; both are at most 256.
         dropout_p: must be 0.0; dropout is not offered.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether a query sees no keys after its aligned key.
+        causal: if True, a query sees no keys after the key that the query is aligned with.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
             A softcap above 1000 is refused, because the kernels lose precision.
-        alibi_slopes: (n_heads,) or (batch, n_heads) float32. A score is lowered by the slope times a distance in
-            tokens: the distance between the key and the key that the query is aligned with.
+        alibi_slopes: (n_heads,) or (batch, n_heads) float32. If a key is n tokens away from the key that the query is
+            aligned with, slope * n is subtracted from the score.
         deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms also makes gradients
             repeatable.
         return_attn_probs: whether to return (o, lse, an empty tensor), as flash-attn does without dropout.

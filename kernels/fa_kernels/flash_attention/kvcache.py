@@ -69,7 +69,7 @@ def flash_attn_with_kvcache(
         block_table: (batch, pages per sequence) int32. Entries of block_table after a sequence's last page are
             ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
-        causal: whether a query sees no keys after its aligned key.
+        causal: if True, a query sees no keys after the key that the query is aligned with.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
             A softcap above 1000 is refused, because the kernel loses precision.
@@ -87,8 +87,8 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError: if an argument has a wrong shape, dtype, device or value. k needs cache_seqlens, rotary_cos needs k,
             and block_table and cache_batch_idx must not be combined. Values of cache_seqlens, cache_batch_idx and
-            block_table are checked only on the CPU. On a GPU, wrong values are not detected, but never cause an access
-            outside of the cache.
+            block_table are checked only on the CPU. On a GPU, wrong values in cache_seqlens, cache_batch_idx and
+            block_table are not detected, but never cause an access outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.
     """

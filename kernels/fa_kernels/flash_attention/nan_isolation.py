@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-ROWS_PER_MARK = tl.constexpr(64)  # `is_marked` reads two marks of 64 rows, so a tile can have up to 128 rows
+# `is_marked` reads the marks of a tile's first and last row, and no other marks, so a tile can have up to 128 rows.
+ROWS_PER_MARK = tl.constexpr(64)
 
 
 @triton.jit
@@ -21,10 +22,10 @@ def isolate_nan(x):
     The vector has one element per row of x: NaN if the row contains inf or NaN, and 0 otherwise.
 
     In the forward pass, x is a block of V, and the next matmul computes P V. P is 0 where a query does not see a key.
-    Because 0 * NaN is NaN, NaN would reach other documents without `isolate_nan`. The caller can add the vector to the
-    row of P of each query, but only at the keys that the query sees. This addition makes o of a query NaN if the query
-    sees a key whose row of V contains inf or NaN. `isolate_nan` doubles the instructions of a masked loop, so kernels
-    for one document are compiled without `isolate_nan`.
+    Because 0 * NaN is NaN, NaN would reach other documents without `isolate_nan`. The caller can add the returned
+    vector to each query's row of P, but only at the keys that the query sees. With the vector added to P, a query's
+    output o is NaN if the query sees a key whose row of V contains inf or NaN. `isolate_nan` doubles the instructions
+    of a masked loop, so kernels for one document are compiled without `isolate_nan`.
     """
     zeros = x * 0.0  # x * 0 is 0 where x is finite, and NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)

@@ -254,7 +254,10 @@ def _forward(
     deterministic: bool,
     is_observed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes o and lse: with the registered operator if the call is observed, else directly with the backend."""
+    """Computes o and lse: by the registered operator if `is_observed` is True, otherwise by a direct backend call.
+
+    is_observed: the result of `observed`.
+    """
     if not is_observed:
         return backend.forward(q, k, v, schedule, features, out_dtype)
     require_consistent(q, k, v, features.sinks)
@@ -266,11 +269,12 @@ def _forward(
 
 
 def observed(q: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether code outside this file could watch the operator.
+    """Returns whether code outside this file may need to see an attention call as a registered operator.
 
-    Operators can be watched by a compiler, a dispatch mode (a FLOP counter, a checkpoint policy, fake tensors), a
-    functorch transform, a trace, a profiler or a tensor subclass. If q is a meta tensor, `observed` also returns True.
-    A call that is not observed skips torch's dispatcher, and so saves 20 us of host time.
+    `observed` returns True if a compiler, a torch mode (a FLOP counter, a checkpoint policy, fake tensors), a functorch
+    transform, a trace or a profiler is active. `observed` also returns True if q is a meta tensor, or if the type of an
+    argument is a tensor subclass other than Parameter. If `observed` returns False, the attention call skips torch's
+    dispatcher, which saves 20 us of host time.
     """
     return (
         torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, (q, *others))) or q.is_meta or may_be_watched()
@@ -344,7 +348,7 @@ def _backward_flops(do_shape, dlse_shape, q_shape, k_shape, v_shape, *args, out_
 
 
 def _pairs(q_shape: Sequence[int], k_shape: Sequence[int]) -> int:
-    """Returns the number of pairs of a query and a key, in all heads. As in torch's formulas, masked pairs count.
+    """Returns the number of (query, key) pairs in all heads. Masked pairs are included, as in torch's formulas.
 
     In a batch, only pairs within a sequence count. In a packed stream, pairs across documents also count, because
     shapes do not tell the lengths of documents.

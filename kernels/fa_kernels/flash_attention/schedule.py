@@ -89,7 +89,7 @@ def build_schedule(
         total_q, total_k: the numbers of rows of q and of k.
         causal: whether to replace `right` in window_size by 0.
         window_size: (left, right), the numbers of keys that a query sees before and after the key with which the query
-            is aligned. A negative number means all keys.
+            is aligned. A negative `left` or `right` means all keys on that side.
         padded: whether there can be tokens after the last document.
         seqlen: the number of keys per document, which determines the length class; by default the mean.
         gradients: whether the schedule must also serve backward passes. If gradients is False, the fields that

@@ -38,8 +38,8 @@ def place_of(device: torch.device | int) -> tuple[torch.device | int, int] | Non
     # cached tensors, because the cache may drop a tensor before the graph is replayed.
     if torch.cuda.is_current_stream_capturing():
         return None
-    # The result names the stream, because a kernel on another stream could read a cached tensor before this stream has
-    # written the tensor.
+    # The returned tuple contains the stream, because a kernel on another stream could read a cached tensor before this
+    # stream has written the tensor.
     return device, current_stream_address(device)
 
 

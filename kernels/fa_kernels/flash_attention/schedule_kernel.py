@@ -25,7 +25,7 @@ from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
 TOKENS = 512  # the number of tokens whose ranges one program computes
-TILES = 32  # the number of tiles whose positions one program computes
+TILES = 32  # the number of tiles whose positions in query_tiles, wide_query_tiles or key_tiles one program computes
 OTHERS = 256  # a program compares its own tiles with this number of tiles at a time
 WARPS = 8  # per program
 ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer begins at a multiple of ALIGNMENT
@@ -35,9 +35,10 @@ ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer b
 class _Side:
     """The inputs from which a kernel computes the ranges of queries, or the ranges of keys.
 
-    The range of a query contains keys, and the range of a key contains queries. For the ranges of queries, `before` is
-    the window's `left`, and `after` is the window's `right`. For the ranges of keys, `before` is the window's `right`,
-    and `after` is the window's `left`.
+    The range of a query contains keys, and the range of a key contains the queries that see the key. A query sees
+    `left` keys before its aligned key, and `right` keys after its aligned key. For ranges of queries, `before` is
+    therefore `left`, and `after` is `right`. A key is seen by `right` queries before its aligned query, and by `left`
+    queries after its aligned query. For ranges of keys, `before` is therefore `right`, and `after` is `left`.
     """
 
     own_ptr: tl.tensor  # cu_seqlens of the tokens whose ranges are computed, for example of the queries
@@ -98,7 +99,7 @@ def _ranges_of(tokens, side):
 
 @triton.jit
 def _store_ranges(program, start_ptr, end_ptr, side, total, TOKENS: tl.constexpr):
-    """Stores the range that each of `TOKENS` tokens sees. `total` is the number of all tokens."""
+    """Stores the `_Ranges` of `TOKENS` tokens. `total` is the number of all tokens."""
     tokens = program * TOKENS + tl.arange(0, TOKENS)
     ranges = _ranges_of(tokens, side)
     tl.store(start_ptr + tokens, ranges.start, mask=tokens < total)

@@ -243,11 +243,10 @@ def _shared_of_three_products(arch: Arch, tiles: TileConfig, head_dim: int, v_he
 
     Each fp32 value is split into two TF32 values, which are called the upper part and the lower part. Blocks are
     prefetched in fp32, and split in registers, one column block at a time. The current block is the block that the
-    program multiplies. For the tiles that a program keeps, and for the current block, shared memory holds the upper and
-    the lower part of each element, 8 bytes per element. With mma.sync, the upper and lower parts of the current block
-    are in registers, and shared memory holds the current block only in fp32, 4 bytes per element. Kernels for dK and dV
-    need 8 bytes per element of the current block even with mma.sync, because they store the block a second time,
-    transposed.
+    program multiplies. Shared memory holds two TF32 values (8 bytes) for each element of the current block, and for
+    each element of the tiles that a program keeps. With mma.sync, registers hold the TF32 values of the current block,
+    and shared memory holds one fp32 value (4 bytes) for each element of the current block. Kernels for dK and dV need 8
+    bytes per element of the current block even with mma.sync, because they store the block a second time, transposed.
     The decode kernel uses the tiles of the forward pass. The decode kernel can hold K, V and two copies of the scores
     at the same time.
     """
@@ -297,7 +296,7 @@ def _shared_of_one_product(
         widest = read_rows * max(qk_width, v_width) * itemsize
         if direction == "fwd":
             return kept + widest + scores + 2048
-        isolated = block if of_keys and kept_rows >= 64 else widest  # copies of blocks, with 0 instead of NaN
+        isolated = block if of_keys and kept_rows >= 64 else widest  # copies of blocks, with 0 in place of inf and NaN
         rewritten = max(rewritten, scores, isolated)
     return kept + in_flight * (block + row_values) + rewritten + 2048
 
@@ -305,8 +304,8 @@ def _shared_of_one_product(
 def _rewritten_for_tcgen05(scores: int, block: int, rows: int, head_dim: int, direction: Pass, itemsize: int) -> int:
     """Returns the bytes of shared memory that the program itself fills with operands of tcgen05.
 
-    The operands that the program writes to shared memory are P, dS, and copies of loaded blocks. In the copies, 0
-    replaces NaN.
+    The operands that the program writes to shared memory are P, dS, and copies of loaded blocks with 0 in place of inf
+    and NaN.
     """
     first, second = split_columns(head_dim)
     if direction in ("fwd", "dv"):  # P stays in tensor memory

@@ -4,10 +4,10 @@ Repeating the recorded launches takes much less host time than a normal call. In
 and tiles, and Triton finds the compiled kernel from about 30 arguments. The kernels and tiles depend only on shapes,
 strides, dtypes and options, which form the call's key. Calls with the same key differ only in tensor addresses.
 
-`recorded` decorates a function. The second call with a key runs under a recorder. The recorder notes each tensor that
-the call allocates, and the arguments of each `launch`. For each address in the arguments, the recorder finds the tensor
-that the address belongs to. Later calls with the same key allocate tensors, insert the new addresses and call the
-launchers of the compiled kernels directly.
+`recorded` decorates a function. When a key occurs for the second time, the call runs under a recorder. The recorder
+notes each tensor that the call allocates, and the arguments of each `launch`. For each address in the arguments, the
+recorder finds the tensor that the address belongs to. Later calls with the same key allocate tensors, insert the new
+addresses and call the launchers of the compiled kernels directly.
 
 A recording belongs to one key, one stream and one device. All calls run normally if a tool has installed launch hooks,
 if this version of Triton is untested, or if FA_TRAIN_REPLAY=0. A call runs normally if its tensors are not on the
@@ -46,7 +46,7 @@ from fa_kernels.launch.triton_launcher import (
 )
 
 VARIABLE = "FA_TRAIN_REPLAY"  # environment variable, read at the first call (0 switches recording off)
-MAX_KEYS = 512  # maximum number of keys in `_KEYS`; one more key removes all entries, as many may be obsolete
+MAX_KEYS = 512  # maximum number of keys in `_KEYS`; a further key clears `_KEYS`, because many keys may be obsolete
 MAX_MAPS = 8192  # maximum number of cached TMA descriptors (about 0.5 KB each); a training step has up to 23 per layer
 MAX_ARGUMENTS = 1024  # maximum number of cached argument lists (1 to 7 KB each); a training step has two per layer
 ALIGNMENT = 16  # bytes; Triton compiles different code for pointers that are not a multiple of 16
@@ -59,7 +59,7 @@ _Function = TypeVar("_Function", bound=Callable[..., tuple[Tensor, ...]])
 
 
 class _Known(Enum):
-    """Why a key that was seen before has no recording."""
+    """The reason why `_KEYS` has no recording for a key that has occurred before."""
 
     SEEN_ONCE = "the key may never come again, so nothing is recorded yet"
     UNCLEAR = "its launches cannot be repeated"
@@ -144,7 +144,7 @@ def _repeat_or_run(
         if len(_KEYS) >= MAX_KEYS:
             forget()
         _KEYS[key] = _Known.SEEN_ONCE
-    outputs = function(*arguments)  # if `function` raised the error above, `function` raises it again here
+    outputs = function(*arguments)  # if recording failed due to an error of `function`, this line raises the error
     if failure is not None:
         _KEYS[key] = _Known.UNCLEAR
         _say_once(failure)
@@ -270,7 +270,7 @@ class _Recording:
     constants: list[Any]
     maps: list[_Map]
     launches: list[_Launch]
-    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # picks the outputs from the allocations
+    outputs: Callable[[Sequence[Tensor]], tuple[Tensor, ...]]  # maps the allocated tensors to the call's outputs
     same: list[tuple[int, int]]  # (i, j): addresses i and j must be equal, as in the recorded call
     slices: list[tuple[int, int]]  # for each slice: (index of the allocation's address, offset in bytes)
 
@@ -293,7 +293,7 @@ class _Recording:
 def _arguments(
     recording: _Recording, addresses: tuple[int, ...]
 ) -> list[tuple[Callable[..., None], tuple[Any, ...]]] | None:
-    """Returns, for each launch, the function that launches the kernel and the kernel's arguments.
+    """Returns one pair (run, arguments) for each launch: run(*arguments) launches the kernel.
 
     Returns None if an address is not aligned, because Triton compiles a different kernel for such addresses. Returns
     None if two addresses that were equal in the recorded call are now different.
@@ -309,7 +309,7 @@ def _arguments(
 
 
 class _Unclear(Exception):
-    """Raised if a call cannot be repeated for other addresses."""
+    """Raised if a recorded call cannot be repeated with tensors at other addresses."""
 
 
 class _Recorder(torch_private.TorchDispatchMode):
@@ -404,7 +404,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         return _Recording(_getter(read), allocations, self.constants, maps, launches, returned, same, slices)
 
     def _used(self) -> set[int]:
-        """Returns the indices of all tensors whose addresses occur in the launches or in `same`."""
+        """Returns the indices of all tensors whose addresses occur in self.launches, self.maps or self.same."""
         in_launches = {i for _, _, places in self.launches for tag, i in places if tag == "address"}
         return in_launches | {x.place for x in self.maps} | {i for pair in self.same for i in pair}
 
@@ -426,10 +426,10 @@ class _Recorder(torch_private.TorchDispatchMode):
         ]
 
     def _places(self, x: Any, encodings: Any) -> list[tuple[str, int]]:
-        """Returns where a repeated call finds the values for the kernel argument x.
+        """Returns where a repeated call finds the values for the kernel argument x, as a list of (tag, index).
 
-        Each list element is (tag, index), with the tag "constant", "address" or "map". A TMA descriptor gives one "map"
-        element, and one "constant" element for each size and stride. Any other kernel argument gives one element.
+        A tag is "constant", "address" or "map". If x is a TMA descriptor, the list has one "map" element, and one
+        "constant" element for each size and stride. If x is not a TMA descriptor, the list has one element.
         """
         if isinstance(x, Tensor):
             place, offset = self._place(x.data_ptr())

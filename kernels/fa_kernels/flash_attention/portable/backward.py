@@ -96,8 +96,8 @@ def _accumulate_dk_dv(
         lse = (lse * LOG2_E)[None, :]
         p, growth = _probabilities(scores, lse, bias, softmax_scale, softcap, k[0].dtype, HAS_SOFTCAP, HAS_ALIBI)
         if MASKED:
-            # The mask is applied to p, because lse is -inf and p is inf for a query that sees no key. Setting scores to
-            # -inf would not help, because -inf - -inf is NaN.
+            # The mask is applied to p, not to the scores. For a query that sees no key, lse is -inf, and scores of -inf
+            # would make p = 2^(score - lse) NaN.
             visible = is_visible(queries, query_start, query_end)
             if ISOLATE_NAN and HAS_DV:
                 p += nan_rows[None, :]
@@ -129,8 +129,9 @@ def dkdv_tile(
     """Computes dK (if HAS_DK) and dV (if HAS_DV) of BLOCK_N keys of one KV head, starting with key `first`.
 
     The program loops over the query heads of the KV head. With `PHASES=3`, three loops process the blocks of queries,
-    and only the first and the last loop use a mask. With `PHASES=1`, one loop processes all blocks with a mask, which
-    makes the compiled code shorter. Without `ISOLATE_NAN`, NaN of one document can reach all keys of the tile.
+    and only the first and the last loop use a mask. With `PHASES=1`, a single loop processes all blocks of queries and
+    masks every block, which makes the compiled code shorter. Without `ISOLATE_NAN`, NaN of one document can reach all
+    keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
     inside = keys < total_k

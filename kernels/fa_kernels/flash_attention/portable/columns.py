@@ -42,7 +42,7 @@ def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.cons
 @triton.jit
 def with_rest(block, ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads all blocks of a tile except its first block, `block`, and returns the tile as a tuple of blocks."""
+    """Returns a tile as a tuple of blocks. `block` is the tile's first block; this function loads the other blocks."""
     blocks = (block,)
     for i in tl.static_range(1, len(COLUMNS)):
         blocks += (load_block(ptr, first, stride, total, i, COLUMNS, WIDTH, ROWS, MASK_ROWS),)

@@ -65,7 +65,7 @@ class Span:
 
 @structure
 class Pages:
-    """Where K and V of one sequence and one KV head are in the cache."""
+    """The location of K and V of one sequence and one KV head in the cache."""
 
     k: tl.tensor  # pointer to the KV head in page 0
     v: tl.tensor

@@ -40,8 +40,8 @@ def _prepare_kernel(
     """One program writes lse and delta of `BLOCK` queries of one head to rows_ptr.
 
     The program also writes to dq_ptr, semaphore_ptr and delta_ptr, unless they are None. The sum of dQ (dq_ptr) is set
-    to 0, `WORDS` elements at a time. The semaphores of the dQ order (semaphore_ptr, order.py) are set to `NO_TILE`.
-    delta_ptr receives delta as (n_heads, total).
+    to 0, `WORDS` elements at a time. The semaphores at semaphore_ptr, which order the additions to dQ (see order.py),
+    are set to `NO_TILE`. delta_ptr receives delta as (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)

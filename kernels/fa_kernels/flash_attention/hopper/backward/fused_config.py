@@ -19,7 +19,7 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
-    halves: bool = False  # whether dS = P * (slope of the soft cap) * (dP - delta) is a product of bf16 factors
+    halves: bool = False  # whether dS = P * (derivative of the soft cap) * (dP - delta) is a product of bf16 factors
     ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
     after_dp: bool = False  # with `ahead`: the next step's matmul S starts only when this step's dP is complete
     lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it
@@ -39,8 +39,8 @@ CONFIGS = {
     (128, torch.bfloat16): _HALVES_128._replace(delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# Configurations for calls with a soft cap, whose slope needs registers. For lack of registers, fp16 at head_dim 128 has
-# no configuration, and the configurations at head_dim 96 do not use `ahead`.
+# Configurations for calls with a soft cap. The derivative of the soft cap needs registers. For lack of registers, fp16
+# at head_dim 128 has no configuration, and the configurations at head_dim 96 do not use `ahead`.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),

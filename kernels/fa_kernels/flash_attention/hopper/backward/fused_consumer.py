@@ -98,7 +98,7 @@ class Probabilities:
     """P^T [64, M] of one step, in the two forms that the gradients dV and dS need."""
 
     low: gl.tensor  # P^T in 16 bits, the operand for dV
-    factor: gl.tensor  # dS^T = factor * (dP - delta)^T; factor is P^T, multiplied by the slope of the soft cap, if any
+    factor: gl.tensor  # dS^T = factor * (dP - delta)^T; factor is P^T times the derivative of the soft cap, if any
 
 
 @gluon.jit
@@ -177,9 +177,9 @@ def _begin_dk(gradients, ds, q):
 
 @gluon.jit
 def _wait_for_gradients(gradients, others):
-    """Waits until all matmuls are complete, and returns `gradients` and `others` with the results of the matmuls.
+    """Waits until all matmuls are complete, and returns their accumulators as (gradients, others).
 
-    `others` is a tuple of the accumulators of all matmuls except those for dK and dV.
+    The argument `others` is a tuple of the accumulators of all matmuls except the matmuls for dK and dV.
     """
     deps = others
     for i in gl.static_range(len(gradients)):
@@ -301,7 +301,7 @@ def _step_ahead(
 
 @gluon.jit
 def _next_place(step, following, STAGES: gl.constexpr):
-    """Returns the place of step `following` in the ring of Q and dO, and the phase of its mbarriers."""
+    """Returns the fields `stage` and `phase` of the `Step` whose number is `following`, the step after `step`."""
     if STAGES & (STAGES - 1) == 0:
         stage, phase = place_of(following, STAGES)
     else:
@@ -390,7 +390,7 @@ def _consume_item(
 
 @gluon.jit
 def _sums_of(gradients):
-    """Adds dK and dV elementwise, and returns a tuple with one sum for each column block.
+    """Computes the elementwise sum dK + dV for each column block, and returns a tuple of these sums.
 
     The sums are used only to find NaN, because a sum is NaN where dK or dV is NaN.
     """

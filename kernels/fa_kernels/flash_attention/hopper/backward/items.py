@@ -84,7 +84,11 @@ class Buffers:
 
 @structure
 class Barriers:
-    """The mbarriers of the buffers: [ITEMS] for K and V of items, and [STAGES] for Q and dO of steps."""
+    """The mbarriers of `Buffers`.
+
+    kv_full and kv_empty hold one mbarrier for each of the `ITEMS` places for K and V. q_full, do_full and empty hold
+    one mbarrier for each of the `STAGES` places for Q and dO.
+    """
 
     kv_full: gl.shared_memory_descriptor  # signals that K and V have arrived in shared memory
     kv_empty: gl.shared_memory_descriptor  # signals that TMA has read dK and dV from the buffers of K and V
@@ -130,7 +134,7 @@ def posted_item(fields):
 
 @gluon.jit
 def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr):
-    """Returns the first query and the head of the first step of an item.
+    """Returns the first query of an item's first step, and the query head of this step.
 
     With `BACKWARDS`, item.start must be a multiple of `BLOCK_M`.
     """

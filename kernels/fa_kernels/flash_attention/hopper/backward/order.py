@@ -3,8 +3,8 @@
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
 one tile of keys. The program adds the tile's part to dQ of a block, waits until the sum is in memory, and then writes
 the number of the tile to the block's semaphore. Tile t adds to dQ only after the semaphore is at least t - 1.
-Each key is seen by one range of queries. From one key to the next, the first and the last query that see the key move
-forward or stay the same. The tiles of keys that add to dQ of one block of queries therefore have consecutive numbers.
+Each key is seen by one contiguous range of queries. The start and the end of a key's range of queries never decrease
+from one key to the next. The tiles of keys that add to dQ of one block of queries therefore have consecutive numbers.
 Tile t waits at a block only if tile t - 1 adds to dQ of that block.
 
 The kernel cannot deadlock, because a tile waits only for the tile before it, and semaphores never decrease. Each
@@ -13,13 +13,13 @@ because the tile before it is finished.
 
 A program visits blocks of queries from the last to the first. For each block, the program visits all query heads of the
 KV head. Because blocks are visited from the last to the first, the tiles of a document run shortly after one another,
-and the data that these tiles share stays in L2. If blocks were visited from the first to the last, a tile could begin
-with the block that the tile before it visits last. The tiles of short documents would then run almost one by one.
+and the data that these tiles share stays in L2. If blocks were visited from the first to the last, the first block of
+tile t could be the last block of tile t - 1. Tile t would then wait until tile t - 1 is almost finished, and the tiles
+of short documents would run almost one by one.
 
 Two extra warps handle the semaphores. `wait_for_order` waits for semaphores, and `raise_semaphores` sets semaphores.
-If the dQ warpgroup handled the semaphores, it would wait for global memory and for a fence in each step.
-
-A step has 64 queries of one head, so each step needs only one semaphore.
+If the dQ warpgroup handled the semaphores, it would wait for global memory and for a fence in each step. A step has 64
+queries of one head, so each step needs only one semaphore.
 
 Source: the deterministic backward passes of FlashAttention-2, -3 and -4.
 """
@@ -42,7 +42,8 @@ class OrderBarriers:
 
     due: one mbarrier for each place in the ring of dS. `due` signals that a step is allowed to add its part to dQ.
     added: `_PLACES` mbarriers. `added` signals that TMA has added a step's dQ to the sum in global memory.
-    noted: `_PLACES` mbarriers. `noted` signals that `raise_semaphores` has received the signal `added` of a step.
+    noted: `_PLACES` mbarriers. With `noted`, the warp that runs `raise_semaphores` confirms that it has received the
+        signal `added`. A later step can then use the same mbarrier of `added`.
     """
 
     due: gl.shared_memory_descriptor  # [DS_STAGES]

@@ -6,18 +6,18 @@ warpgroup passes P^T to the second warpgroup through shared memory, in 16 bits. 
 dQ need seven matmuls, while a fused kernel for dQ, dK and dV would need only five. Exactly one program writes each
 output, so no sum in global memory is needed, and every run gives the same bits.
 
-For a block of scores of 64 queries and 64 keys, the table gives lower bounds on the time in cycles of a multiprocessor,
-and the bytes that are loaded from L2. The tensor cores do 4096 FLOP per cycle, so a matmul (64 x 64 x 256) needs 512
-cycles. Shared memory transfers 128 bytes per cycle.
+The table gives the costs of one block of 64 x 64 scores on one multiprocessor. The costs of tensor cores and of shared
+memory are lower bounds on the time in cycles. The tensor cores do 4096 FLOP per cycle, so a matmul (64 x 64 x 256)
+needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 
 | outputs         | tensor cores | shared memory | loads from L2 |
 |:----------------|-------------:|--------------:|--------------:|
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel, with a third warpgroup for dQ, took longer than this kernel and the kernel for dQ take in total. For a
-block of scores of 64 queries and 64 keys, the fused kernel needs at least 2560 cycles of the tensor cores and 2624
-cycles of shared memory, and adds 64 KiB of fp32 values to dQ in L2.
+A fused kernel, with a third warpgroup for dQ, took longer than this kernel and the kernel for dQ take in total. For one
+block of 64 x 64 scores, the fused kernel needs at least 2560 cycles of the tensor cores and 2624 cycles of shared
+memory, and adds 64 KiB of fp32 values to dQ in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """

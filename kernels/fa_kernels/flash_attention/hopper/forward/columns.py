@@ -37,7 +37,10 @@ def _zeros_like(q):
 
 @gluon.jit
 def operands(p, o, q):
-    """Returns p in q's dtype, as the first operand of each column block's matmul P V. No data moves."""
+    """Returns a tuple with one entry per column block of o: p in q's dtype, as the first operand of the matmul P V.
+
+    No data moves.
+    """
     converted = ()
     for i in gl.static_range(len(o)):
         converted += (softmax.operand(p, q[0].dtype, o[i]),)
@@ -55,7 +58,7 @@ def begin_values(operands, v_buffers, stage, o):
 
 @gluon.jit
 def wait_for(tokens):
-    """Waits for all matmuls, and returns a tuple of their results. `tokens` holds the pending result of each matmul."""
+    """Waits for all matmuls, and returns a tuple of their results. `tokens` is the tuple returned by `begin_values`."""
     values = warpgroup_mma_wait(0, deps=tokens)
     if len(tokens) == 1:
         values = (values,)

@@ -294,4 +294,6 @@ def consume(
         fields = read(work.queue, item_index)
     tma.store_wait(0)
     if CONSUMER == 0 and CONFIG.pingpong:
-        wait_pingpong(CONSUMER)  # consumer 0 receives the signal of the last consumer's last call of `pass_pingpong`
+        # The last consumer also calls `pass_pingpong` before its first item. Consumer 0 therefore receives one extra
+        # signal after its last matmul.
+        wait_pingpong(CONSUMER)

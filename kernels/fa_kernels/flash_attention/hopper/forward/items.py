@@ -47,7 +47,8 @@ class Item:
 class Visits:
     """The blocks of an item that a consumer visits, from `begin` to `stop - 1`.
 
-    Every row of the consumer sees all keys of the blocks from `right` to `left - 1`, so these blocks need no mask.
+    Blocks are counted backwards, from the last key to the first key, so `right` is less than `left`, unless every block
+    needs a mask. Blocks `right` to `left - 1` need no mask, because every row of the consumer sees all their keys.
     """
 
     begin: gl.tensor

@@ -67,10 +67,10 @@ def both_at(a, b, place):
 
 @gluon.jit
 def with_rest_at(tiles, buffers, place):
-    """Returns the tile of each buffer at index `place`.
+    """Returns a tuple with one tile per buffer: the tile at index `place`.
 
-    The argument `tiles` is a tuple that holds the tiles of the first buffers at index `place`. The function adds the
-    tiles of all later buffers.
+    The argument `tiles` contains the tiles of the first len(tiles) buffers. The function appends the tiles of the
+    remaining buffers.
     """
     for i in gl.static_range(len(tiles), len(buffers)):
         tiles += (buffers[i].index(place),)

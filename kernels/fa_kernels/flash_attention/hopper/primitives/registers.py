@@ -3,9 +3,9 @@
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N], in groups of four elements. A group has two
 adjacent columns of two rows, i and i + 8. A thread holds elements of only two rows of the accumulator. The columns of
 the second group are eight columns to the right of those of the first group, and so on. `PER_ROW` is the layout of an
-accumulator [64, 8] that stores one value per row. In a `PER_ROW` accumulator, each of the eight columns of a row holds
-the row's value, or the eight columns add up to this value. Each thread holds four elements of an accumulator with the
-layout `PER_ROW`.
+accumulator [64, 8] whose eight columns represent a single value per row. In a `PER_ROW` accumulator, each of the eight
+columns of a row holds the row's value, or the eight columns add up to this value. Each thread holds four elements of an
+accumulator with the layout `PER_ROW`.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
@@ -36,7 +36,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """A Triton code generator that passes all values to a function as one tuple, and then each constant separately."""
+    """A Triton code generator that calls a function with one tuple of tensor elements, followed by the constants."""
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
@@ -81,9 +81,9 @@ def first_columns(x):
 def in_order_of_threads(x):
     """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements from each of eight threads.
 
-    No data moves between threads. The flat index of element (r, c) in the view contains all bits of r and c in another
-    order. From the lowest to the highest, the bits of this flat index are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the
-    other bits of c. Bit 0 of r is r0, and bit 0 of c is c0.
+    No data moves between threads. Let r0, r1, ... be the bits of a row index r, and let c0, c1, ... be the bits of a
+    column index c, beginning with the lowest bit. From the lowest to the highest, the bits of the flat index of element
+    (r, c) in the view are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])

@@ -29,7 +29,7 @@ class Ring:
     def wait_empty(self, place, phase):
         """Waits until a place can be filled. The first fill of a place does not wait.
 
-        phase: the phase of the next fill of the place, as `place_of` returns it.
+        phase: the phase that `place_of` returns for the block of data that will be written to the place.
         """
         mbarrier.wait(self.empty.index(place), phase ^ 1)
 
