@@ -31,9 +31,10 @@ ALONE = ("adapter", "optimizer", "strategy")  # each option has its own run, bec
 
 
 def options():
-    """Yields a list of config options for each run. Each option is in exactly one list.
+    """Yields a list of config options for each tested run.
 
-    A list has at most one option of each group in `TOGETHER`, or a single option of a group in `ALONE`.
+    Each option of a group in `TOGETHER` or `ALONE` is tested in exactly one run. A run can combine options of different
+    groups in `TOGETHER`. An option of a group in `ALONE` is the only option in its run.
     """
     groups = {path.name: sorted(file.stem for file in path.glob("[!_]*.yaml")) for path in CONF.iterdir()}
     groups = {name: [f"{name}={option}" for option in found] for name, found in groups.items()}

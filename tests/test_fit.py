@@ -35,7 +35,7 @@ class Ends(Callback):
 
 
 def holds_values(trainer: L.Trainer, module: L.LightningModule) -> bool:
-    """Returns whether every parameter has elements and an optimizer state."""
+    """Returns False if a parameter is empty or has no optimizer state, and True otherwise."""
     states = trainer.optimizers[0].state
     return all(p.numel() > 0 and "exp_avg" in states.get(p, {}) for p in module.parameters())
 

@@ -62,10 +62,9 @@ def test_no_module_uses_another_test_module():
 def misplaced(path: Path, sources: Sequence[Path]) -> str | None:
     """Returns why a file in tests/ is in the wrong folder, or None. All paths are relative to the repository.
 
-    A test folder mirrors a source folder. A test module is in the wrong folder if a subfolder of the source folder has
-    a module with the same name. A test module is also in the wrong folder if its name begins with the name of a
-    subfolder of the source folder. For example, tests of fa_train/parallel/context/deal.py must not be named
-    tests/parallel/test_deal.py or test_context_deal.py.
+    A test folder mirrors a source folder. Tests of a module in a subfolder belong in the test subfolder of the same
+    name. For example, fa_train/parallel/context has a module deal.py, so tests/parallel must not contain test_deal.py,
+    test_context.py or test_context_*.py. A test of a module directly in the source folder is never misplaced.
     """
     parts = path.parent.parts[1:]
     if NOT_MIRRORED & {*parts} or path.as_posix() in ACROSS:

@@ -129,9 +129,10 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     ids=["known", "not"],
 )
 def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
-    """In the first layer, the window of 10 tokens limits the mean length.
+    """In the first layer, the kernels are chosen as for documents of at most 10 tokens, the window of the layer.
 
-    Without mean_seqlen, the mean length is estimated from cu_seqlens, and padding makes the estimated mean too small.
+    Without mean_seqlen, the mean length of the documents is estimated from cu_seqlens, and padding makes the estimate
+    too small.
     """
     monkeypatch.setattr(schedules, "SHORT_DOCUMENT", 8)
     monkeypatch.setattr(schedules, "LONG_DOCUMENT", 12)

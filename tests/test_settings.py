@@ -50,7 +50,7 @@ COMMANDS = {
         "optimizer=adamw_offload",
     ],
 }
-NOT_OVERRIDDEN = {"_target_", "_args_"}  # keys that hold the class or function of a node, and its positional arguments
+NOT_OVERRIDDEN = {"_target_", "_args_"}  # Hydra calls the class or function `_target_` with the arguments `_args_`
 
 
 def is_own(raw: Any, key: str) -> bool:
@@ -114,7 +114,10 @@ def parsed(value):
 
 
 def changed(resolved, key, value):
-    """Returns a copy of a config without interpolations, in which one value differs."""
+    """Returns a copy of the dictionary `resolved` in which `key` has the value `value`.
+
+    resolved: a config whose interpolations have been replaced by their values.
+    """
     name, _, rest = key.partition(".")
     return resolved | {name: changed(resolved[name], rest, value) if rest else value}
 
@@ -312,10 +315,10 @@ def test_a_name_that_leaves_runs_makes_no_folder(tmp_path):
 
 
 def options():
-    """Yields lists of config options, such as `optimizer=adamw`. Each option of conf/ is in at least one list.
+    """Yields the config options of each test, such as `optimizer=adamw`. Each option of conf/ is tested at least once.
 
-    An experiment chooses the options of the other config groups. A list with an option of the group `experiment`
-    therefore contains only one other option, a preset.
+    An option of the group `experiment` is combined only with a preset, because an experiment chooses the options of the
+    other config groups.
     """
     folders = sorted(path for path in CONF.iterdir() if path.is_dir())
     groups = [[f"{folder.name}={file.stem}" for file in sorted(folder.glob("[!_]*.yaml"))] for folder in folders]

@@ -26,7 +26,7 @@ from tests.support.training import column, composed, quiet_environment, tiny, wr
 pytestmark = pytest.mark.slow
 
 STEPS = int(os.environ.get("SKIPPED_STEPS", "16"))  # steps of a run
-BAD = 6  # trainer.global_step in the step whose loss is infinite; the logs call this step 7
+BAD = 6  # value of trainer.global_step during the step with the infinite loss, which is step 7 in the logs
 SMALL = (
     "model.n_layers=1", "seq_len=16", "batch_size=2", "trainer.val_check_interval=12", "data.val_rows=2",
     "data.micro_batch_size=2", "callbacks.checkpoint=null",

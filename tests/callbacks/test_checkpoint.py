@@ -8,8 +8,8 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-# With several micro-batches per step, a checkpoint that was not written at the end of its step would be written during
-# the next step. The tests would not notice that such a checkpoint is late.
+# With several micro-batches per step, the tests would not notice if a checkpoint were written during the next step
+# instead of at the end of its own step.
 ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 

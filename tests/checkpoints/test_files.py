@@ -318,7 +318,7 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
 
 
 def test_last_ignores_runs_whose_run_name_is_nested_below_this_one(file, tmp_path):
-    """run_name=mine has runs/mine/<time>/checkpoints, and run_name=mine/nested has runs/mine/nested/<time>."""
+    """Runs of run_name=mine are in runs/mine/<time>. Runs of run_name=mine/nested are in runs/mine/nested/<time>."""
     checkpoints = {name: tmp_path / name / "now/checkpoints" / file.name for name in ("mine", "mine/nested")}
     for seconds, path in enumerate(checkpoints.values()):
         path.parent.mkdir(parents=True)

@@ -177,7 +177,10 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Returns a list f of four tensors: f[0] is sum(y**4), and f[i + 1] is the gradient of sum(sin(f[i])) in x."""
+        """Returns four tensors: sum(y**4), and three gradients with respect to x.
+
+        Each gradient is the gradient of sum(sin(t)), where t is the preceding tensor.
+        """
         found = [(y**4).sum()]
         for _ in range(3):
             found += [torch.autograd.grad(found[-1].sin().sum(), x, create_graph=True)[0]]

@@ -108,7 +108,7 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # When a block has taken its state, the copy of the next state starts.
+    # When the backward gets the input of a block, the copy of the previous block's input to the device starts.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 

@@ -220,7 +220,7 @@ def test_other_activations_keep_their_path(activation, device, passes):
 
 @pytest.mark.gpu
 def test_the_backward_needs_no_more_memory(device, monkeypatch):
-    """SwiGLU's backward kernel overwrites the gradient of the activations with the activations.
+    """SwiGLU's backward kernel stores the recomputed activations in the memory of the activations' gradient.
 
     If later code needs the gradient of the activations, torch.compile copies this gradient before SwiGLU's backward
     kernel runs.

@@ -54,8 +54,8 @@ def test_weights_are_the_nearest_of_sixteen():
     assert len(linears) == 3 * 4
     for path, linear in linears.items():
         weight = exact.get_submodule(path).weight
-        # Each scale is stored in 8 bits. Its error is up to 1/256 of the largest difference between any scale and the
-        # mean of all scales.
+        # Each scale is stored in 8 bits. The error of a stored scale is at most d / 256, where d is the largest
+        # difference between a scale and the mean of all scales.
         torch.testing.assert_close(linear.dense_weight(), rounded_to_nf4(weight), rtol=0.01, atol=2e-4)
         stored = [linear.weight, *linear.nf4.values()]
         assert not any(p.requires_grad for p in stored)

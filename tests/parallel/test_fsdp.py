@@ -165,9 +165,10 @@ def spoil_one_rank(shared: Path) -> None:
 
 
 def agree(rank: int) -> None:
-    """Calls Agreement.largest five times on each rank. In call 3, rank 1 passes 143, the exit code after SIGTERM.
+    """Calls Agreement.largest five times on each rank. Before each call, one of the two ranks sleeps.
 
-    Calls 4 and 5 of Agreement.largest must return 143 on both ranks, even if one rank is faster.
+    In call 3, rank 1 passes 143, the exit code after SIGTERM. Agreement.largest must return the 143 of rank 1 on both
+    ranks in call 4 and in call 5, even if one rank is faster.
     """
     agreement = Agreement()
     answers = []

@@ -92,7 +92,7 @@ def test_a_run_from_scratch_is_exported(scratch, tmp_path):
 
 
 def test_a_run_of_an_earlier_version_is_exported(scratch, tmp_path):
-    """The config of the earlier run names targets by their old paths."""
+    """In the config of the earlier run, some `_target_` values are old import paths."""
     run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
     recorded = Path(__file__).parent / "support" / "config_6f94392.yaml"
     assert "fa_train.memory.stack.Memory" in recorded.read_text()

@@ -28,7 +28,8 @@ from omegaconf.base import Metadata
 
 PYTHON_LOADER = yaml.SafeLoader
 CONF = Path(__file__).parents[2] / "conf"
-UNCHANGING = {f"file://{CONF}", "pkg://hydra.conf", "structured://"}  # no test changes the configs of these sources
+# Hydra loads configs from the places in `UNCHANGING`. No test changes a config in these places.
+UNCHANGING = {f"file://{CONF}", "pkg://hydra.conf", "structured://"}
 create_defaults_list = config_loader_impl.create_defaults_list
 compose = ConfigLoaderImpl._compose_config_from_defaults_list
 parse_rule = OverridesParser.parse_rule

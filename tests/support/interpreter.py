@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# stands in for a device function, whose attribute __globals__ is the only one that the interpreter reads
+# used in place of a device function, because the interpreter reads only the attribute __globals__ of the function
 LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 

@@ -1,4 +1,4 @@
-"""Starts tiny runs of train.py: in this process, on the command line, and until a signal stops them."""
+"""Starts tiny runs of train.py: in this process, in another process, or in another process that a signal stops."""
 
 import os
 import shutil

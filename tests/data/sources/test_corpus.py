@@ -91,7 +91,7 @@ def test_a_saved_dataset_with_other_rows_is_tokenised_anew(tmp_path):
     prints = []
     for name, texts_of_rows in [("a", ["one", "two"]), ("b", ["uno", "dos"]), ("c", ["one", "two"])]:
         rows = datasets.Dataset.from_dict({"text": texts_of_rows})
-        # the fingerprint of `datasets` is a hash of the transforms, which can be the same for other rows
+        # the library `datasets` hashes only the transforms, so datasets with different rows can have one fingerprint
         replace_private("datasets", rows, "_fingerprint", "same")
         rows.save_to_disk(tmp_path / name)
         corpora = (HFCorpus(str(tmp_path / name), None, split, "text") for split in ("train", "train[:1]"))

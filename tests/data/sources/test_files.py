@@ -23,7 +23,7 @@ def texts(path):
 
 @pytest.fixture
 def linked(tmp_path):
-    """Returns a folder with a link to a folder of another disk, a loop, and two names of one folder."""
+    """Returns a folder with links to a folder outside, to the returned folder itself, and to one of its subfolders."""
     folder, disk = tmp_path / "data", tmp_path / "disk"
     for name in (folder / "b" / "deep", disk):
         name.mkdir(parents=True)
@@ -177,7 +177,8 @@ def test_json_that_python_cannot_read_is_named(tmp_path, value):
 
 
 def test_a_chat_that_is_nested_deeply_is_named(tmp_path):
-    nested = "[" * 700 + "]" * 700  # json reads this value, but recursive functions of Python fail
+    # the json module can read 700 nested lists, but a recursive Python function exceeds the recursion limit on them
+    nested = "[" * 700 + "]" * 700
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "completion": "b", "extra": {nested}}}\n')
     with pytest.raises(ValueError, match=r"a chat must have at most a few hundred levels; .*line 1 has more"):
         list(ChatCorpus(str(tmp_path / "a.jsonl")).documents())

@@ -144,8 +144,8 @@ def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before
 
 
 def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
-    # The text has two tokens: "a:", and a second token that consists of two spaces and "b". The prompt ends between the
-    # two spaces, so the second token starts in the prompt.
+    # The text "a:  b" has the tokens "a:" and "  b". The token "  b" starts in the prompt, because the prompt is "a: "
+    # and the answer is " b".
     assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
     # in the next two cases, the tokens' offsets do not cover the spaces in front of "b"
     assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]

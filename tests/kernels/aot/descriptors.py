@@ -24,7 +24,10 @@ HIGH_HALVES = {swizzle << 30 | stride for swizzle in (1, 2, 3) for stride in STR
 
 
 def misplaced_descriptors(cubin: Path) -> list[str]:
-    """Returns the instructions of an sm_90 kernel that add a descriptor's high half to a register that is not zero."""
+    """Finds misplaced descriptors in the machine code of an sm_90 kernel.
+
+    Returns the instructions that add the high half of a descriptor to a register whose value is not zero.
+    """
     command = [knobs.nvidia.nvdisasm.path, str(cubin)]
     return misplaced_in(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 

@@ -57,7 +57,7 @@ def write(file: Path, reports: Reports) -> None:
 
 
 def compile_entries(cases: list[str], hashes: dict[str, str]) -> Reports:
-    """Compiles cases and returns their reports, with only the values that the record file holds."""
+    """Compiles `cases`, and returns the part of each compile report that the record file stores."""
     kept = ("registers", "spill_bytes", "warnings", "tensor_core", "tensor_memory", "shared")
     return {
         case: {"source": hashes[case]} | {name: report[name] for name in kept}

@@ -31,9 +31,9 @@ def descriptor(dtype, block):
 
 
 def source_of_keys(dtype, group, softcap, marks):
-    """Returns the source of the kernel that computes dK and dV, but not dQ, for head_dim 128.
+    """Returns the source of keys._dkdv_kernel, which computes dK and dV, but not dQ, for head_dim 128.
 
-    Only calls with a soft cap launch the kernel.
+    Attention launches keys._dkdv_kernel only in fp16 calls with a soft cap.
     """
     assert softcap == "1"
     signature = {"rows_desc": descriptor("fp32", [keys.BLOCK_M])} | dict.fromkeys(("softmax_scale", "softcap"), "fp32")
@@ -142,8 +142,8 @@ def case_source(dtype, kernel, *features):
 def report(*case):
     """Returns the report of ptxas on a case.
 
-    The report also has the kernel's shared memory in bytes, the number of its 16-byte stores to shared memory, and its
-    idle mbarriers.
+    The report also has the kernel's shared memory in bytes, the number of 16-byte stores to shared memory, and the list
+    of mbarriers that the kernel passes to no warp group.
     """
     compiled = compile_to_ptx(*case_source(*case))
     ptx = compiled.asm["ptx"]

@@ -68,9 +68,9 @@ def collect(value, found):
 
 
 def add(place, used, found):
-    """Adds the object `used` to `found`.
+    """Adds the code of a function or class of fa_kernels, or the value of a constant, to the dictionary `found`.
 
-    place: the code that uses the object, and the object's name in that code.
+    used: the function, class or constant. place: the code that uses `used`, and the name of `used` in this code.
     """
     if isinstance(used, JITCallable | FunctionType | type):
         if is_ours(used):

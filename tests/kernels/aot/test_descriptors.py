@@ -1,4 +1,4 @@
-"""No kernel in the tile tables computes a matrix descriptor from the wrong uniform register (see descriptors.py)."""
+"""Tests descriptors.py, and requires that the kernels for unaligned rows have no misplaced matrix descriptor."""
 
 import pytest
 

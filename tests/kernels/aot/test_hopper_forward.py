@@ -15,8 +15,8 @@ CORE = {
 SHARED = 227 * 1024  # bytes of shared memory that one program can use on an H100
 
 
-# The cases in `SLOW` are compiled only on a machine with a GPU. The case with sinks, head_dim 96 and length class long
-# is not in `SLOW`, because its fp32 output changes the number of pipeline stages.
+# The cases in `SLOW` are compiled only on a machine with a GPU. The case 96-long-fp16-fp32-sinks+softcap+marks is not
+# in `SLOW`, because it is the only case in which an fp32 output changes the number of pipeline stages.
 SLOW = [case for case in FORWARD_SPILLS if "sinks" in case and not case.startswith(("128", "96-long"))]
 
 

@@ -42,7 +42,7 @@ CORE_OR_REST = pytest.mark.parametrize("core", [pytest.param(True, id="core"), p
 
 
 def assert_within_limits(limits):
-    """limits: a dictionary from a case to its limits on registers, spill bytes and the tensor-core instruction."""
+    """limits: {case: (limit on registers, limit on spill bytes, expected tensor-core instruction)}."""
     reports = compile_all(MODULE, [*limits])
     failures = []
     for case, (registers, spill_bytes, tensor_core) in limits.items():

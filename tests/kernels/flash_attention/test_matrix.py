@@ -49,9 +49,9 @@ def n_rounds(dtype, width) -> int:
 
 
 def combinations(dtype, width, round_):
-    """Yields the combinations of one round.
+    """Yields the 55 combinations of lengths, mask, head counts, features and layout that one round tests.
 
-    Each round starts where the previous round stopped.
+    In the list of head counts, features and layouts, each round starts where the previous round stopped.
     """
     index = WIDTHS.index(width)
     every = itertools.product(HEADS, FEATURES, LAYOUTS)

@@ -48,8 +48,10 @@ def test_a_tensor_subclass_sees_the_operator(device, monkeypatch):
 
 
 def test_a_tensor_left_by_a_transform_is_unwrapped(device):
-    """After a functorch transform such as torch.func.grad has ended, a tensor that the transform wrapped has no data,
-    so Function.apply unwraps the tensor.
+    """torch.func.grad calls a function with wrappers of the input tensors.
+
+    After torch.func.grad has returned, the wrappers have no data. Attention must then read the tensors inside the
+    wrappers, as Function.apply does.
     """
     schedule = causal_schedule(None, 20, device)
     q, k = torch.randn(20, 2, 16, device=device), torch.randn(20, 2, 16, device=device, requires_grad=True)

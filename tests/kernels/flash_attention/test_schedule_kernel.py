@@ -35,7 +35,10 @@ def require_equal(*documents, keys_in_order=False, gradients=True):
 
 @contextmanager
 def small_blocks():
-    """Reduces block sizes, so that a few tokens need several programs, and each program compares tiles in steps."""
+    """Reduces block sizes, so that even a few tokens need several programs.
+
+    With the reduced sizes, each program also needs several steps to compare its tiles with all tiles.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for module, name, value in (
             (schedules, "WORK_TILE", 4),

@@ -246,7 +246,10 @@ def test_the_inputs_are_all_tensors_of_a_call():
     ],
 )
 def test_inconsistent_inputs_have_another_key(wrong, on_gpu_0, monkeypatch):
-    """Inconsistent inputs must not find the recording of consistent inputs, because replayed calls check no inputs."""
+    """A call with inconsistent inputs must not replay the recording of a call with consistent inputs.
+
+    A replayed call checks no inputs, so a replay would accept the inconsistent inputs.
+    """
     monkeypatch.setattr(checks, "require_backend", lambda *_: None)
     one = torch.zeros(20, 1, 16)
     right = {"q": torch.zeros(20, 2, 16), "k": one, "v": one, "sinks": torch.zeros(2)}

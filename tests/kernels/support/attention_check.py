@@ -65,10 +65,11 @@ def left_by_rounding(
 ) -> Results:
     """Returns the errors of dq, dk and dv if an exact backward pass reads a rounded o and a rounded lse.
 
-    Our backward pass computes P from lse, so an error of lse scales P and dS in its row. Our backward pass also
-    computes delta from o, so an error of o changes delta. Errors of o and lse act like additional gradients of o and
-    lse, so autograd can compute the errors of dq, dk and dv. Torch's own backward pass keeps P, and does not use lse.
-    Our error can therefore exceed twice torch's error in rows that see few keys or have an lse far from 0.
+    Our backward pass computes P from lse, so an error of lse scales a row of P and dS. Our backward pass also computes
+    delta from o, so an error of o changes delta. An error of o or lse changes dq, dk and dv as if a term were added to
+    the gradients of o and lse. Autograd computes the errors of dq, dk and dv from the added terms. Torch's own backward
+    pass keeps P, and does not use lse. Our error can therefore exceed twice torch's error in rows that see few keys or
+    have an lse far from 0.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
     factor = torch.expm1(lse - lse.float().to(truth))
@@ -114,8 +115,8 @@ def compare(
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient is the sum of probability * (do · o) over rows. There are few sinks, so torch's error can be
-        # small by chance. The value in `floors` therefore includes the standard deviation of the error from rounding o.
+        # A sink's gradient is the sum of probability * (do · o) over rows. With few sinks, torch's error can be small
+        # by chance, so the allowed error also includes the standard deviation of the error that rounding o causes.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

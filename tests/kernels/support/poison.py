@@ -21,8 +21,8 @@ def poisoned_memory() -> Iterator[None]:
 
     torch.use_deterministic_algorithms also fills memory, but it changes which kernels torch runs.
     """
-    # When torch enters its first device context, torch caches a list of functions. The device context below is entered
-    # before the functions are patched, so the cached list has the unpatched functions.
+    # In its first device context, torch caches the functions that create tensors. The device context below precedes the
+    # patches, so that torch caches the unpatched functions.
     with torch.device("meta"):
         torch.empty(0)
     patches = [

@@ -47,7 +47,10 @@ SOURCES: list[str] = []  # the hash of each source, in the order of compilation
 
 
 def all_cases() -> list[str]:
-    """The name of a case is a group and its values, for example `hopper_backward bf16-128-4-0-1`."""
+    """Returns the names of all cases, for example `hopper_backward bf16-128-4-0-1`.
+
+    The first word of a name is a key of `MODULES`, or `call` for the public calls in launched_kernels.
+    """
     isolating = [(arch, head_dim, f"contain_{of}") for arch, head_dim, of in limits.PORTABLE if arch != "sm90"]
     isolating += [("sm90", *entry) for entry in [*limits.ISOLATING, *limits.REPAIRS]]
     cases = [limits.case_of(*entry) for entry in [*limits.PORTABLE, *isolating]]

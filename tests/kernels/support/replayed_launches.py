@@ -317,7 +317,8 @@ def misplaced() -> list[str]:
 def launchers() -> list[str]:
     """Returns an error message if calls with different recording keys do not share Triton's launchers.
 
-    The calls must share launchers, because it takes more time to make a launcher than replays save.
+    A launcher is an object that starts a kernel. Making new launchers for each recording key would take more time than
+    the replayed calls save.
     """
     counts = []
     with mock.patch.object(_Driver, "launcher_cls", side_effect=nvidia.CudaLauncher) as made:

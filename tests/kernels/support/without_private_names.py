@@ -34,7 +34,10 @@ NAMES = (
 
 
 def check(path):
-    """Imports attention while torch lacks the name `path`."""
+    """Imports attention without one of torch's attributes, and compares attention's results with the reference.
+
+    path: the name of the missing attribute, such as `_C._get_tracing_state`.
+    """
     owner = torch
     *parents, name = path.split(".")
     for parent in parents:

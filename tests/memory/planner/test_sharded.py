@@ -2,8 +2,8 @@
 
 FSDP2 frees a gathered weight by resizing its storage to 0 bytes, so `LiveShards` follows the sizes of storages.
 
-Every moment and every setting in `CASES` occurs in at least one case that runs by default. With PLANNER_CASES=all, all
-cases run.
+The cases that run by default contain every setting and every moment of a step (class Moment) that occurs in `CASES`.
+With PLANNER_CASES=all, all cases run.
 """
 
 import weakref
@@ -131,7 +131,7 @@ ONCE: dict[str, Any] = {"accumulates": True, "reduce_once": True}
 LAST, SECOND = "FFN's backward of the last block", "the end of the second block's backward"
 EMBEDDING = "the averaging of the embedding's gradient"
 # {name of a case: (moment of the expected peak, changed fields of the plan)}. A tied embedding with few tokens and a
-# large vocabulary is not tested, because autograd does not add the gradients of the embedding in place on fake tensors.
+# large vocabulary is not tested: on fake tensors, autograd writes the sum of the embedding's gradients to a new tensor.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixed": (LAST, {}),
     "bf16": (LAST, HALF),

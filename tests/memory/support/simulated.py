@@ -1,4 +1,4 @@
-"""Simulates a training step on fake tensors, and counts its memory allocation by allocation.
+"""Simulates a training step on fake tensors, and counts the bytes of live tensors after each operator.
 
 Fake tensors do not show allocations inside an operator, so the simulation replaces the operators of the chunked loss
 and the chunked FFN by their Python code. As on CUDA, RMSNorm is one operator in the forward and one in the backward.

@@ -63,8 +63,8 @@ def reached(folder: Path, tmp_path: Path, **options) -> dict:
     return config
 
 
-# All checkpoints in the test below support 64 tokens. RoPE scaling extends some of them from 32 to 64 tokens.
-# The factor of llama-3.1 is 8, so its new factor is at least 8.
+# All checkpoints in the test below support 64 tokens. In llama-3.1 and llama-linear, RoPE scaling extends the context
+# from 32 to 64 tokens. The factor of llama-3.1 is 8, so its new factor is at least 8.
 @pytest.mark.parametrize(
     ("name", "options", "parameters", "reach"),
     [

@@ -91,7 +91,7 @@ SETTINGS = (
 FSDP = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=2")
 FOUR = ("strategy=fsdp", f"trainer.devices={RANKS}", "strategy.context=4")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
-# The run `shared` deals whole documents, and the other runs deal chunks.
+# In the run `shared`, each rank gets whole documents. In the other runs, each rank gets chunks of the token stream.
 RUNS = {
     "shared": FSDP,
     "all": (*FOUR, "strategy.replicas=2", "memory.mlp_chunk=16", "lit_gpt.compile_model=true"),
@@ -187,10 +187,11 @@ def compile_without_inductor():
 
 
 def compare(rank, group, attention, features, checkpointing, compiled, deterministic, head_groups, context):
-    """Returns the relative errors of the loss and each gradient, the graph breaks, and how many graphs exist after each
-    stream.
+    """Returns the relative errors of the loss and of each gradient, the graph breaks, and a list of graph counts.
 
-    Use only the errors that rank 0 returns, because only rank 0 computes the reference.
+    The list has the number of compiled graphs after the first batch of documents. If `compiled`, the list also has the
+    number after a second batch with other document boundaries. Use only the errors that rank 0 returns, because only
+    rank 0 computes the reference.
     """
     torch.use_deterministic_algorithms(deterministic)
     batch = stream()

@@ -29,7 +29,8 @@ from scripts.bench.io_traffic import (
 def visited_rows(seqlen, own_block, other_block, causal, own_is_query):
     """Returns how many key rows the query tiles load in total, or how many query rows the key tiles load.
 
-    A tile loads all rows of a block if one of them forms a visible (query, key) pair with the tile.
+    A tile of queries loads a whole block of keys if any query of the tile sees any key of the block. A tile of keys
+    loads a whole block of queries if any query of the block sees any key of the tile.
     """
     total = 0
     for first in range(0, seqlen, own_block):

@@ -1,4 +1,4 @@
-"""Tests scripts/bench/step.py: a run from the command line, equal models on both sides, and cases that fail."""
+"""Tests scripts/bench/step.py: a run from the command line, the same losses as train.py, and cases that fail."""
 
 import csv
 import math
@@ -52,7 +52,7 @@ ROWS = [
 
 
 def peer_in_this_process(case, timeout):
-    """Replaces run_apart: measures a case of the variant `hf` in this process, and any other case with run_apart."""
+    """Measures a case of the variant `hf` in this process, and calls run_apart for all other cases."""
     return measure(case) if case.variant == "hf" else run_apart(case, timeout)
 
 

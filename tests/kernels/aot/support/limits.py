@@ -199,8 +199,8 @@ FORWARD_SPILLS = {
     "256-long-bf16-bf16-marks": 56,
     "256-long-fp16-fp16-sinks+softcap+marks": 56,
 }
-# {dtype-head_dim-group-softcap-marks: bytes of spill stores} of the Hopper backward kernels. Few of these spills are
-# inside the inner loops.
+# {case: bytes of spill stores} of the Hopper backward kernels. aot/hopper_backward.py explains the names of the cases.
+# Few of the spills are inside the inner loops.
 BACKWARD_SPILLS = {
     "bf16-128-1-0-0": 96, "bf16-64-1-0-0": 16, "fp16-64-1-0-0": 32,
     "bf16-128-1-0-1": 80, "bf16-64-1-0-1": 16, "bf16-96-1-0-1": 104, "fp16-96-1-0-0": 16,

@@ -97,7 +97,7 @@ def test_backward_repairs_marked_tiles_only(problem, device, units, launches):
 def in_order_of_threads(sums):
     """Returns the elements of `sums`, (tokens, heads, columns), in the order in which the kernel stores them.
 
-    The order is by block of 64 tokens, then by head, then by block of 64 columns, then by thread.
+    The kernel orders the elements by block of 64 tokens, then by head, then by block of 64 columns, then by thread.
     """
     blocks = sums.unflatten(0, (-1, 64)).transpose(1, 2).split(64, dim=-1)  # dimensions [block, head, token, column]
     parts = [part.reshape(*part.shape[:2], 4, 2, 8, -1, 4, 2).permute(0, 1, 5, 2, 4, 6, 3, 7) for part in blocks]

@@ -1,4 +1,4 @@
-"""Trains a small model for two steps on streams that ranks share, and records losses, gradients and weights."""
+"""Trains a small model on token streams that are split among ranks, and records losses, gradients and weights."""
 
 import os
 from collections.abc import Iterator

@@ -158,10 +158,10 @@ def calls():
 
 
 def outcomes(run, arguments, name):
-    """Makes `RUNS` calls, and yields (hashes, first head of dq) for each call.
+    """Makes `RUNS` calls, and yields (hashes of the outputs, first head of dq or None) for each call.
 
-    A non-deterministic backward call can return a dq with other bits in each run, so the first head of dq is yielded
-    without a hash.
+    If a backward call is not deterministic, the bits of dq can change from run to run. In a non-deterministic backward
+    call, dq is therefore not hashed, and the first head of dq is yielded. In other calls, None is yielded.
     """
     for _ in range(RUNS):
         outputs = list(run(*arguments))

@@ -1,6 +1,6 @@
 """Runs attention in one of several processes that share a GPU in time slices.
 
-    python -m tests.kernels.flash_attention.hopper.support.time_sliced HEAD_DIM DTYPE SOFTCAP    # starts one process
+    python -m tests.kernels.flash_attention.hopper.support.time_sliced HEAD_DIM DTYPE SOFTCAP    # starts one process.
 
 The process prints "ready" when its kernels are compiled, waits for a line on stdin, and then runs both passes for
 `SECONDS` seconds.
