@@ -32,7 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Makes links between pages lead to the pages of the site.
+    """Changes each link to a Markdown file of the repository into a link to the file's page on the site.
 
     A link to a source file is replaced by the link's text.
     """

@@ -102,8 +102,8 @@ class LitGPT(L.LightningModule):
         squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
         self.micro_batch_tokens = labels.numel()
-        # Divide the loss by the number of tokens for now. The number of labels in the step is known only after the last
-        # micro-batch.
+        # The loss is divided by the number of tokens, because the number of labels in the step is not yet known. After
+        # the last micro-batch, `configure_gradient_clipping` rescales the gradients.
         return loss / labels.numel()
 
     def configure_gradient_clipping(

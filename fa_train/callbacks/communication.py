@@ -80,7 +80,10 @@ class RankComparison:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def gather(self, own: Mapping[str, float]) -> dict[str, float]:
-        """Gathers `own` from all ranks, and returns the result of `compare`. All ranks must give the same names."""
+        """Gathers `own` from all ranks, and returns the result of `compare`.
+
+        own: this rank's numbers, by name. The names and their order must be equal on all ranks.
+        """
         mine = torch.tensor(list(own.values()), dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine, self._group)

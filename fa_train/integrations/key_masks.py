@@ -9,10 +9,10 @@ int8 and int16 masks are bidirectional. If no key is masked, the mask has no col
 
 The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The mask is 0 at masked keys. At
 unmasked keys, a bidirectional mask is 1, and a causal mask is `n + 1`, where n is the number of keys in the cache. A
-static cache also has places for later tokens, so the number of keys in the cache can be less than seqlen_k. If the
-dtype of a mask is float64 or int8, the unmasked keys of each row are contiguous, so layers leave the keys in place. If
-the dtype is int64 or int16, masked keys can be between unmasked keys, so layers move the unmasked keys of each row to
-the front.
+static cache also has places for later tokens, so the number of keys in the cache can be less than seqlen_k. A mask of
+dtype float64 or int8 promises that the unmasked keys of each row are contiguous, so layers leave the keys in place. In
+a mask of dtype int64 or int16, masked keys can be between unmasked keys, so layers move the unmasked keys of each row
+to the front.
 
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
@@ -244,7 +244,7 @@ class Padding(NamedTuple):
         return cls(keys, query_order, schedule)
 
     def compacted(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k and v, (batch, seqlen, heads, head_dim) each, in the order of the schedule."""
+        """Returns q, k and v, each (batch, seqlen, heads, head_dim), with tokens in the order that `schedule` uses."""
         return q if self.query_order is None else _reordered(q, self.query_order), *self.keys.ordered(k, v)
 
     def restored(self, o: Tensor) -> Tensor:

@@ -446,7 +446,10 @@ def _linears(model: GPT) -> dict[str, dict[str, Place]]:
 
 
 def _known_names(name: str) -> set[str]:
-    """Returns `name`, and the name that earlier versions gave to the module of a Gemma 3 model with images."""
+    """Returns `name`, and the name of the same module in adapters that earlier versions of fa_train wrote.
+
+    The two names differ only for Gemma 3 models with images.
+    """
     return {name, name.replace("model.language_model.", "model.", 1)}
 
 

@@ -16,13 +16,13 @@ forward pass of the stream's attention. In the part `alone`, each rank computes 
 one call, without communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
 Every repetition draws new documents, and times the parts in random order. A part is called twice without timing, so
-that its launches are recorded (fa_kernels.launch.record), and then --layers times with the same documents. The time of
-a part (one of the five computations) is the mean time per call on the slowest rank, but the time of the part `one` is
-the mean over all ranks. The script reports medians over the repetitions. All parts except `forward` include the
+that its launches are recorded (fa_kernels.launch.record), and then --layers times with the same documents. Each rank
+measures the mean time per call. The time of the part `one` is the mean over all ranks, and the time of every other part
+is that of the slowest rank. The script reports medians over the repetitions. All parts except `forward` include the
 backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of
-ranks. The exposed time is the time of `shared` minus the time of `alone`. The script writes OUT.md with the times, and
-OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's attention and torch's
-context parallelism on one long document (scripts/bench/context_peer.py).
+ranks. The exposed share is the time of `shared` divided by the time of `alone`, minus 1. The script writes OUT.md with
+the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's attention
+and torch's context parallelism on one long document (scripts/bench/context_peer.py).
 """
 
 import argparse
@@ -261,7 +261,10 @@ def _milliseconds(run: Callable[[], object], setting: Setting) -> float:
 
 
 def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.Namespace) -> None:
-    """Measures all cases as one of `ranks` processes."""
+    """Measures all cases, together with the other ranks.
+
+    rank, ranks: the number of this process, and how many processes take part.
+    """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if setting.device == "cuda":
         torch.cuda.set_device(rank)

@@ -30,10 +30,10 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
 
 
 def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
-    """Returns the slowdown that `lever` causes in the combination of `row`.
+    """Returns how much slower a step with all levers of `row` is than a step with all of these levers except `lever`.
 
-    For example, 0.1 means that a step takes 10% longer with `lever` than without. Returns None if one of the two times
-    is missing.
+    For example, 0.1 means that a step takes 10% longer with `lever` than without. Returns None if `row` does not use
+    `lever`, or if one of the two times is missing.
     """
     other = levers_of(row.combination).without(lever)
     without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)

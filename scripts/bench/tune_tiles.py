@@ -67,8 +67,8 @@ WIDE, WIDE_STAGES = 192, (1, 2, 3)
 # Maximum number of fp32 elements per thread in accumulators and scores. The best tiles on an H200 stay below this
 # limit. A thread has 255 registers and needs some for addresses.
 MAX_HELD = 224
-# Each fp32 element is split into an upper and a lower half, which doubles the shared memory.
-# Products with the lower half of an fp32 element have separate accumulators, so the limit `MAX_HELD` is halved.
+# The kernels split each fp32 element into two TF32 halves, which doubles the shared memory. The products with lower
+# halves need further accumulators in registers, so the limit for accumulators and scores is half of `MAX_HELD`.
 BLOCKS_OF_4_BYTES, STAGES_OF_4_BYTES, MAX_HELD_OF_4_BYTES = (16, 32, 64, 128), (1, 2), MAX_HELD // 2
 
 

@@ -231,7 +231,7 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
         return load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error
-    except DatasetsError as error:  # for example, invalid JSON; the cause names the row
+    except DatasetsError as error:  # for example, invalid JSON; `error.__cause__` names the row
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}: {error.__cause__}") from error
 
 

@@ -210,7 +210,7 @@ class _Step:
         ]
 
     def update(self) -> Moment:
-        """Returns the Moment of the optimizer's update."""
+        """Returns the bytes that exist while the optimizer updates the weights."""
         return Moment(
             "the optimizer",
             gradients=self.gradients * (2 if self.run.buckets == "copies" else 1),

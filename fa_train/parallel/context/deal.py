@@ -195,8 +195,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each sequence of rank `most`, find the sequence of rank `least` so that a swap moves as much work as
-        # `limit` allows. Skip a sequence of rank `most` if all of its swaps would move more work than `limit`.
+        # For each sequence of the busier rank, find the sequence of the other rank so that their swap moves the most
+        # work that `limit` allows. Skip a sequence of the busier rank if all its swaps would move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

@@ -186,8 +186,8 @@ def summed_gradients(
 
     Sums are computed in fp32, always in the same order, and rounded once to the dtype of `ds`.
     ds: one gradient for each buffer that `gathered` has returned.
-    totals: the gradients from queries that read the rank's own keys directly, not from a buffer. `totals` is updated in
-    place and returned. If `totals` is None, all queries have read the buffers, and the returned tensors are new.
+    totals: gradients of this rank's rows from the queries that have not read the buffers. `totals` is updated in place
+    and returned. If `totals` is None, all queries have read the buffers, and the returned tensors are new.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     counts = Counts(*moves.counts.tolist())

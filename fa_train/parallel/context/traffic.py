@@ -8,10 +8,10 @@ reads without copying them to the buffer.
 
 Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
 Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run is then
-faster than two runs. If attention runs once, it reads all keys from the buffer. If no query of any rank sees keys of
-other ranks, nothing is sent, and flash attention runs once over each rank's own keys. All ranks run attention the same
-number of times. If only some ranks ran attention twice, a rank with a single run could wait for keys while another rank
-computes its first run.
+faster than two runs. If ranks exchange keys and run attention only once, all queries read their keys from the buffer.
+If no query of any rank sees keys of other ranks, nothing is sent, and flash attention runs once over each rank's own
+keys. All ranks run attention the same number of times. If only some ranks ran attention twice, a rank with a single run
+could wait for keys while another rank computes its first run.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -160,8 +160,8 @@ def own_ranges(
     crosses: (local,) bool, whether each query sees keys of other ranks. A query that sees keys of other ranks gets an
     empty range of this rank's keys.
     The returned starts are in ascending order, and so are the returned ends. The start of an empty range is the key of
-    the query's own token, or the start of the next query's range if that start is smaller. For each
-    tile of keys, a kernel's loop over queries then includes only few queries that see none of this rank's keys.
+    the query's own token, or the start of the next query's range if that start is smaller. A kernel that loops over the
+    queries of a tile of keys then visits only few queries with an empty range.
     Shape of both results: (local,).
     """
     n_own = len(mine)

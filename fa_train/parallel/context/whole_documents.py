@@ -13,7 +13,7 @@ import numpy as np
 
 MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
 MAX_LENGTHS = 256  # a swap is chosen from at most this number of documents per rank, all of different lengths
-MAX_SWAPS = 32  # owners_of_documents makes at most max(MAX_SWAPS, 2 * ranks) swaps for each weight of excess tokens
+MAX_SWAPS = 32  # owners_of_documents makes two rounds of swaps, each with at most max(MAX_SWAPS, 2 * ranks) swaps
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
 TOLERANCE = 0.01  # if swaps cannot reach AIM, the busiest rank may have up to `1 + TOLERANCE` times the mean work
 # The busiest rank's work may always exceed the mean work by this number of (query, visible key) pairs. A GPU computes

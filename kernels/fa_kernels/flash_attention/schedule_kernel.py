@@ -28,7 +28,7 @@ TOKENS = 512  # the number of tokens whose ranges one program computes
 TILES = 32  # the number of tiles whose positions in query_tiles, wide_query_tiles or key_tiles one program computes
 OTHERS = 256  # a program compares its own tiles with this number of tiles at a time
 WARPS = 8  # per program
-ALIGNMENT = 32  # int32 elements (128 bytes); each tensor in the common buffer begins at a multiple of ALIGNMENT
+ALIGNMENT = 32  # each tensor in the common buffer begins at a multiple of ALIGNMENT int32 elements (128 bytes)
 
 
 @structure
@@ -46,7 +46,7 @@ class _Side:
     n_edges: tl.tensor  # the number of elements of cu_seqlens
     stride: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
-    total_other: tl.tensor  # the number of all keys if each query has a range of keys, otherwise of all queries
+    total_other: tl.tensor  # the number of all keys (for ranges of queries), or of all queries (for ranges of keys)
     before: tl.tensor  # how many tokens before the aligned token are in a range; -1 means all
     after: tl.tensor  # how many tokens after the aligned token are in a range; -1 means all
 

@@ -284,9 +284,9 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 
 
 def unclear() -> list[str]:
-    """Returns an error message for each call in `calls` that is replayed.
+    """Returns an error message for each call that must not be replayed, but is replayed.
 
-    A replay of a call in `calls` would skip work or return old results.
+    In each of the calls, a replay of the launches would skip other work or return old results.
     """
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 

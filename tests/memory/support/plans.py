@@ -51,7 +51,7 @@ GPT2 = Plan(
 
 
 def changed(plan: Plan, **values: Any) -> Plan:
-    """Returns the plan with some fields of its model, levers or run replaced."""
+    """Returns a copy of `plan` with new values for some fields of plan.model, plan.levers or plan.run."""
     for part in ("model", "levers", "run"):
         names = {field.name for field in fields(getattr(plan, part))}
         own = {name: values.pop(name) for name in names & values.keys()}

@@ -1,4 +1,7 @@
-"""Two GPUs that share rows of 131,072 tokens compute the same gradients as one GPU, and send only planned keys."""
+"""Tests a model on two GPUs that share rows of 131,072 tokens.
+
+The two GPUs must compute the same gradients as one GPU. Each GPU must receive only the keys that its Traffic lists.
+"""
 
 import json
 import os
