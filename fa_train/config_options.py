@@ -51,7 +51,10 @@ def options(group: str) -> list[str]:
 
 
 def options_with(key: str) -> list[str]:
-    """Returns the options in the key's config group that have `key`: ["strategy=fsdp"] for strategy.context."""
+    """Returns the options whose config contains `key`. The options belong to the config group that `key` starts with.
+
+    For example, options_with("strategy.context") returns ["strategy=fsdp"].
+    """
     group, *names = key.split(".")
     if not names or not group.isidentifier():
         return []

@@ -56,7 +56,7 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
         if value is not ... and not any(type(value) is type(other) and value == other for other in supported):
             raise ValueError(f"{key} must be {shown(supported[-1])}; got {shown(value)}. {advice}")
     sampler = value_of(config, "trainer.use_distributed_sampler")
-    if sampler is not False:  # without the key, Lightning's default is true
+    if sampler is not False:  # if use_distributed_sampler is not set, Lightning uses true
         raise ValueError(
             f"trainer.use_distributed_sampler must be false; got {'no value' if sampler is ... else shown(sampler)}. "
             "The data module itself assigns rows to ranks"

@@ -33,7 +33,7 @@ class LitGPT(L.LightningModule):
     """Trains a GPT on next-token loss.
 
     A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32.
-    Each optimizer step sets three tensors on the device. Each tensor covers all micro-batches and ranks of the step.
+    Each optimizer step sets three tensors on the device, which are computed over all micro-batches and all ranks.
     `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping.
     `step_squared_lengths` is the sum of squared document lengths.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.

@@ -31,8 +31,8 @@ class OneFolder(Callback):
 
     def on_run_start(self, config: DictConfig, **others: Any) -> None:
         HydraConfig.instance().set_config(config)  # the value of hydra.run.dir may refer to ${hydra:...}
-        # If hydra.run.dir is invalid, this callback does nothing, because Hydra would only warn about an error in a
-        # callback. Hydra itself later resolves hydra.run.dir, and raises a ValueError.
+        # This callback ignores an invalid hydra.run.dir, because Hydra only prints a warning if a callback fails. Hydra
+        # itself later resolves hydra.run.dir, and raises a ValueError.
         with suppress(ValueError), read_write(config.hydra.run):
             config.hydra.run.dir = told().get("folder") or decided_by_rank_zero(
                 "hydra.run.dir", lambda: str(config.hydra.run.dir)

@@ -358,7 +358,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
     """Returns a function's parameters, with evaluated type hints if possible. Returns None for an unknown signature."""
     try:
         return inspect.signature(function, eval_str=True).parameters
-    except (NameError, AttributeError, TypeError):  # a quoted hint cannot be evaluated
+    except (NameError, AttributeError, TypeError):  # `inspect` could not evaluate a type hint that is a string
         return inspect.signature(function).parameters
     except ValueError:  # the signature of a type that is written in C, such as str, is unknown
         return None

@@ -115,7 +115,7 @@ def copies(trainer: L.Trainer) -> int:
 def differences(hashes: list[int], copies: int) -> list[tuple[int, int]]:
     """Returns a pair (rank, reference rank) for each rank whose hash differs from that of its reference rank.
 
-    The reference rank of a rank holds the same shard in the first copy of the model.
+    Each rank is compared with its reference rank, which holds the same shard in the first copy of the model.
     hashes: one per rank. Each copy of the model is sharded over consecutive ranks.
     """
     ranks_per_copy = len(hashes) // copies

@@ -34,7 +34,7 @@ RECENT_LOGS = 1000  # the number of recent logs over which `summary` takes the m
 
 @dataclass(frozen=True)
 class Reading:
-    """The measurements for one log. The device may still be computing `values`."""
+    """The measurements that Monitor logs together at one step. The device may still be computing `values`."""
 
     step: int
     steps: int  # the number of optimizer steps since the previous Reading, or since training started
@@ -52,16 +52,17 @@ class Reading:
 class Monitor(Callback):
     """Logs loss, gradient norm, learning rate, throughput, MFU and memory every trainer.log_every_n_steps steps.
 
-    A log needs one copy of its values from the device to the host. The host reads the copied values after it has
-    launched the next micro-batch, so the device never waits for the host. A log is pending until the host has read its
-    values. A pending log is finished before a validation, before a checkpoint and at the end of a run. With several
-    ranks, a log also needs one small collective, which does not use the GPUs.
+    Monitor moves all values of a logged step from the device to the host in a single copy. The host reads the copied
+    values after it has launched the next micro-batch, so the device never waits for the host. A log is pending until
+    the host has read its values. A pending log is finished before a validation, before a checkpoint and at the end of a
+    run. With several ranks, a log also needs one small collective, which does not use the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
     `tokens`, the number of tokens that were trained on so far. `tokens` and perf/tokens_per_s include padding. A
     checkpoint stores `tokens`, and a resumed run continues to count from the stored number. W&B uses `tokens` as its
     x-axis. The metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the
     device's peak FLOP/s are unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
-    max_skipped_steps: after this number of consecutive skipped steps, the next log ends the run. None sets no limit.
+    max_skipped_steps: if this number of consecutive steps was skipped, Monitor ends the run at the next logged step.
+    None sets no limit.
     perf/data_wait_ms is the time that the host waited for data. With several ranks, perf/communication_ms and
     perf/compute_ms cover the logged step alone. With several ranks, step_ms, data_wait_ms, communication_ms, compute_ms
     and host_gib are means over the ranks. <name>_max is the largest value among the ranks.
@@ -265,7 +266,7 @@ class Monitor(Callback):
         return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
-        """Logs `metrics`, and `tokens`, the number of tokens in the first `step` optimizer steps."""
+        """Logs `metrics` and the metric `tokens`, which is the number of tokens in the first `step` optimizer steps."""
         metrics = metrics | {"tokens": self.tokens_by(step)}
         self.latest |= metrics
         self.latest_step = step

@@ -107,7 +107,7 @@ def without_labels(metrics: dict[str, float]) -> bool:
 
 
 def waiting(metrics: dict[str, float]) -> list[str]:
-    """Returns short texts: the fractions of time spent on waiting for data and communication, and the slowest rank."""
+    """Returns short texts about waiting for data (in % of the time), communication (in %) and the slowest rank."""
     texts = []
     if metrics.get("perf/data_wait_ms", 0) > 0.01 * metrics.get("perf/step_ms", 0):
         texts.append(f"data wait {metrics['perf/data_wait_ms'] / metrics['perf/step_ms']:.0%}")

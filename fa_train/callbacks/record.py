@@ -46,7 +46,8 @@ class Record(Callback):
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
             for logger in trainer.loggers:
-                logger.finalize("success")  # uploads checkpoints (log_model), which is impossible after `finish`
+                # with log_model, WandbLogger.finalize uploads checkpoints; after run.finish, no upload is possible
+                logger.finalize("success")
             run.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -259,7 +259,7 @@ class _State:
         self.arrived = self.copies.record_event()
 
     def get(self) -> Tensor:
-        """Returns the storage on the GPU, (nbytes,) uint8. Starts to fetch the storages in `below`.
+        """Returns the storage on the GPU, (nbytes,) uint8. Also starts to fetch the storages of the previous block.
 
         The storage stays on the GPU until the backward pass has used all saved views of the storage.
         """
@@ -336,7 +336,10 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 
 def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
-    """Returns whether `saved` is the tensor x, which autograd may pass as another Python object."""
+    """Returns whether `saved` is the tensor x.
+
+    `saved is x` can be false for the same tensor, because autograd may pass the tensor as a new Python object.
+    """
     return (
         saved.data_ptr() == x.data_ptr()
         and saved.shape == x.shape

@@ -132,8 +132,8 @@ class _Kept(torch.autograd.Function):
 class _Forward(torch.autograd.Function):
     """The autograd node whose forward computes the FFN's output.
 
-    The input `promise` is the placeholder that `_Backward` returned. In the backward pass, `_Forward` returns dy
-    unchanged as the gradient of `promise`. Autograd then passes dy to `_Backward`, which computes the FFN's gradients.
+    The input `promise` is the placeholder that `_Backward` returned. The backward of `_Forward` computes nothing: it
+    returns dy as the gradient of `promise`. Autograd passes dy to `_Backward`, which computes the FFN's gradients.
     """
 
     @staticmethod

@@ -12,8 +12,8 @@ class Agreement:
     All ranks must stop at the same step. If one rank stopped earlier, the collectives of the remaining ranks would wait
     forever.
     A call of `largest` starts an all-reduce of the answers in a separate gloo group, which does not wait for the GPU.
-    The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the largest answer. A flag in
-    torch's TCPStore would not be enough, because some ranks could read it several steps later than others.
+    The all-reduce overlaps with the next micro-batch. The next call of `largest` returns the result of the all-reduce.
+    A flag in torch's TCPStore would not be enough, because some ranks could read it several steps later than others.
     """
 
     def __init__(self) -> None:
@@ -24,8 +24,8 @@ class Agreement:
     def largest(self, answer: int) -> int:
         """Returns the maximum of the answers that all ranks passed to the previous call. The first call returns 0.
 
-        Until a maximum other than 0 is found, each call starts an all-reduce of the ranks' answers. After a maximum
-        other than 0 is found, each call returns this maximum, and starts no all-reduce.
+        Each call starts an all-reduce of the ranks' answers, unless an earlier all-reduce has found a maximum other
+        than 0. After a maximum other than 0 is found, each call returns this maximum, and starts no all-reduce.
         """
         if self._asked is not None:
             self._asked.wait()

@@ -57,7 +57,7 @@ class BackgroundSave:
         self._thread.start()
 
     def done_everywhere(self) -> bool:
-        """Returns whether all ranks had finished the save when they made the previous call of this method.
+        """Returns True if all ranks had already finished the save at the previous call of this method.
 
         The first call after the start of a save returns False. All ranks must call this method the same number of
         times.

@@ -44,7 +44,7 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def ctrl_c_ends_at_once() -> None:
-    """Makes Ctrl-C end this process at once. Before the end, rank 0 or the only process prints one line.
+    """Makes Ctrl-C end this process at once. A process prints one line before it ends, unless its rank is above 0.
 
     While the program starts, libraries can swallow a KeyboardInterrupt. If Ctrl-C is ignored, it remains ignored.
     """

@@ -149,9 +149,9 @@ class Block:
     def _gathered(self) -> int:
         """Returns an upper bound on the bytes of gathered keys and values for one group of heads.
 
-        If the stream is one document, the rank with the last chunk gathers the keys of the whole stream. If the stream
-        has several documents, each rank may gather fewer keys. The number of gathered rows is rounded up
-        (traffic.buffer_rows). The result is 0 if ranks do not share a stream.
+        If the stream is one document, the rank with the last chunk gathers the keys of the whole stream. No rank
+        gathers more keys than the stream has. The number of gathered rows is rounded up (traffic.buffer_rows). The
+        result is 0 if ranks do not share a stream.
         """
         if self.run.context == 1:
             return 0

@@ -146,7 +146,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     The number of rows per step stays the same, so fewer rows per micro-batch mean more micro-batches per step.
     The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, other
     levers, attention with one KV head at a time, bf16 weights with fp32 master weights, smaller optimizer states, and
-    a lower precision. If the run does not fit with any change, the overrides also set seq_len to the longest sequence
+    a lower precision. If no change makes the run fit, the returned overrides also set seq_len to the longest sequence
     that fits. If no sequence fits, the result is "a smaller model".
     """
     if plan.run.ranks > 1 and not plan.run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
@@ -160,7 +160,8 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     all_rows, plan = plan, _with_rows(plan, 1)
     changes = _changes(plan)
     for overrides, change in changes:
-        # all rows at once can need less memory than one row at a time, because a single micro-batch does not accumulate
+        # A step with a single micro-batch does not accumulate gradients, so a micro-batch of all rows can need less
+        # memory than micro-batches of one row.
         for in_rows, sized in ((one_row, plan), ([], all_rows)):
             levers = fastest_that_fits(resized(sized, **change), gpu_bytes, host_bytes)
             if levers is not None:

@@ -44,7 +44,7 @@ def moments_of(plan: Plan) -> list[Moment]:
 
 
 class _Step:
-    """Computes the Moments of a training step. The attributes are sizes in bytes that several Moments include."""
+    """Computes the memory use at points in time of a training step. All integer attributes are sizes in bytes."""
 
     def __init__(self, plan: Plan) -> None:
         model, levers, run = plan.model, plan.levers, plan.run
@@ -59,8 +59,8 @@ class _Step:
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # bytes of gradients at the end of the backward pass
-        # The backward pass allocates the rank's shards of the gradients of the embedding and of the learned positions.
-        # Both shard sizes are 0 if the memory of all gradients is allocated before the backward pass.
+        # Bytes that the backward pass allocates for this rank's shards of the embedding's and the positions' gradients.
+        # These bytes are 0 if the memory of all gradients is allocated before the backward pass.
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
         # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to it
@@ -76,11 +76,11 @@ class _Step:
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
-        # the bytes that copies to the host may still hold after the last block's forward; 0 without offload=all
+        # the GPU memory that unfinished copies to the host may hold after the last block's forward (offload=all only)
         self.lagging = self.underway if levers.offloads_all else 0
 
     def around_the_loss(self) -> list[Moment]:
-        """Returns the Moments of the last block's forward, of the loss, and of the last norm's backward.
+        """Returns the memory use in the last block's forward, in the loss, and in the last norm's backward.
 
         At all three points in time, the saved tensors of all blocks exist.
         """
@@ -183,7 +183,7 @@ class _Step:
         ]
 
     def averaging(self) -> list[Moment]:
-        """Returns the Moments in which FSDP2 averages the gradients of head, embedding and positions."""
+        """Returns the memory use while FSDP2 averages the gradients of the head, the embedding and the positions."""
         block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         return [
             Moment(
@@ -245,7 +245,10 @@ class _Step:
         return self.all_gradients - self.embedding_shard - self.positions_shard
 
     def _gradients_before(self, left: int) -> int:
-        """Returns the bytes of existing gradients. left: the number of blocks that have not finished their backward."""
+        """Returns the bytes of the gradients and of DDP's buckets that exist during the backward of a block.
+
+        left: the number of blocks that have not finished their backward.
+        """
         if self.run.gradients_in_place:
             return self.sharded.whole_gradients or self.all_gradients
         of_block = sum(block_sizes(self.model)) * self.run.weight_bytes // self.run.ranks

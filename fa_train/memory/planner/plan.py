@@ -27,8 +27,8 @@ class Adapters:
 
     sizes: the number of elements of each low-rank matrix A and B of each adapter. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
-    attention_joined, ffn_joined: the number of elements of a block's low-rank matrices, in attention and in the FFN,
-    after the adapters of each linear layer have been joined into one matrix A and one matrix B.
+    attention_joined, ffn_joined: the number of elements of a block's low-rank matrices, in attention and in the FFN.
+    All adapters of a linear layer are counted as one matrix A and one matrix B, into which the adapters are joined.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
     has_dropout: whether lora_dropout is above 0. Memory levers that recompute activations do not work with dropout.
     The formulas ignore dropout.
@@ -110,8 +110,8 @@ class RunSize:
     def gradients_in_place(self) -> bool:
         """Whether the memory of all gradients is allocated before the backward pass starts.
 
-        If gradients_in_place is true, the backward pass computes each gradient in temporary memory, adds or copies it
-        to the allocated memory, and frees the temporary memory.
+        If gradients_in_place is true, the backward pass computes each gradient in a temporary tensor. The temporary
+        tensor is added or copied to the allocated memory of the gradient, and then freed.
         """
         return self.accumulates or self.buckets == "views"
 

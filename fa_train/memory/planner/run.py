@@ -220,8 +220,8 @@ def summary(
     The text has three lines. For a run with float8, a fourth line says that the prediction assumes bf16 matmuls. The
     prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
     auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
-    searched: the plan for which the longest seq_len is computed. If `searched` is None, the longest seq_len is computed
-    for prediction.plan.
+    searched: the plan from which the longest seq_len and the suggested change are computed. If `searched` is None,
+    prediction.plan is used.
     reach: as in plan_memory.
     """
     searched = searched or prediction.plan

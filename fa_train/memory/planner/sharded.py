@@ -59,7 +59,7 @@ class Sharded:
         return self.root + self.block * (1 if self.resharded else self.n_layers) + self.block
 
     def weights_at_the_loss(self) -> int:
-        """Returns the bytes of gathered weights and of the last gathering buffer when the loss is computed."""
+        """Returns the bytes of gathered weights while the loss is computed, including the newest gathering buffer."""
         buffer = self.block if self.tied else self.head
         return self.root + self.head + buffer + (0 if self.resharded else self.n_layers * self.block)
 
@@ -70,7 +70,8 @@ class Sharded:
     def weights_in_backward(self, left: int) -> int:
         """Returns the bytes of gathered weights. left: the number of blocks that have not finished their backward."""
         blocks = min(2, left) if self.resharded else left
-        before = self.positions or self.embedding  # gathered during the first block's backward
+        # during the first block's backward, FSDP2 gathers the preceding group: the learned positions or the embedding
+        before = self.positions or self.embedding
         return self.root + self.block * blocks + (before if left == 1 else 0)
 
     def weights_in_embedding(self) -> int:

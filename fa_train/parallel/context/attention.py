@@ -17,8 +17,8 @@ from fa_train.parallel.context.traffic import Counts, Traffic
 class SharedSchedule(NamedTuple):
     """The two attention schedules of a rank's queries, and the moves that fill the rank's buffer of keys (traffic.py).
 
-    crossing: the schedule of the queries whose keys are in the buffer. The last entries of `crossing` are padding, and
-    see no key.
+    crossing: the schedule of the queries whose keys are in the buffer. The schedule `crossing` ends with padding
+    entries, which are treated as queries that see no key.
     own: the schedule of all queries of the rank over the rank's own keys. If attention runs twice, the first run uses
     `own`, the second run uses `crossing`, and no query sees keys in both runs.
     """

@@ -1,12 +1,13 @@
 """Operators for flash attention over a stream that several ranks share.
 
-Attention is computed in one of three ways, which fa_train.parallel.context.traffic chooses:
-- If no query sees keys of other ranks, nothing is exchanged, and attention runs once over the rank's own keys.
-- If few queries of each rank see keys of other ranks, and the stream has enough attention work per rank, attention runs
-  twice. The first run processes the queries that see only the rank's own keys, while keys of other ranks are received.
-  The second run processes the crossing queries, which are the queries that see keys of other ranks.
-- In all other cases, attention runs once, and processes all queries after the keys are received. The first and the last
-  kernel of the backward pass run during exchanges, if memory allows it (`overlaps`).
+fa_train.parallel.context.traffic chooses one of three ways to compute attention:
+- One run without an exchange: if no query sees keys of other ranks, attention runs once over the rank's own keys.
+- Two runs: if few queries of each rank see keys of other ranks (crossing queries), and the stream has enough attention
+  work per rank, attention runs twice. The first run processes the queries that see only the rank's own keys, while the
+  rank receives keys of other ranks. The second run processes the crossing queries.
+- One run after an exchange: in all other cases, attention runs once for all queries, after the rank has received keys
+  of other ranks. The first and the last kernel of the backward pass run during exchanges, if memory allows it
+  (`overlaps`).
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """

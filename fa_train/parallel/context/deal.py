@@ -4,7 +4,7 @@ Only attention connects tokens, so a rank may hold any tokens of the stream. If 
 (fa_train.parallel.context.whole_documents), and no keys are sent. Otherwise, the stream is cut into equal chunks, and
 every rank gets the same number of chunks. The assignment of chunks starts with contiguous shares of the stream. With
 contiguous shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need
-different amounts of attention work. Pairs of ranks swap sequences of consecutive chunks until the work of all ranks is
+different amounts of attention work. Pairs of ranks swap runs of consecutive chunks until the work of all ranks is
 almost equal.
 """
 
@@ -20,7 +20,7 @@ from fa_train.parallel.context.whole_documents import owners_of_documents
 CHUNK_SIZES = (384, 128, 64, 32, 8)
 MAX_PADDING = 1 / 512  # chunks larger than the smallest size may pad a stream by at most this fraction of its tokens
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
-RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # the possible lengths of a swapped sequence, in chunks
+RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # possible numbers of consecutive chunks in a swap
 TRIED = 32  # for each length in `RUN_LENGTHS`, `exchange` compares at most this number of swaps
 # The cost of a swap is the number of additional chunks of keys that a rank receives, plus FIXED_COST. Because of
 # FIXED_COST, one large swap costs less than several small swaps.
@@ -122,26 +122,26 @@ def work_of_chunks(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.nd
     """Returns the arguments `work` and `first` of `exchange`. Each chunk has `size` tokens.
 
     start, end: from causal_ranges.
-    A chunk of padding has no work. For a chunk of padding, `first` is the index of the next chunk, so that
-    received_chunks counts no keys for the padding.
+    If chunk i contains only padding, work[i] is 0 and first[i] is i + 1, so received_chunks counts no keys for chunk i.
     """
     work = (end - start).reshape(-1, size).sum(axis=1)
     return work, np.where(work > 0, start[::size] // size, np.arange(1, len(work) + 1))
 
 
 def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int) -> None:
-    """Swaps sequences of chunks in `owner` until no rank has much more work than the mean, or no swap helps.
+    """Swaps runs of consecutive chunks in `owner` until no rank has much more work than the mean, or no swap helps.
 
     A rank may have at most `1 + TOLERANCE` times the mean work. In each swap, the rank with the most work and a second
-    rank exchange two sequences with the same number of consecutive chunks. The second rank is the one with the least
-    work among the ranks for which a swap is possible. If the work of two ranks differs by d, a swap moves at most
-    d / 2. Many swaps are compared. The chosen swap moves the most work per additional chunk of received keys. A
-    sequence of several chunks can hold a whole document, whose keys then need not be sent.
+    rank exchange two runs of consecutive chunks. Both runs have the same number of chunks. The second rank is the one
+    with the least work among the ranks for which a swap is possible. If the work of two ranks differs by d, a swap
+    moves at most d / 2. Many swaps are compared. The chosen swap moves the most work per additional chunk of received
+    keys. A swap can include several chunks, because a rank that gets all chunks of a document need not send the
+    document's keys.
 
     owner: (n_chunks,), as in Deal. `exchange` changes the array `owner` in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
-    first: (n_chunks,), for each chunk, the index of the first chunk that its queries see. For a chunk whose queries see
-    no key, `first` is the index of the next chunk.
+    first: (n_chunks,), for each chunk, the index of the first chunk that its queries see. If the queries of chunk i see
+    no key, first[i] is i + 1.
     """
     load = np.array([work[owner == rank].sum() for rank in range(ranks)])
     mean = load.mean()
@@ -168,9 +168,9 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
 
 
 class Swaps(NamedTuple):
-    """Possible swaps between two ranks. Each swap exchanges two sequences of consecutive chunks, one from each rank.
+    """Possible swaps of chunks between two ranks. In a swap, each of the two ranks gives a run of consecutive chunks.
 
-    All fields are (n,) int64. length: the number of chunks in each of the two sequences.
+    All fields are (n,) int64. length: the number of chunks that each of the two ranks gives.
     gives: the index of the first chunk that the busier rank gives away.
     takes: the index of the first chunk that the busier rank receives.
     moved: the work that the swap takes away from the busier rank.
@@ -183,11 +183,11 @@ class Swaps(NamedTuple):
 
 
 def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, limit: int) -> Swaps:
-    """Returns swaps between two ranks. Each swap moves work, but at most `limit`, from rank `most` to rank `least`.
+    """Returns possible swaps of chunks between the ranks `most` and `least`.
 
-    Each swap exchanges two sequences with the same number of consecutive chunks. For each length in `RUN_LENGTHS`, the
-    result has at most `TRIED` swaps: the swaps that move the most work. Any two swaps take different sequences of
-    chunks from rank `most`.
+    In each swap, rank `most` gives a run of consecutive chunks, and receives a run of the same length from rank
+    `least`. The work of rank `most` decreases by at most `limit`. For each length in `RUN_LENGTHS`, the result has at
+    most `TRIED` swaps: the swaps that move the most work. Each run of rank `most` occurs in at most one swap.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -195,8 +195,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each sequence of the busier rank, find the sequence of the other rank so that their swap moves the most
-        # work that `limit` allows. Skip a sequence of the busier rank if all its swaps would move more than `limit`.
+        # For each run of chunks of the busier rank, find the run of the other rank so that their swap moves the most
+        # work that `limit` allows. Skip a run of the busier rank if all its swaps would move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

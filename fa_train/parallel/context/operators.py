@@ -40,7 +40,7 @@ def register_group(name: str, group: ProcessGroup) -> None:
 
 @contextmanager
 def surround_waits(span: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Until the `with` block ends, each wait for an exchange runs inside `with span()`.
+    """While `surround_waits` is active, each wait for an exchange runs inside the context manager `span()`.
 
     On a GPU, the current CUDA stream waits for the exchange, and the host does not wait. On a CPU, the host waits for
     the exchange. Several threads call `span`, because autograd runs the backward pass of a GPU in a separate thread.
@@ -93,8 +93,8 @@ def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
 
     The buffer holds rows of x from all ranks, in stream order, followed by zeros.
     Shapes: x (local, heads, head_dim) -> (capacity, heads, head_dim). moves: the fields of Moves.
-    Raises: ValueError if Counts.splits is 1, because the buffer would then hold only the keys for the queries that see
-    keys of other ranks.
+    Raises: ValueError if Counts.splits is 1, because the buffer would then lack keys for the queries that see only this
+    rank's own keys.
     """
     moved = Moves(*moves)
     if Counts(*moved.counts.tolist()).splits:
@@ -186,8 +186,8 @@ def summed_gradients(
 
     Sums are computed in fp32, always in the same order, and rounded once to the dtype of `ds`.
     ds: one gradient for each buffer that `gathered` has returned.
-    totals: gradients of this rank's rows from the queries that have not read the buffers. `totals` is updated in place
-    and returned. If `totals` is None, all queries have read the buffers, and the returned tensors are new.
+    totals: gradients of this rank's rows from the queries that have not read the buffers, or None if all queries have
+    read the buffers. `totals` is updated in place and returned. If `totals` is None, the function returns new tensors.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     counts = Counts(*moves.counts.tolist())

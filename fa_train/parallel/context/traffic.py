@@ -1,17 +1,17 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
 A rank receives only the keys that its queries see. For the queries that see keys of other ranks (crossing queries), a
-buffer holds all keys that these queries see: the keys that the rank receives, and some of the rank's own keys. The keys
-in the buffer are in stream order, so the keys that one crossing query sees form one contiguous range of the buffer.
-Buffer rows that hold no key are 0. A query that is not a crossing query sees only the rank's own keys, which attention
-reads without copying them to the buffer.
+buffer holds all keys that these queries see: the keys that the rank receives, and some of the rank's own keys. The
+buffer holds the keys in stream order, so each query that reads the buffer sees one contiguous range of rows. Buffer
+rows that hold no key are 0. A query that is not a crossing query sees only the rank's own keys, which attention reads
+without copying them to the buffer.
 
 Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
-Attention runs once if any rank has many crossing queries, or if there is little attention work, because one run is then
-faster than two runs. If ranks exchange keys and run attention only once, all queries read their keys from the buffer.
-If no query of any rank sees keys of other ranks, nothing is sent, and flash attention runs once over each rank's own
-keys. All ranks run attention the same number of times. If only some ranks ran attention twice, a rank with a single run
-could wait for keys while another rank computes its first run.
+A single run for all queries is faster than two runs if many queries of any rank see keys of other ranks, or if there
+is little attention work. Attention then runs only once. If ranks exchange keys and run attention only once, all queries
+read their keys from the buffer. If no query of any rank sees keys of other ranks, nothing is sent, and flash attention
+runs once over each rank's own keys. All ranks run attention the same number of times. If only some ranks ran attention
+twice, a rank with a single run could wait for keys while another rank computes its first run.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -30,8 +30,8 @@ STEP = 128  # buffer sizes are multiples of this number of rows
 # Attention runs once if, on any rank, more than this fraction of the queries see keys of other ranks. Two runs,
 # including the copies of queries that the second run needs, would then take about as long as one run.
 MAX_CROSSING = 1 / 16
-# Attention runs twice only if a rank has, on average, at least MIN_PAIRS (query, visible key) pairs. Attention for
-# MIN_PAIRS pairs takes the GPU longer than the host takes to launch the kernels of two attention runs.
+# Attention is split into two runs only if a rank has, on average, at least MIN_PAIRS (query, visible key) pairs. For
+# MIN_PAIRS pairs, the GPU needs more time to compute attention than the host needs to launch the kernels of two runs.
 MIN_PAIRS = 2**23
 
 
@@ -46,7 +46,7 @@ class Traffic(NamedTuple):
     key_start: Tensor  # (local,) int32, for each query in `crossing`, the buffer row of the first key that it sees
     key_end: Tensor  # (local,) int32, for each query in `crossing`, the buffer row after the last key that it sees
     # own_start, own_end: (local,) int32, the start and the end of the range of this rank's keys that each query sees.
-    # The range of a query that sees keys of other ranks is empty, even if the query also sees this rank's keys.
+    # A query that sees keys of other ranks has an empty range, because the buffer holds all keys that the query sees.
     own_start: Tensor
     own_end: Tensor
     crossing: Tensor  # (local,) int32, the indices of this rank's tokens whose queries read the buffer, ascending
@@ -55,7 +55,9 @@ class Traffic(NamedTuple):
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
     shared: Tensor  # (local,) int32, ascending indices of this rank's tokens to which the rows in `entries` are added
-    entries: Tensor  # (total,) int32, which rows to add, grouped by the tokens in `shared`; `_returns` lists the rows
+    # entries: (total,) int32, indices of gradient rows, which are added to the tokens in `shared`. `_returns` lists the
+    # gradient rows. All indices for the first token in `shared` come before the indices for the second token.
+    entries: Tensor
     offsets: Tensor  # (local + 1,) int32, the start of each token's group in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
     counts: list[int]  # the fields of Counts
@@ -67,10 +69,10 @@ class Counts(NamedTuple):
     rows: the number of rows of the buffer. keys: the number of rows that hold a key; all other rows are 0.
     shared: the number of tokens in the tensor Traffic.shared. kept: the number of tokens in the tensor Traffic.kept.
     crossing: the number of queries that read the buffer. queries: `crossing` rounded up.
-    splits: 1 if only the queries that see keys of other ranks read the buffer, and 0 if all queries read the buffer.
+    splits: 0 if all queries read the buffer, and 1 if only queries that see keys of other ranks read the buffer.
     exchanges: 1 if ranks exchange keys, otherwise 0. Ranks exchange keys if `may_split` is false or any query sees keys
     of other ranks. If `exchanges` is 0, flash attention runs once, over the rank's own keys. If `splits` is 1 and
-    `exchanges` is 1, attention runs twice.
+    `exchanges` is 1, attention runs twice: first over the rank's own keys, and then over the keys in the buffer.
     """
 
     rows: int
@@ -144,7 +146,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
 def crossing_queries(deal: Deal, start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Returns which queries of the stream see keys of other ranks, (total,) bool. start, end: from causal_ranges."""
     n_chunks = len(deal.owner)
-    # for each sequence of consecutive chunks that one rank holds, the index after the last chunk
+    # for each run of consecutive chunks that one rank holds, the index after the last chunk
     ends = np.append(np.flatnonzero(np.diff(deal.owner)) + 1, n_chunks)
     end_of_run = deal.chunk_size * ends[np.searchsorted(ends, np.arange(n_chunks), side="right")]
     result: np.ndarray = end > end_of_run[np.minimum(start // deal.chunk_size, n_chunks - 1)]
@@ -159,9 +161,9 @@ def own_ranges(
     mine: (local,), the stream positions of this rank's tokens, ascending. start, end: (total,), from causal_ranges.
     crosses: (local,) bool, whether each query sees keys of other ranks. A query that sees keys of other ranks gets an
     empty range of this rank's keys.
-    The returned starts are in ascending order, and so are the returned ends. The start of an empty range is the key of
-    the query's own token, or the start of the next query's range if that start is smaller. A kernel that loops over the
-    queries of a tile of keys then visits only few queries with an empty range.
+    The returned starts are in ascending order, and so are the returned ends. An empty range starts at the smaller of
+    two indices: the index of the query's own token, and the start of the next range that is not empty. A kernel that
+    loops over the queries of a tile of keys then visits only few queries with an empty range.
     Shape of both results: (local,).
     """
     n_own = len(mine)
@@ -185,8 +187,8 @@ def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def buffer_rows(n_keys: int, total: int) -> int:
     """Returns the number of rows of a buffer for n_keys keys.
 
-    The result is greater than n_keys, so no buffer is empty. For a given `total`, at most `STEPS` + 1 different results
-    are possible.
+    The result is greater than n_keys, so a buffer has rows even if n_keys is 0. For a given `total`, at most
+    `STEPS` + 1 different results are possible.
     """
     step = STEP * -(-total // (STEPS * STEP))
     return (n_keys // step + 1) * step
@@ -195,8 +197,8 @@ def buffer_rows(n_keys: int, total: int) -> int:
 def query_rows(n_queries: int, limit: int) -> int:
     """Returns n_queries rounded up to a multiple of `STEP`, or `limit` if that is smaller. 0 counts as 1.
 
-    From 8 * `STEP` queries on, n_queries is rounded up to a multiple of a power of two that is larger than `STEP` and
-    grows with n_queries. Between one power of two and the next, at most four different results are possible.
+    If n_queries is at least 8 * `STEP`, n_queries is rounded up to a multiple of the power of two that lies between
+    n_queries / 8 and n_queries / 4. From one power of two to the next, at most four different results are possible.
     """
     n_queries = max(n_queries, 1)
     step = max(STEP, 2 ** (n_queries.bit_length() - 3))
@@ -209,7 +211,7 @@ def _needed_by(deal: Deal, rank: int, held: np.ndarray, start: np.ndarray, end: 
 
 
 def keys_needed(positions: np.ndarray, start: np.ndarray, end: np.ndarray, total: int) -> np.ndarray:
-    """Returns which keys of the stream the queries at `positions` see, (total,) bool.
+    """Returns a mask, (total,) bool, that is True for each key of the stream that any query at `positions` sees.
 
     start, end: (total,), the key range of each query of the stream, from causal_ranges.
     """

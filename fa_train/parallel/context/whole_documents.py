@@ -15,7 +15,7 @@ MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the 
 MAX_LENGTHS = 256  # a swap is chosen from at most this number of documents per rank, all of different lengths
 MAX_SWAPS = 32  # owners_of_documents makes two rounds of swaps, each with at most max(MAX_SWAPS, 2 * ranks) swaps
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
-TOLERANCE = 0.01  # if swaps cannot reach AIM, the busiest rank may have up to `1 + TOLERANCE` times the mean work
+TOLERANCE = 0.01  # an assignment is rejected if a rank's work is above `1 + TOLERANCE` times the mean (see SMALL_WORK)
 # The busiest rank's work may always exceed the mean work by this number of (query, visible key) pairs. A GPU computes
 # attention for SMALL_WORK (query, visible key) pairs faster than ranks exchange keys and gradients.
 SMALL_WORK = 2**19
@@ -39,10 +39,10 @@ class Share(NamedTuple):
     mean_work: float
 
     def excess(self, loads: Loads, weight: float) -> np.ndarray:
-        """Returns how far each rank's load exceeds its share, or 0 if the load does not exceed the share.
+        """Returns the excess of each load, which is 0 or positive. Any shape.
 
-        The result for a rank is 1.0 if the rank's work exceeds its share by `mean_work`. weight: each token above the
-        maximum adds this amount to the result.
+        The excess has two summands. One summand is the work above `(1 + AIM) * mean_work`, divided by `mean_work`. The
+        second summand is the number of tokens above the maximum number, times `weight`.
         """
         work = np.maximum(loads.work / self.mean_work - (1 + AIM), 0)
         return weight * np.maximum(loads.tokens - self.tokens, 0) + work
@@ -64,8 +64,8 @@ def owners_of_documents(lengths: np.ndarray, ranks: int, tokens: int) -> np.ndar
     if not share.mean_work or len(lengths) > MAX_DOCUMENTS or lengths.max() > tokens or work.max() > max_work:
         return None
     of_used = _greedy_owners(lengths, work, ranks, share)
-    # With the weight 1 / tokens for each excess token, swaps balance work, but a rank may keep excess tokens. With the
-    # weight 1.0, one excess token counts as much as the mean work of a rank, so swaps remove excess tokens first.
+    # If `weight` is 1 / tokens, swaps balance the ranks' work, but a rank may keep more than `tokens` tokens. If
+    # `weight` is 1.0, one excess token counts as much as the mean work of a rank, so swaps remove excess tokens first.
     for weight in (1 / tokens, 1.0):
         for _ in range(max(MAX_SWAPS, 2 * ranks)):
             if not _swap(of_used, lengths, _loads(of_used, lengths, ranks), share, weight):
@@ -89,9 +89,9 @@ def _loads(owner: np.ndarray, lengths: np.ndarray, ranks: int) -> Loads:
 def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Share) -> np.ndarray:
     """Assigns documents from the longest to the shortest, each to the rank with the smallest load so far.
 
-    The load of a rank is the rank's tokens times the tokens of the next document, plus the rank's work times the work
-    of the next document. If the next document is long, the load depends mainly on work. If the next document is short,
-    the load depends mainly on tokens.
+    The load is the dot product of two vectors: the tokens and the work of the rank, and the tokens and the work of the
+    next document. Tokens are divided by share.tokens, and work is divided by share.mean_work. A long document therefore
+    goes to a rank with little work, and a short document goes to a rank with few tokens.
     """
     owner = np.empty(len(lengths), np.int64)
     # tokens_held: each rank's tokens divided by share.tokens. work_held: each rank's work divided by share.mean_work.
@@ -116,7 +116,7 @@ def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, we
         return False
     most = int(excess.argmax())
     given, given_lengths = _one_of_each_length(owner == most, lengths)
-    best, best_reduction = None, 1e-12  # a smaller reduction of the ranks' excess is only a rounding error
+    best, best_reduction = None, 1e-12  # a reduction of the ranks' excess by less than 1e-12 is a rounding error
     for other in range(len(excess)):
         if other == most:
             continue
