@@ -245,7 +245,7 @@ class _Step:
         return self.all_gradients - self.embedding_shard - self.positions_shard
 
     def _gradients_before(self, left: int) -> int:
-        """Returns the bytes of the gradients and of DDP's buckets that exist during the backward of a block.
+        """Returns the bytes of the gradients and of DDP's buckets that exist when the backward of a block begins.
 
         left: the number of blocks that have not finished their backward.
         """

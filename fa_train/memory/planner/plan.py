@@ -27,8 +27,8 @@ class Adapters:
 
     sizes: the number of elements of each low-rank matrix A and B of each adapter. All are in fp32.
     attention_rank, ffn_rank: the sum of the ranks of a block's adapters, in attention and in the FFN.
-    attention_joined, ffn_joined: the number of elements of a block's low-rank matrices, in attention and in the FFN.
-    All adapters of a linear layer are counted as one matrix A and one matrix B, into which the adapters are joined.
+    attention_joined, ffn_joined: the number of elements of a block's joined matrices, in attention and in the FFN. For
+    each linear layer, all matrices A are joined into one matrix, and all matrices B into one block-diagonal matrix.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
     has_dropout: whether lora_dropout is above 0. Memory levers that recompute activations do not work with dropout.
     The formulas ignore dropout.

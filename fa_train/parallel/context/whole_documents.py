@@ -39,10 +39,10 @@ class Share(NamedTuple):
     mean_work: float
 
     def excess(self, loads: Loads, weight: float) -> np.ndarray:
-        """Returns the excess of each load, which is 0 or positive. Any shape.
+        """Returns how far each load exceeds the share, or 0 if the load does not exceed the share. Any shape.
 
-        The excess has two summands. One summand is the work above `(1 + AIM) * mean_work`, divided by `mean_work`. The
-        second summand is the number of tokens above the maximum number, times `weight`.
+        The result is the sum of two terms. The first term is the work above `(1 + AIM) * mean_work`, divided by
+        `mean_work`. The second term is the number of tokens above the maximum number, times `weight`.
         """
         work = np.maximum(loads.work / self.mean_work - (1 + AIM), 0)
         return weight * np.maximum(loads.tokens - self.tokens, 0) + work
@@ -90,8 +90,8 @@ def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Sha
     """Assigns documents from the longest to the shortest, each to the rank with the smallest load so far.
 
     The load is the dot product of two vectors: the tokens and the work of the rank, and the tokens and the work of the
-    next document. Tokens are divided by share.tokens, and work is divided by share.mean_work. A long document therefore
-    goes to a rank with little work, and a short document goes to a rank with few tokens.
+    next document. Tokens are divided by share.tokens, and work is divided by share.mean_work. For a long document, the
+    load depends mainly on the rank's work. For a short document, the load depends mainly on the rank's tokens.
     """
     owner = np.empty(len(lengths), np.int64)
     # tokens_held: each rank's tokens divided by share.tokens. work_held: each rank's work divided by share.mean_work.
