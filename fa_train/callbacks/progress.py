@@ -107,7 +107,11 @@ def without_labels(metrics: dict[str, float]) -> bool:
 
 
 def waiting(metrics: dict[str, float]) -> list[str]:
-    """Returns short texts about waiting for data (in % of the time), communication (in %) and the slowest rank."""
+    """Returns up to three short texts about what slows training.
+
+    The result has the percentage of time spent waiting for data, if it is above 1%. With several ranks, the result also
+    has the percentage of time spent in communication, and the slowest rank.
+    """
     texts = []
     if metrics.get("perf/data_wait_ms", 0) > 0.01 * metrics.get("perf/step_ms", 0):
         texts.append(f"data wait {metrics['perf/data_wait_ms'] / metrics['perf/step_ms']:.0%}")

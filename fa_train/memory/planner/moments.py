@@ -247,7 +247,7 @@ class _Step:
     def _gradients_before(self, left: int) -> int:
         """Returns the bytes of the gradients and of DDP's buckets that exist when the backward of a block begins.
 
-        left: the number of blocks that have not finished their backward.
+        left: the number of blocks that have not finished their backward, including the block whose backward begins.
         """
         if self.run.gradients_in_place:
             return self.sharded.whole_gradients or self.all_gradients

@@ -186,8 +186,9 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
     """Returns possible swaps of chunks between the ranks `most` and `least`.
 
     In each swap, rank `most` gives a run of consecutive chunks, and receives a run of the same length from rank
-    `least`. The work of rank `most` decreases by at most `limit`. For each length in `RUN_LENGTHS`, the result has at
-    most `TRIED` swaps: the swaps that move the most work. Each run of rank `most` occurs in at most one swap.
+    `least`. The work of rank `most` decreases by at least 1 and at most `limit`. For each length in `RUN_LENGTHS`, the
+    result has at most `TRIED` swaps: the swaps that move the most work. Each run of rank `most` occurs in at most one
+    swap.
     """
     before = np.append(0, work.cumsum())
     found = []
