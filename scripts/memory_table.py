@@ -157,9 +157,10 @@ def _devices(cfg: DictConfig) -> int:
 def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan, reach: int | None = None) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
+    plan: the plan `searched`, with the value that the run chooses for strategy.reshard_after_forward=auto (`as_run`).
     auto: if true, the search for the longest seq_len tries all memory levers.
     searched: the plan from which two searches start: the search for the longest seq_len, and the search for the next
-    lever. The argument `plan` is the result of calling `as_run` with `searched`.
+    lever.
     reach: the longest seq_len that the model supports, or None if there is no limit.
     """
     prediction, run = predict(plan), plan.run

@@ -4,14 +4,15 @@
     python -m scripts.soak --minutes 9 model=llama_1b seq_len=32768 batch_size=1    # another model.
 
 Every 50 steps, the run validates and writes a checkpoint. The script compares the second third of the run with the last
-third. The median step time may differ by 3%, and the lowest host memory by 2%. On a GPU, the median of the memory that
-torch reserves must be equal in the second and the last third of the run. Host memory is compared by its lowest values,
-because checkpoints raise it for a short time. The script writes OUT.md. The script ends with status 1 if a difference
-is larger than allowed.
+third. Between the second and the last third, the median step time may differ by at most 3%, and the lowest host memory
+by at most 2%. On a GPU, the median of the memory that torch reserves must be equal in the second and the last third of
+the run. Host memory is compared by its lowest values, because checkpoints raise it for a short time. The script writes
+OUT.md. The script ends with status 1 if a difference is larger than allowed.
 
 Host memory is the anonymous and the shared memory of all processes of the run. Mapped files, such as libraries and
-tokens, are listed but not compared. The run's share of a mapped file depends on other processes of the machine. The
-script also writes OUT.csv, which has the memory of each process in each sample.
+tokens, are listed but not compared. If n processes of the machine use a page of a mapped file, each process counts 1/n
+of the page, so processes outside the run change the memory that is counted for the run. The script also writes OUT.csv,
+which has the memory of each process in each sample.
 """
 
 import argparse

@@ -43,7 +43,7 @@ def differences(
     """
     if stored is None:
         return []
-    names = (own.keys() | stored.keys()) - {"init"}  # a resumed run ignores init, because it loads its weights
+    names = (own.keys() | stored.keys()) - {"init"}  # `init` affects only new weights, not loaded weights
     return [
         difference(f"{node}.{name}", own.get(name), stored.get(name), owner)
         for name in sorted(names)

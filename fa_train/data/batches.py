@@ -86,10 +86,11 @@ class PackedRows:
         return dataclasses.replace(row, labels=np.full_like(row.labels, IGNORE_INDEX))
 
     def _mean_seqlen(self, seq_len: int) -> int:
-        """Returns the mean document length in tokens, estimated from the first rows. The mean is weighted by length.
+        """Returns the mean document length in tokens, estimated from the first rows.
 
-        The mean document length determines which attention kernels run. The mean document length must be equal in all
-        steps and on all ranks, because the model is compiled for one choice of attention kernels.
+        In the mean document length, the weight of a document is the document's length. The mean document length
+        determines which attention kernels run. The mean document length must be equal in all steps and on all ranks,
+        because the model is compiled for one choice of attention kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:

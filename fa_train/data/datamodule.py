@@ -155,7 +155,7 @@ class PackedDataModule(L.LightningDataModule):
         return self.report(self.layouts(held_out=False))
 
     def report(self, layouts: Mapping[str, Layout]) -> Report:
-        """Returns a report on the packing in `layouts`."""
+        """Returns a report on how documents are packed into the rows of the given layouts."""
         reports = {name: self._with_corpus(name, layout.report) for name, layout in layouts.items()}
         if not isinstance(self.source, Mixture):
             [report] = reports.values()
@@ -210,9 +210,9 @@ class PackedDataModule(L.LightningDataModule):
     def _changes(self) -> list[str]:
         """Compares this run's `state_dict` with the checkpoint's `state_dict`, and returns lines that name differences.
 
-        The entries of `state_dict` are compared in this order: `settings`, `counts` (the numbers of rows), and
-        `sources` (the sources of a mixture). The differences in an entry are returned only if all earlier entries are
-        equal.
+        The method compares first the entry `settings`, then the entry `counts` (the numbers of rows), and then the
+        entry `sources` (the sources of a mixture). The result names only the differences in the first entry that
+        differs.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))

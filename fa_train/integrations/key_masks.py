@@ -4,15 +4,16 @@ The `generate` method of transformers computes masks itself and passes them to t
 with four dimensions. If a mask has fewer than four dimensions, the model computes a new mask, even in compiled code.
 Masks of this module therefore have four dimensions.
 
-The dtype of a mask tells whether transformers asked for causal attention: float64, int64 and int32 masks are causal.
-int8 and int16 masks are bidirectional. If no key is masked, the mask has no columns: its shape is (batch, 1, 1, 0).
+The dtype of a mask tells which attention transformers asked for. The dtypes float64, int64 and int32 mean causal
+attention. The dtypes int8 and int16 mean bidirectional attention. If no key is masked, the mask has no columns: its
+shape is (batch, 1, 1, 0).
 
-The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The mask is 0 at masked keys. At
-unmasked keys, a bidirectional mask is 1, and a causal mask is `n + 1`, where n is the number of keys in the cache. A
-static cache also has places for later tokens, so the number of keys in the cache can be less than seqlen_k. A mask of
-dtype float64 or int8 promises that the unmasked keys of each row are contiguous, so layers leave the keys in place. In
-a mask of dtype int64 or int16, masked keys can be between unmasked keys, so layers move the unmasked keys of each row
-to the front.
+The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The element of a masked key is
+0. The element of an unmasked key is 1 in a bidirectional mask, and `n + 1` in a causal mask, where n is the number of
+keys in the cache. A static cache also has places for later tokens, so the number of keys in the cache can be less than
+seqlen_k. A mask of dtype float64 or int8 promises that the unmasked keys of each row are contiguous, so layers leave
+the keys in place. A mask of dtype int64 or int16 makes no promise about the order of masked and unmasked keys, so
+layers move the unmasked keys of each row to the front.
 
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
@@ -37,7 +38,7 @@ CAUSALITY = {RUNS: True, HOLES: True, PACKED: True, BIDIRECTIONAL_RUNS: False, B
 
 
 def is_key_mask(mask: Tensor) -> bool:
-    """Returns whether `mask` is a mask of this module or of a user, judging by its shape and dtype."""
+    """Returns whether `mask` has the shape and dtype of a mask from this module, or the shape of a user's mask."""
     if mask.dim() == 4:
         return is_packed(mask) or (mask.shape[1:3] == (1, 1) and mask.dtype in CAUSALITY and mask.dtype != PACKED)
     return mask.dim() == 2
@@ -102,7 +103,7 @@ def forbid_later_keys(
 
 
 def _block_ids(mask_function: Callable[..., Tensor]) -> Tensor | None:
-    """Returns the block_sequence_ids that mask_function contains, or None if it contains none."""
+    """Returns the block_sequence_ids in the (nested) closures of mask_function, or None if there are none."""
     cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
     if getattr(mask_function, "__qualname__", "").startswith("blockwise_overlay."):
         return next(x for x in cells if isinstance(x, Tensor))
@@ -168,8 +169,8 @@ def _of_these_keys(mask: Tensor, seqlen_k: int, kv_offset: int) -> Tensor:
 class Keys(NamedTuple):
     """The unmasked keys of a padded batch. The method `ordered` makes the unmasked keys of each row contiguous."""
 
-    first: Tensor  # (batch,) int32, the index of the first unmasked key in the result of `ordered`
-    end: Tensor  # (batch,) int32, 1 + the index of the last unmasked key in the result of `ordered`
+    first: Tensor  # (batch,) int32, the index of the first unmasked key, in the key order of `ordered`
+    end: Tensor  # (batch,) int32, 1 + the index of the last unmasked key, in the key order of `ordered`
     order: Tensor | None  # (batch, seqlen_k), indices that put unmasked keys first, or None to keep the order
 
     @classmethod

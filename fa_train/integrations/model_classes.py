@@ -1,7 +1,8 @@
 """Refuses model classes of transformers that do not support flash attention.
 
 transformers checks whether a model class supports flash_attention_2, but checks nothing for the attention of another
-package. Many model classes without support compute attention themselves, and would lose their masks without an error.
+package. Many model classes that do not support flash attention have their own attention code. Without a check, the
+masks of these model classes would be lost without an error.
 """
 
 from functools import wraps
@@ -38,7 +39,10 @@ def refuse_unsupported_classes(name: str) -> None:
 
 
 def require_supported(model_class: type, name: str) -> None:
-    """Raises: ValueError if transformers would refuse flash attention for model_class, and so must fa_train."""
+    """Checks that a model class supports flash attention.
+
+    Raises: ValueError unless model_class declares support, or model_class or a base class is in `ALSO_SUPPORTED`.
+    """
     declared = any(getattr(model_class, flag, False) for flag in ("_supports_flash_attn", "_supports_flash_attn_2"))
     if declared or ALSO_SUPPORTED & {base.__name__ for base in model_class.__mro__}:
         return

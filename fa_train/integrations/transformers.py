@@ -10,10 +10,10 @@ flash attention are refused. fa_train supports GQA, sliding windows, soft caps, 
 position_ids or cu_seqlens, and generation with a dynamic or static cache.
 
 Unlike flash_attention_2, fa_train accepts fp32 inputs. The host waits for the GPU only while `key_mask` or
-`packed_schedule` copies numbers from the GPU to the host. In a forward pass, `key_mask` and `packed_schedule` copy
-numbers once for all layers with the same window. Under torch.inference_mode, but not under torch.no_grad,
-`packed_schedule` copies numbers from the GPU again in each layer. Compiled code never copies numbers from the GPU to
-the host.
+`packed_schedule` copies numbers from the GPU to the host, such as the length of the longest document. In a forward
+pass, all layers with the same window share the numbers that `key_mask` and `packed_schedule` copy to the host. Under
+torch.inference_mode, but not under torch.no_grad, `packed_schedule` copies numbers from the GPU again in each layer.
+Compiled code never copies numbers from the GPU to the host.
 """
 
 import os
@@ -145,7 +145,8 @@ def attention(
         attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask with padding is
             given, position_ids and cu_seqlens are ignored, as in flash_attention_2.
         is_causal: whether attention is causal. If transformers made attention_mask, the mask decides, as in eager
-            attention, and is_causal is ignored. Otherwise, the default of is_causal is `module.is_causal`.
+            attention, and is_causal is ignored. If attention_mask does not decide and is_causal is None, the attribute
+            `module.is_causal` decides.
         scaling: the factor that the scores are multiplied by.
         sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
             also sees the next sliding_window - 1 tokens.
@@ -223,7 +224,11 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
 
 
 def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, seqlen_q: int) -> bool:
-    """Returns whether attention is causal. Raises: ValueError if mask, argument and layer all do not say."""
+    """Returns whether attention is causal.
+
+    Raises: ValueError if there are several queries, and neither `attention_mask` nor `is_causal` nor `module.is_causal`
+    tells whether attention is causal.
+    """
     asked = causality(attention_mask)
     if asked is None:
         asked = getattr(module, "is_causal", None) if is_causal is None else is_causal

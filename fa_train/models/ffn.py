@@ -119,8 +119,8 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return recomputed(ffn.down_of, ffn.up(x))
 
 
-# Inside a compiled activation checkpoint, the FFN is not checkpointed again, because torch 2.11 would save the tensors
-# between the outer and the inner checkpoint.
+# Inside a compiled activation checkpoint, the FFN has no second checkpoint, because torch 2.11 would then save the
+# tensors that pass between the outer and the inner checkpoint.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 

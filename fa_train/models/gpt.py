@@ -85,8 +85,8 @@ class GPT(nn.Module):
         self.is_flash = function_of(attention) is flash_attention
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # A block that is checkpointed or offloads its input must get the input as one tensor, so the previous block
-        # must not leave its last residual addition to this block.
+        # If blocks are checkpointed, or their inputs are offloaded, the input of a block must be one tensor. Each block
+        # must then do its last residual addition itself, instead of leaving the addition to the next block.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None

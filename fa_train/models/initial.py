@@ -76,7 +76,8 @@ def drawn(distribution: Distribution, shape: Sequence[int], device: torch.device
 def drawing_device(parameter: Tensor) -> torch.device:
     """Returns the device that draws a parameter's values.
 
-    The result is the parameter's device, unless `drawn_on` sets a device of another type.
+    Inside `with drawn_on(device)`, the result is `device` if `device` and the parameter's device differ in type, such
+    as "cpu" and "cuda". In all other cases, the result is the parameter's device.
     """
     other = _DRAWN_ON.get()
     return parameter.device if other is None or other.type == parameter.device.type else other

@@ -269,7 +269,8 @@ def adapters_of(model: GPT) -> Adapters | None:
     Sizes that differ between blocks, such as Adapters.ffn_rank, are the maximum over all blocks.
     """
     sizes, quantized, has_dropout = [], False, False
-    found: dict[tuple[str, str], list[int]] = {}  # {(block, "attention" or "ffn"): [sum of ranks, elements]}
+    # {(block, "attention" or "ffn"): [sum of the LoRA ranks, number of elements of the joined matrices A and B]}
+    found: dict[tuple[str, str], list[int]] = {}
     for path, linear in adapted(model):
         _, block, part, _ = path.split(".")
         quantized |= bool(linear.nf4)

@@ -93,7 +93,8 @@ def _flat(x: Tensor) -> Tensor:
     shares the memory of x.
     """
     flat = x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
-    # .data separates the view from its base x: torch.compile would compile again for a base with other dimensions
+    # Without `.data`, the result would be a view with the base x, and torch.compile would compile again for each base
+    # with other dimensions.
     return flat.data
 
 

@@ -1,7 +1,7 @@
 """Restores optimizers from checkpoints.
 
-A restored optimizer keeps its current settings, such as lr. The optimizers in `KINDS` reject a checkpoint that another
-kind of optimizer wrote.
+A restored optimizer has the settings of the new run, such as lr, and not the settings of the checkpoint. The optimizers
+in `KINDS` reject a checkpoint that another kind of optimizer wrote.
 """
 
 from collections.abc import Callable, Mapping, Sequence

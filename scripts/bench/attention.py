@@ -1,7 +1,7 @@
 """Measures the time, TFLOP/s and peak memory of our attention and of other implementations.
 
     python -m scripts.bench.attention                                  # 1k to 64k tokens, d = 64 and 128, causal.
-    python -m scripts.bench.attention --varlen --seqlens               # no dense workloads.
+    python -m scripts.bench.attention --varlen --seqlens               # no lengths, so no dense workloads.
     python -m scripts.bench.attention --backends naive ours --head-dims 128 --seqlens 4096 16384    # two backends.
 
 Writes OUT.csv, OUT.md, OUT.png and OUT_rates.png. FlashAttention-3 (the package `fa3-fwd`, forward only) and

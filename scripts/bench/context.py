@@ -9,7 +9,7 @@ has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal 
 file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
 The benchmark times five computations, called parts. In the part `one`, each rank computes the attention of the whole
-stream. If the stream has more than 512k tokens, each rank computes the part `one` only for an equal share of the heads,
+stream. For a stream of more than 512k tokens, the part `one` computes only an equal share of the heads on each rank,
 and the script multiplies the measured time by the number of ranks. In the part `shared`, all ranks compute the
 attention of the stream together (fa_train.parallel.context). In the part `forward`, all ranks together compute only the
 forward pass of the stream's attention. In the part `alone`, each rank computes its share of the stream's attention in
@@ -72,8 +72,10 @@ START_METHOD = "spawn"
 class Setting:
     """The settings of all cases.
 
-    layers: the number of calls of the timed function in one timing. lengths: document lengths of the stream `file`.
-    warm_up: untimed repetitions. head_groups: as in ContextAttention, for the parts `shared` and `forward`.
+    layers: the number of calls of the timed function in one timing.
+    lengths: the numbers from which the token stream `file` draws document lengths.
+    warm_up: the number of untimed repetitions.
+    head_groups: the number of head groups of ContextAttention in the two benchmark parts `shared` and `forward`.
     """
 
     n_heads: int
@@ -125,7 +127,7 @@ class Case:
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
-        # the mean document length, in which a document counts once for each of its tokens, as in training
+        # the mean document length, in which a document of n tokens has the weight n, as in training
         mean = round(sum(length**2 for length in lengths) / tokens)
         self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)

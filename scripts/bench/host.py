@@ -4,7 +4,7 @@ The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, 
 schedules are built in advance. `forward` is a call without gradients, and `forward, autograd` is a call with gradients.
 The column `backward` shows the time of torch.autograd.grad for one call, including the start of autograd's engine and
 thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one more layer of a model
-adds. `backward's node` is the backward node alone, without autograd's engine.
+adds. The column `backward's node` shows the time of a direct call of the backward node, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
 table, in random order. After the last call of a sample has returned, the GPU may still work. A cell is marked as
@@ -150,9 +150,10 @@ class Row:
 
 
 def grad_mode(direction: Pass) -> AbstractContextManager[Any]:
-    """Returns a context manager that disables gradients if `direction` is NODE, and otherwise enables gradients.
+    """Returns a context manager that disables gradients in the pass "backward's node", and otherwise enables gradients.
 
-    In the pass NODE, the benchmark calls the backward node of attention directly, without autograd's engine.
+    In the pass "backward's node", the benchmark calls the backward node of attention directly, without autograd's
+    engine.
     """
     return torch.set_grad_enabled(direction != NODE)
 

@@ -226,7 +226,7 @@ def _blocks(case: Case, arch: Arch, direction: Pass) -> tuple[int, int]:
 
 
 def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of K a head's query tiles load in total."""
+    """Returns the number of rows of K that all query tiles of one head load in total."""
     if not causal:
         return math.ceil(seqlen / block_m) * seqlen
     ends = (min(first + block_m, seqlen) for first in range(0, seqlen, block_m))
@@ -234,7 +234,7 @@ def keys_read(seqlen: int, block_m: int, block_n: int, *, causal: bool) -> int:
 
 
 def queries_read(seqlen: int, block_n: int, *, causal: bool) -> int:
-    """Returns how many rows of Q a head's key tiles load."""
+    """Returns the number of rows of Q that all key tiles of one head load in total."""
     return sum(seqlen - (first if causal else 0) for first in range(0, seqlen, block_n))
 
 

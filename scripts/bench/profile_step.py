@@ -55,7 +55,9 @@ from scripts.bench.training_case import wait
 
 DEFAULTS = {"data": "synthetic", "logger": "csv", "batch_size": "1"}
 WARMUP = 4  # steps without the profiler: two that compile and allocate, and two to compare with the profiled step
-TOP = 25  # maximum number of lines in the table of kernels; a line has all launches of a kernel in one part of the step
+# Maximum number of lines in the table of kernels. Each line adds up the launches of one kernel in one part of the step,
+# such as the loss.
+TOP = 25
 
 
 class StepProfiler(Callback):

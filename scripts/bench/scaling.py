@@ -62,7 +62,7 @@ CASES = (
     "llama_8b:8192:fsdp,trainer.precision=bf16-true,optimizer=adamw_bf16,memory=selective",
 )
 STRATEGIES = "ddp", "fsdp"
-CONTEXT = "strategy.context"  # the key that sets how many GPUs share their rows
+CONTEXT = "strategy.context"  # the config key for the number of GPUs that compute each row together
 ONE = ("auto",)  # the strategy of runs on one GPU
 LOGS = 12  # number of log entries in a run, if the run has enough steps
 FAILED_LINES = 15  # how many lines are printed from the end of a failed run's log
@@ -109,7 +109,7 @@ class Run:
     steps: int
     common: tuple[str, ...] = ()
     cpu: bool = False
-    gpu: int | None = None  # the index of the only GPU, or None for any GPU
+    gpu: int | None = None  # the index of the GPU that the run must use, or None if the run may use any GPU
 
     @property
     def warm_up(self) -> int:

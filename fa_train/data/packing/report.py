@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-Histogram = tuple[tuple[int, int], ...]  # pairs (longest, documents), see `length_histogram`
+Histogram = tuple[tuple[int, int], ...]  # pairs (maximum length, number of documents), see `length_histogram`
 
 
 @dataclass(frozen=True)

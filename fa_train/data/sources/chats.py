@@ -51,13 +51,14 @@ class ChatCorpus:
     If the dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the hub, or a folder.
     If `path` is a folder that `save_to_disk` of the `datasets` library has written, its split `train` is read.
     A row has one of these forms:
-      {"messages": [{"role", "content", ...}, ...]}
-      {"conversations": [{"from", "value"}, ...]}, the format of ShareGPT
-      {"prompt", "completion"}, each a text or a list of messages; the model is trained only on the completion
-      {"prompt", "response"}, which means the same as {"prompt", "completion"}
-      {"instruction", "input", "output"}, the format of Alpaca; "input" may be missing or empty
-      {"instruction", "context", "response"}, the format of Dolly; "context" may be missing, empty or named "input"
-      {"question", "answer"} or {"query", "response"}
+      - {"messages": [{"role", "content", ...}, ...]}.
+      - {"conversations": [{"from", "value"}, ...]} (the format of ShareGPT).
+      - {"prompt", "completion"}. Each value is a text or a list of messages. The model is trained only on the
+        completion.
+      - {"prompt", "response"}. The meaning is the same as that of {"prompt", "completion"}.
+      - {"instruction", "input", "output"} (the format of Alpaca). "input" may be missing or empty.
+      - {"instruction", "context", "response"} (the format of Dolly). "context" may be missing, empty or named "input".
+      - {"question", "answer"} or {"query", "response"}.
     The content of a message is a text, or a list of parts {"type": "text", "text"}, whose texts are concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.

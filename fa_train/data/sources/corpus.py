@@ -256,8 +256,9 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
 def _with_content_hash(saved: Any) -> Any:
     """Returns a saved dataset with a hash of its files as its fingerprint.
 
-    The fingerprint that `datasets` saves is a hash of the transforms of a dataset. Other rows can have the same hash.
-    The rows of the returned dataset have all columns, as Python objects, also if the dataset was saved with a format.
+    The fingerprint that `datasets` saves is a hash of the transforms of a dataset. Datasets with different rows can
+    therefore have the same saved fingerprint. The rows of the returned dataset have all columns, as Python objects. If
+    the dataset was saved with a format (Dataset.set_format), the returned dataset does not have this format.
     """
     dataset = saved.with_format(None)
     files = [Path(file["filename"]) for file in dataset.cache_files]
@@ -276,8 +277,8 @@ def _load_data_files(folder: str, config: str | None, split: str) -> Any:
     named = load_dataset_builder(folder, config).config.data_files or {}
     files = sorted({Path(file) for of_split in named.values() for file in of_split})
     content = hash_files(Path("/"), filter(Path.is_file, files))  # skips URLs from a README.md
-    # `datasets` reuses cached rows if the files' times and the argument `description` have not changed. The hash of the
-    # contents as the description prevents this for changed files.
+    # `datasets` reuses cached rows if the files' times and the argument `description` have not changed. The argument
+    # `description` is a hash of the files' contents, so the rows of changed files are read again.
     return load_dataset(folder, config, split=split, description=content)
 
 

@@ -71,7 +71,7 @@ def log_normal_lengths(median: int, sigma: float, seed: int) -> np.ndarray:
     min(SHORTEST, median) to LONGEST * median tokens.
     Returns: the lengths in tokens, (n,) int64. The lengths depend only on the arguments and on N_TOKENS.
     """
-    # (seed, 0, 1) is not the seed of a document; the tokens of document i are drawn with the seed (seed, i)
+    # no document uses the seed (seed, 0, 1), because the tokens of document i are drawn with the seed (seed, i)
     generator = np.random.default_rng((seed, 0, 1))
     block = max(2, -(-N_TOKENS // median))
     lengths = np.empty(0, np.int64)

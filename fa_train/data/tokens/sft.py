@@ -116,7 +116,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered = self._render(template, bare, bare.messages).text
-            except ValueError:  # the template uses `name`, because it cannot render the chat without `name`
+            except ValueError:  # rendering fails without `name`, so the template uses `name`
                 continue
             if rendered == text:
                 raise ValueError(

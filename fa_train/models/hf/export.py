@@ -58,7 +58,7 @@ def export_run(
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
     written = []
-    shutil.rmtree(unfinished, ignore_errors=True)  # a killed run can have left it
+    shutil.rmtree(unfinished, ignore_errors=True)  # a folder that an earlier, killed export left
     try:
         model, step = load(checkpoint, build)
         base = None if model.origin is None else model.origin.folder
@@ -125,7 +125,7 @@ def write(
     model.config = _with_context_length(model.config, config["seq_len"])
     tokenizer = tokenizer_of(config)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    rope = new_rope(model) if adapter else None  # a whole model has the new RoPE in its config.json
+    rope = new_rope(model) if adapter else None  # for the model card, because an adapter has no config.json
     if adapter:
         save_adapter(model, folder, config["model"].get("pretrained"))
         if tokenizer is not None:
@@ -146,7 +146,7 @@ def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[
 
     A checkpoint with an adapter does not contain the frozen base model. `build` loads or draws the base model's
     weights.
-    chosen: the config keys that the user has overridden. Their values may differ from those of the training.
+    chosen: the config keys that the user has overridden. An overridden key may have another value than in training.
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, was trained with other
     settings, or has weights that are NaN or infinite.
     """
@@ -177,9 +177,9 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
     For example, the config.json of the base model can have changed. chosen: see `load`.
     """
     if any(f"{key}.".startswith(tuple(f"{of_rope}." for of_rope in ROPE_KEYS)) for key in chosen):
-        chosen = {*chosen, *ROPE_KEYS}  # the values of two keys can follow from the third
+        chosen = {*chosen, *ROPE_KEYS}  # overriding one of the three keys can change the others
     if (model.config.rope_scaling or {}).get("rope_type", "default") in ("default", "linear"):
-        chosen = {*chosen, "model.max_seq_len"}  # changes nothing that the model computes
+        chosen = {*chosen, "model.max_seq_len"}  # with these RoPE types, max_seq_len does not affect results
     changes = differences("model", model.config.values(), content.get(ARCHITECTURE), "the export", chosen)
     changes += differences("adapter", adapter_values(model), content.get(ADAPTER), "the export", chosen)
     if changes:

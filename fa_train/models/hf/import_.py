@@ -71,7 +71,7 @@ def load_pretrained(
     rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len, and is at least the checkpoint's factor. If the checkpoint already supports max_seq_len tokens, a
-    rope_scaling without a factor has no effect, unless its rope_type is "default".
+    rope_scaling without a factor has no effect. The exception is rope_type="default", which always removes the scaling.
     If rope_scaling, rope_theta or max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are
     read one by one, to torch's default device. If torch's default device is the meta device, `materialise` reads the
     weights later, and converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype,
