@@ -24,6 +24,7 @@ from fa_train.memory.planner.run import plan_memory, plan_of
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
+from fa_train.optim.adamw import require_trainable
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks
@@ -119,10 +120,13 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     (fa_train.memory.memory.Levers). With strategy.reshard_after_forward=auto, writes true or false as the value of
     reshard_after_forward to `cfg` and to the trainer's strategy.
 
-    Raises: ValueError if the run does not fit in memory, or its sequences are too long for the model.
+    Raises: ValueError if the run does not fit in memory, its sequences are too long for the model, or it would train
+    fp16 weights.
     """
     with torch.device("meta"):  # sizes only, no weights
         model = build_model(cfg, vocab_size)
+    if str(trainer.precision) != "bf16-true":  # Lightning converts all weights to bf16
+        require_trainable(model)
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     if cfg.model.vocab_size is None:
         preflight.require_tokenizer(model, cfg.choices.data, cfg.data)

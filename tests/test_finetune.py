@@ -1,6 +1,7 @@
 """Tests experiment=finetune, from chats and a checkpoint to an exported folder, and experiment=extend_context."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,6 +248,19 @@ def extended(folder: Path, *overrides: str) -> list[str]:
         f"model.pretrained={write_base(folder / 'base')}", f"data.cache_dir={folder / 'cache'}", "logger=csv",
         "data.num_workers=0", "trainer.accelerator=cpu", *overrides,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trains_fp16"),
+    [([], True), (["adapter=lora"], False), (["trainer.precision=bf16-true"], False)],
+    ids=["full", "adapter", "bf16"],
+)
+def test_weights_in_fp16_are_not_trained(overrides, trains_fp16, tmp_path):
+    apart = "data.max_doc_len=64", "model.dtype=float16"
+    message = "model.dtype must be float32 or bfloat16 for weights that are trained; got float16"
+    expected = pytest.raises(ValueError, match=message) if trains_fp16 else nullcontext()
+    with composed(tmp_path, *settings(tmp_path), *apart, *overrides) as cfg, expected:
+        training.build(cfg)
 
 
 def test_rows_are_no_longer_than_the_checkpoint_reaches(tmp_path):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
@@ -107,7 +108,11 @@ def adamw_offload(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Splits the parameters that require gradients into two groups, with and without weight decay."""
+    """Splits the parameters that require gradients into two groups, with and without weight decay.
+
+    Raises: ValueError as require_trainable.
+    """
+    require_trainable(model)
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -115,6 +120,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
             is_matrix = parameter.dim() >= 2 and "position_embedding" not in name
             (decayed if is_matrix else kept).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Raises: ValueError if a parameter that requires gradients is fp16, because its small updates would be lost."""
+    if any(parameter.dtype is torch.float16 for parameter in model.parameters() if parameter.requires_grad):
+        raise ValueError("model.dtype must be float32 or bfloat16 for weights that are trained; got float16")
 
 
 def _bf16_groups(model: nn.Module, weight_decay: float, optimizer: str) -> list[dict[str, Any]]:

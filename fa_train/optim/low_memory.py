@@ -48,15 +48,16 @@ def _update(
 ) -> None:
     """Updates a weight, its moments and its number of steps in place, in fp32.
 
-    first, second: the moments. stochastic: whether the new weight is rounded to bf16 stochastically.
+    first, second: the moments. stochastic: whether the new weight and a bf16 second moment are rounded stochastically.
     """
     steps = step + 1
     new, mean, square = adamw_values(
         weight.float(), gradient.float(), _value(first), _value(second), steps, scalars, betas, eps
     )
     updates = [(weight, _round_stochastically(new) if stochastic else new.to(weight.dtype))]
-    for moment, value in ((first, mean), (second, square)):
-        updates += zip(moment, _parts_of(value, moment), strict=False)  # the code book stays
+    for moment, value, is_signed in ((first, mean, True), (second, square, False)):
+        parts = _parts_of(value, moment, is_signed=is_signed, stochastic=stochastic)
+        updates += zip(moment, parts, strict=False)  # the code book stays
     update_in_place(scalars.found_inf != 0, [*updates, (step, steps)])
 
 
@@ -72,13 +73,22 @@ def _value(moment: Moment) -> Tensor:
     return value
 
 
-def _parts_of(value: Tensor, moment: Moment) -> Moment:
-    """Converts an fp32 value to the format of `moment`: one tensor, or the codes and scales of an 8-bit moment."""
+def _parts_of(value: Tensor, moment: Moment, *, is_signed: bool, stochastic: bool) -> Moment:
+    """Converts an fp32 value to the format of `moment`: one tensor, or the codes and scales of an 8-bit moment.
+
+    is_signed: False for the second moment. A positive second moment is never rounded to 0, because a step divides by
+    its square root. stochastic: whether bf16 moments that are not signed are rounded stochastically. Otherwise, a
+    second moment could not decrease if beta2 is close to 1: each decrease would be rounded away.
+    """
     if len(moment) == 1:
-        return (value.to(moment[0].dtype),)
+        rounds = stochastic and not is_signed and moment[0].dtype is torch.bfloat16
+        return (_round_stochastically(value) if rounds else value.to(moment[0].dtype),)
     codes, scales, book = moment
     divided, new_scales = _divide_blocks(value, codes.numel() // scales.numel())
-    return _quantize(divided, book), new_scales
+    new_codes = _quantize(divided, book)
+    if not is_signed:
+        new_codes = torch.where(value > 0, new_codes.clamp(min=1), new_codes)
+    return new_codes, new_scales
 
 
 def _parts(moment: Any) -> Moment:

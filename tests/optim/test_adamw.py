@@ -260,28 +260,67 @@ def test_low_memory_optimizers_scale_or_skip_without_waiting_for_the_gpu(name, m
 
 @pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("name", OF_TORCHAO)
-def test_low_memory_optimizers_step_like_those_of_torchao(name):
+def test_the_first_step_is_that_of_torchao(name):
+    """Later steps differ, because torchao rounds second moments to 0, and rounds bf16 second moments to nearest."""
     from torchao import optim
 
     make, dtype = LOW_MEMORY[name]
-    models = [small_model(dtype) for _ in range(2)]
-    ours = make(models[0])
-    theirs = (optim.AdamW8bit if "8bit" in name else optim._AdamW)(
-        [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in make(models[1]).param_groups],
+    models = [small_model(dtype)[0].requires_grad_() for _ in range(2)]
+    ours, theirs = (nn.ParameterList([model.weight]) for model in models)
+    ours_optimizer = make(ours)
+    theirs_optimizer = (optim.AdamW8bit if "8bit" in name else optim._AdamW)(
+        [{"params": list(theirs), "weight_decay": ours_optimizer.param_groups[0]["weight_decay"]}],
         lr=SETTINGS["lr"], betas=SETTINGS["betas"], eps=SETTINGS["eps"], bf16_stochastic_round=True,
     )  # fmt: skip
-    for step in range(3):
-        for model in models:
-            noise = torch.Generator().manual_seed(step)
-            for weight in model.parameters():
-                weight.grad = torch.randn(weight.shape, generator=noise).to(weight)
-        for optimizer in (ours, theirs):
-            torch.manual_seed(step)
-            with pytest.MonkeyPatch.context() as patch:
-                if optimizer is ours:
-                    patch.setattr(torch, "compile", lambda *_, **__: pytest.fail("torch.compile is slow"))
-                optimizer.step()
-    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+    for model, optimizer in ((ours, ours_optimizer), (theirs, theirs_optimizer)):
+        model[0].grad = torch.randn(model[0].shape, generator=torch.Generator().manual_seed(0)).to(model[0])
+        torch.manual_seed(0)
+        with pytest.MonkeyPatch.context() as patch:
+            if optimizer is ours_optimizer:
+                patch.setattr(torch, "compile", lambda *_, **__: pytest.fail("torch.compile is slow"))
+            optimizer.step()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_small_second_moment_is_not_rounded_to_zero():
+    """In each block of 256 elements, the gradients of 255 elements are 1000 times smaller than that of one element."""
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = LOW_MEMORY["8bit"][0](model)
+    scale = torch.full((4096,), 1e-3)
+    scale[::256], scale[1::256] = 1.0, 0.0
+    noise = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        before = model.weight.detach().clone()
+        model.weight.grad = (scale * torch.randn(4096, generator=noise)).view(64, 64)
+        optimizer.step()
+        step = (model.weight.detach() - before).abs().max()
+        assert step < 3 * optimizer.param_groups[0]["lr"], "torchao's largest step is 561 times the learning rate"
+    codes = optimizer.state[model.weight]["exp_avg_sq"].codes.flatten()
+    assert not codes[1::256].any() and codes[2::256].all(), "the moment of a gradient that is always 0 stays 0"
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_second_moment_in_bf16_decreases():
+    """If decreases by 0.5% were rounded to nearest, they would be lost, because bf16 has 8 bits."""
+    model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    optimizer = adamw_bf16(model, **SETTINGS | {"betas": (0.9, 0.995)})
+    exact = 0.0
+    for step in range(600):
+        gradient = 1.0 if step < 100 else 0.125
+        exact = 0.995 * exact + 0.005 * gradient**2
+        model.weight.grad = torch.full_like(model.weight, gradient)
+        optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg_sq"].float().mean().item() == pytest.approx(exact, rel=0.02)
+
+
+def test_weights_in_fp16_are_not_trained():
+    model = small_model(torch.float16)
+    message = "model.dtype must be float32 or bfloat16 for weights that are trained; got float16"
+    with pytest.raises(ValueError, match=message):
+        adamw(model, fused=False, **SETTINGS)
+    adapters = nn.ModuleList([model.requires_grad_(False), nn.Linear(4, 4)])
+    adamw(adapters, fused=False, **SETTINGS)
 
 
 @pytest.mark.gpu
