@@ -93,8 +93,8 @@ def case_of(cfg: DictConfig) -> StepCase:
     """Converts the config of a job to a StepCase.
 
     Raises: ValueError if the job has several documents per row, documents of varying length, several rows per
-    micro-batch, several devices, an adapter, or an unsupported precision. The tables and the computed minimum memory
-    of an ablation assume that each micro-batch is one document.
+    micro-batch, several devices, an adapter, or an unsupported precision. The FLOPs of a step and the minimum memory
+    are computed for rows that consist of one document.
     """
     wanted = {
         "data.document_len": cfg.seq_len,

@@ -9,15 +9,15 @@ has documents of 64 to 512 tokens, and `log-normal` has documents of log-normal 
 file, and limits each length to a quarter of the stream, as in MagiAttention's benchmarks.
 
 The benchmark times five computations, called parts. In the part `one`, each rank computes the attention of the whole
-stream. For a stream of more than 512k tokens, the part `one` computes only an equal share of the heads on each rank,
-and the script multiplies the measured time by the number of ranks. In the part `shared`, all ranks compute the
-attention of the stream together (fa_train.parallel.context). In the part `forward`, all ranks together compute only the
-forward pass of the stream's attention. In the part `alone`, each rank computes its share of the stream's attention in
-one call, without communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
+stream. For streams of more than 512k tokens, the attention heads of the part `one` are divided among the ranks, and the
+measured time is multiplied by the number of ranks. In the part `shared`, all ranks compute the attention of the stream
+together (fa_train.parallel.context). In the part `forward`, all ranks together compute only the forward pass of the
+stream's attention. In the part `alone`, each rank computes its share of the stream's attention in one call, without
+communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
-Every repetition draws new documents, and times the parts in random order. A part is called twice without timing, so
-that its launches are recorded (fa_kernels.launch.record), and then --layers times with the same documents. Each rank
-measures the mean time per call. The time of the part `one` is the mean over all ranks, and the time of every other part
+Every repetition draws new documents, and times the parts in random order. Each rank first calls a part twice without
+timing, to record the launches (fa_kernels.launch.record). Each rank then times --layers further calls with the same
+documents, and takes the mean. The time of the part `one` is the mean over all ranks, and the time of every other part
 is that of the slowest rank. The script reports medians over the repetitions. All parts except `forward` include the
 backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of
 ranks. The exposed share is the time of `shared` divided by the time of `alone`, minus 1. The script writes OUT.md with
@@ -73,9 +73,9 @@ class Setting:
     """The settings of all cases.
 
     layers: the number of calls of the timed function in one timing.
-    lengths: the numbers from which the token stream `file` draws document lengths.
+    lengths: the lengths from which the token stream with the name `file` draws its document lengths.
     warm_up: the number of untimed repetitions.
-    head_groups: the number of head groups of ContextAttention in the two benchmark parts `shared` and `forward`.
+    head_groups: the number of head groups of ContextAttention, which computes the parts `shared` and `forward`.
     """
 
     n_heads: int
@@ -127,7 +127,7 @@ class Case:
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
         plan = traffic(dealt, boundaries, rank, window)
-        # the mean document length, in which a document of n tokens has the weight n, as in training
+        # the mean document length, where a document of n tokens counts n times, as in training
         mean = round(sum(length**2 for length in lengths) / tokens)
         self.pairs = attended_pairs(lengths, window)
         self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)

@@ -22,7 +22,7 @@ PARTS = (
     COMMUNICATION,
     IDLE,
 )
-ASIDE = (COPIES, COMMUNICATION)  # a moment of the step counts as one of these parts only if no compute kernel runs
+ASIDE = (COPIES, COMMUNICATION)  # copies and communication get only the time in which no computing kernel runs
 # Patterns for the names of kernels (ours, torch, cuDNN, cuBLAS, NCCL, Liger, inductor) and of torch's operators. First
 # match wins.
 NAMES = tuple(
@@ -49,8 +49,8 @@ NAMES = tuple(
         (NORMS, r"norm|rsqrt|GammaBeta"),
     )
 )
-# Assigns kernels to parts of a step by the host range in which the kernels are launched. The part of a copy or of a
-# communication kernel depends only on the kernel's name.
+# Maps host ranges to parts of a step. A kernel belongs to the part of the host range that launches the kernel. Kernels
+# and copies whose names match the patterns of COPIES and COMMUNICATION in `NAMES` always belong to these two parts.
 OPERATORS = {
     "flash_attention::forward": ATTENTION_FORWARD,
     "flash_attention::backward": ATTENTION_BACKWARD,
@@ -120,10 +120,10 @@ def idle(intervals: Iterable[Interval], start: float, end: float) -> float:
 def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part of the step, including idle time. The parts add up to the step's time.
 
-    Each moment (point in time) of the step is assigned to exactly one part in `PARTS`. If a kernel and a copy run at
-    the same moment on a GPU, the moment is assigned to the kernel's part. If several kernels run at the same moment,
-    the kernel that started first determines the part. Without a GPU, each moment is assigned to the part of the
-    innermost operator that is running.
+    Each point in time counts for exactly one part of the step. If a computing kernel runs on a GPU at the same time as
+    a copy or a communication kernel, the time counts for the part of the computing kernel. If several computing kernels
+    run at the same time, the time counts for the part of the kernel that started first. Without a GPU, time counts for
+    the part of the innermost operator that is running.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:

@@ -52,7 +52,7 @@ from scripts.bench.command_line import add_results
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
-CHECKED_TOKENS = 384  # number of tokens in the document that `check` uses: three times the largest block size
+CHECKED_TOKENS = 384  # length in tokens of the document for checks of candidates: three times the largest block size
 Products = Literal["bfloat16", "float32", "tf32"]
 # the argument input_precision of tl.dot, as in tiles.precision_of
 PRECISION: dict[Products, str] = {"bfloat16": "ieee", "float32": "tf32x3", "tf32": "tf32"}
@@ -202,7 +202,8 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
         return run_forward
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
-    # `half` has no tiles for dk and dv, or no tiles for dq, so attention_backward launches only the candidate's kernel.
+    # The schedule `half` has tiles either for the kernels of dk and dv, or for the kernel of dq. attention_backward
+    # launches no kernel for which the schedule has no tiles.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 
@@ -220,8 +221,8 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
 def dense_results(direction: Pass, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, Tensor]:
     """Computes the outputs of a pass in `dtype` with torch.
 
-    Returns {index: output}. In a forward pass, the only output is o, with index 0. In a backward pass, dq has index 0,
-    dk has index 1, and dv has index 2.
+    Returns {index: output} with the outputs that the pass computes. The output o of the forward pass has the index 0.
+    In a backward pass, dq has the index 0, dk has the index 1, and dv has the index 2.
     """
     q, k, v, do = (x.detach().to(dtype).requires_grad_() for x in tensors)
     ends = torch.tensor([0, q.shape[0]], dtype=torch.int32)
