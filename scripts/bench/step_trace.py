@@ -121,8 +121,9 @@ def exclusive(step: Step) -> dict[str, float]:
     """Returns the microseconds of each part of the step, including idle time. The parts add up to the step's time.
 
     Each moment of the step is assigned to one part. If a kernel and a copy run at the same moment on a GPU, the moment
-    is assigned to the kernel's part. If several kernels run at the same moment, the kernel that started first
-    determines the part. Without a GPU, each moment is assigned to the part of the innermost operator that is running.
+    is assigned to the kernel's part. If several kernels run at the same moment, the moment is assigned to the part of
+    the kernel that started first. Without a GPU, each moment is assigned to the part of the innermost operator that is
+    running.
     """
 
     def rank(interval: Interval) -> tuple[bool, float]:
