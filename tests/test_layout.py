@@ -62,9 +62,11 @@ def test_no_module_uses_another_test_module():
 def misplaced(path: Path, sources: Sequence[Path]) -> str | None:
     """Returns why a file in tests/ is in the wrong folder, or None. All paths are relative to the repository.
 
-    A test folder mirrors a source folder. Tests of a module in a subfolder belong in the test subfolder of the same
-    name. For example, fa_train/parallel/context has a module deal.py, so tests/parallel must not contain test_deal.py,
-    test_context.py or test_context_*.py. A test of a module directly in the source folder is never misplaced.
+    A test folder mirrors a source folder. If a module is in a subfolder of the source folder, the module's tests belong
+    in the test subfolder of the same name. For example, the tests of fa_train/parallel/context/deal.py belong in
+    tests/parallel/context. In tests/parallel, test_deal.py would be misplaced because of its module's name, and
+    test_context.py and test_context_*.py would be misplaced because of the name of the subfolder `context`. If a source
+    folder contains x.py, the mirroring test folder is always allowed to contain test_x.py.
     """
     parts = path.parent.parts[1:]
     if NOT_MIRRORED & {*parts} or path.as_posix() in ACROSS:

@@ -129,7 +129,7 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     ids=["known", "not"],
 )
 def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monkeypatch):
-    """In the first layer, the kernels are chosen as for documents of at most 10 tokens, the window of the layer.
+    """The first layer's window has 10 tokens, so its kernels are chosen as if the documents had at most 10 tokens.
 
     Without mean_seqlen, the mean length of the documents is estimated from cu_seqlens, and padding makes the estimate
     too small.

@@ -38,7 +38,7 @@ def differences(
     node: the config node of the settings, for example "model".
     own, stored: the settings of the run and of the checkpoint, as {name: value}. If an older version of fa_train wrote
     the checkpoint, `stored` is None.
-    owner: the owner of the settings `own`, as it is called in the returned text, for example "this run".
+    owner: a phrase such as "this run" or "the export". The returned text says that `owner` has the settings `own`.
     chosen: the keys of settings that are not compared, for example "model.rope_scaling".
     """
     if stored is None:

@@ -18,7 +18,8 @@ def runs_folder(run_name: object) -> Path:
 def override_for(checkpoint: Path, runs: Path) -> str:
     """Returns the override of train.py that resumes from `checkpoint`: ckpt_path=last or ckpt_path=<path>.
 
-    The override is ckpt_path=last if ckpt_path=last searches the checkpoint's folder. runs: as for checkpoint_path.
+    The override is ckpt_path=last if `train.py ckpt_path=last` searches the folder that contains `checkpoint`. runs: as
+    for checkpoint_path.
     """
     is_found = runs.resolve() in checkpoint.resolve().parents[1:3]
     return "ckpt_path=last" if is_found else f"ckpt_path={checkpoint}"

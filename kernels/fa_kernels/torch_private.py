@@ -85,7 +85,7 @@ try:
 except ImportError:
 
     class TorchDispatchMode:  # type: ignore[no-redef]
-        """Replaces TorchDispatchMode if torch lacks this class. Use in a `with` statement raises ImportError."""
+        """Replaces TorchDispatchMode if torch lacks this class. `with TorchDispatchMode()` raises ImportError."""
 
         def __enter__(self) -> Any:
             raise ImportError(f"TorchDispatchMode is missing from torch {torch.__version__}; install torch 2.13")

@@ -7,9 +7,9 @@ thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: th
 adds. The column `backward's node` shows the time of a direct call of the backward node, without autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
-table, in random order. After the last call of a sample has returned, the GPU may still work. A cell is marked as
-GPU-bound if the GPU's remaining work takes more than 10% of the sample's time (the median over the cell's samples).
-Writes OUT.csv and OUT.md.
+table, in random order. After the last call of a sample has returned, the GPU may need extra time to finish its work.
+For each sample, this extra GPU time is divided by the sample's time. If the median of this ratio over the samples of a
+cell is more than 10%, the cell is marked as GPU-bound. Writes OUT.csv and OUT.md.
 """
 
 import argparse

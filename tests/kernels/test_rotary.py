@@ -177,9 +177,9 @@ def test_qkv_is_differentiable_to_any_order(device):
     exact_qkv = qkv.detach().double().requires_grad_()
 
     def orders(x, y):
-        """Returns four tensors: sum(y**4), and three gradients with respect to x.
+        """Returns four tensors: t0 = sum(y**4), and three gradients t1, t2 and t3 with respect to x.
 
-        Each gradient is the gradient of sum(sin(t)), where t is the preceding tensor.
+        t1 is the gradient of sum(sin(t0)), t2 is the gradient of sum(sin(t1)), and t3 is the gradient of sum(sin(t2)).
         """
         found = [(y**4).sum()]
         for _ in range(3):

@@ -229,7 +229,7 @@ def _with_rope(
     if asked is own and theta is None:
         return config
     config = copy.deepcopy(config)
-    # if this field stayed at the top level, transformers would use it instead of the field that `fields` can contain
+    # transformers ignores original_max_position_embeddings in `fields` if `config` has this key at the top level
     config.pop("original_max_position_embeddings", None)
     theta = own_theta if theta is None else float(theta)
     if config.get("rope_parameters") is None:  # the field names before transformers 5
@@ -261,8 +261,9 @@ def _asked_scaling(
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
     `own` is the checkpoint's scaling. The result is `own` if the checkpoint already supports max_seq_len tokens, and
-    `scaling` contains neither a factor nor rope_type="default". If the function adds a factor, the added factor is at
-    least the factor in `own`, because the checkpoint was trained with the factor in `own`.
+    `scaling` contains neither a factor nor rope_type="default". The checkpoint was trained with the RoPE factor in
+    `own`. If the function adds a RoPE factor to the copy of `scaling`, the added RoPE factor is therefore not smaller
+    than the RoPE factor in `own`.
     original: the number of tokens that the checkpoint would support without RoPE scaling. own_reach: the number of
     tokens that the checkpoint supports with its own scaling.
     """

@@ -186,8 +186,9 @@ def summed_gradients(
 
     Sums are computed in fp32, always in the same order, and rounded once to the dtype of `ds`.
     ds: one gradient for each buffer that `gathered` has returned.
-    totals: gradients of this rank's rows from the queries that have not read the buffers, or None if all queries have
-    read the buffers. `totals` is updated in place and returned. If `totals` is None, the function returns new tensors.
+    totals: for each tensor, the gradients of this rank's rows from attention calls that read the tensor itself, and not
+    its buffer. If all attention calls read buffers, `totals` is None. `totals` is updated in place and returned. If
+    `totals` is None, the function returns new tensors.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
     counts = Counts(*moves.counts.tolist())

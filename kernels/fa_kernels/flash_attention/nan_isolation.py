@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fa_kernels.device import ceil_div
 
-# `is_marked` reads the marks of a tile's first and last row, and no other marks, so a tile can have up to 128 rows.
+# Each mark covers 64 rows of a head. A tile can have at most 128 rows, because `is_marked` reads only two marks: the
+# mark of the tile's first row, and the mark of the tile's last row.
 ROWS_PER_MARK = tl.constexpr(64)
 
 

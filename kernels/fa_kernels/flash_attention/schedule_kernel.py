@@ -33,20 +33,21 @@ ALIGNMENT = 32  # each tensor in the common buffer begins at a multiple of ALIGN
 
 @structure
 class _Side:
-    """The inputs from which a kernel computes the ranges of queries, or the ranges of keys.
+    """The inputs from which a kernel computes the range of each query, or the range of each key.
 
-    The range of a query contains keys, and the range of a key contains the queries that see the key. A query sees
-    `left` keys before its aligned key, and `right` keys after its aligned key. For ranges of queries, `before` is
-    therefore `left`, and `after` is `right`. A key is seen by `right` queries before its aligned query, and by `left`
-    queries after its aligned query. For ranges of keys, `before` is therefore `right`, and `after` is `left`.
+    The range of a query contains the keys that the query sees. The range of a key contains the queries that see the
+    key. A query sees `left` keys before its aligned key, and `right` keys after its aligned key. If a kernel computes
+    the range of each query, `before` is therefore `left`, and `after` is `right`. A key is seen by `right` queries
+    before its aligned query, and by `left` queries after its aligned query. If a kernel computes the range of each key,
+    `before` is therefore `right`, and `after` is `left`.
     """
 
     own_ptr: tl.tensor  # cu_seqlens of the tokens whose ranges are computed, for example of the queries
-    other_ptr: tl.tensor  # cu_seqlens of the keys (for ranges of queries), or of the queries (for ranges of keys)
+    other_ptr: tl.tensor  # cu_seqlens of the tokens that the ranges contain, for example of the keys
     n_edges: tl.tensor  # the number of elements of cu_seqlens
     stride: tl.tensor  # the largest power of two that is at most n_edges
     total_own: tl.tensor  # the number of tokens whose ranges are computed
-    total_other: tl.tensor  # the number of all keys (for ranges of queries), or of all queries (for ranges of keys)
+    total_other: tl.tensor  # the number of all keys if the ranges contain keys, else the number of all queries
     before: tl.tensor  # how many tokens before the aligned token are in a range; -1 means all
     after: tl.tensor  # how many tokens after the aligned token are in a range; -1 means all
 

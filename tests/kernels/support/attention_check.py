@@ -66,10 +66,11 @@ def left_by_rounding(
     """Returns the errors of dq, dk and dv if an exact backward pass reads a rounded o and a rounded lse.
 
     Our backward pass computes P from lse, so an error of lse scales a row of P and dS. Our backward pass also computes
-    delta from o, so an error of o changes delta. An error of o or lse changes dq, dk and dv as if a term were added to
-    the gradients of o and lse. Autograd computes the errors of dq, dk and dv from the added terms. Torch's own backward
-    pass keeps P, and does not use lse. Our error can therefore exceed twice torch's error in rows that see few keys or
-    have an lse far from 0.
+    delta from o, so an error of o changes delta. The errors of o and lse change dq, dk and dv as if one extra term were
+    added to the gradient of o, and another extra term to the gradient of lse. `left_by_rounding` passes only the two
+    extra terms to autograd, as the gradients of o and lse. The results of autograd are then the errors of dq, dk and
+    dv. Torch's own backward pass keeps P, and does not use lse. Our error can therefore exceed twice torch's error in
+    rows that see few keys or have an lse far from 0.
     """
     o, lse = exact["o"].detach(), exact["lse"].detach()
     factor = torch.expm1(lse - lse.float().to(truth))
@@ -115,8 +116,8 @@ def compare(
     for name, left in rounded.items():
         floors[name] += left.abs().max().item()
     if sinks is not None:
-        # A sink's gradient is the sum of probability * (do · o) over rows. With few sinks, torch's error can be small
-        # by chance, so the allowed error also includes the standard deviation of the error that rounding o causes.
+        # dsinks sums p * (dlse - do · o) over all rows, where p is the sink's probability. With few sinks, torch's
+        # error can be small by chance, so the floor also includes the standard deviation of the error from rounding o.
         products = exact["o"] * do * torch.exp(sinks - exact["lse"].T.float())[..., None]
         floors["dsinks"] += torch.finfo(dtype).eps * products.detach().double().square().sum().sqrt().item()
     errors = {}

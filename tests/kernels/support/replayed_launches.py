@@ -286,7 +286,8 @@ def replays(call: Callable[..., tuple[Tensor, ...]], first: tuple[Tensor, ...], 
 def unclear() -> list[str]:
     """Returns an error message for each call that must not be replayed, but is replayed.
 
-    In each of the calls, a replay of the launches would skip other work or return old results.
+    A replay repeats only the launches of a recorded call. A replay of one of these calls would skip a torch operator,
+    or would use an old tensor that belongs to the recorded call.
     """
     o, do, other = torch.zeros(3, TOTAL, 4, 64)
 

@@ -43,9 +43,9 @@ def planned(exchanges=True, may_split=True):
 
 
 def saved_rows(attention, group, may_split=True):
-    """Returns a list with a number for each tensor that attention keeps for the backward pass.
+    """Returns a list of row counts, with one count for each tensor that attention keeps for the backward pass.
 
-    The number is the number of rows if the tensor is 3-D and fp32, and 0 otherwise.
+    If a tensor is not 3-D or not fp32, its count is 0.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(TOTAL, n, 16, requires_grad=True) for n in (4, 2, 2))

@@ -301,7 +301,7 @@ def _step_ahead(
 
 @gluon.jit
 def _next_place(step, following, STAGES: gl.constexpr):
-    """Returns the fields `stage` and `phase` of the `Step` whose number is `following`, the step after `step`."""
+    """Returns the fields `stage` and `phase` of the `Step` after `step`. `following` is `step.number + 1`."""
     if STAGES & (STAGES - 1) == 0:
         stage, phase = place_of(following, STAGES)
     else:

@@ -43,7 +43,7 @@ class OrderBarriers:
     due: one mbarrier for each place in the ring of dS. `due` signals that a step is allowed to add its part to dQ.
     added: `_PLACES` mbarriers. `added` signals that TMA has added a step's dQ to the sum in global memory.
     noted: `_PLACES` mbarriers. With `noted`, the warp that runs `raise_semaphores` confirms that it has received the
-        signal `added`. A later step can then use the same mbarrier of `added`.
+        signal `added` of a step. After this confirmation, a later step is allowed to signal with the same mbarrier.
     """
 
     due: gl.shared_memory_descriptor  # [DS_STAGES]

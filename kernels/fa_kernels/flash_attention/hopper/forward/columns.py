@@ -37,9 +37,9 @@ def _zeros_like(q):
 
 @gluon.jit
 def operands(p, o, q):
-    """Returns a tuple with one entry per column block of o: p in q's dtype, as the first operand of the matmul P V.
+    """Returns a tuple that contains p once for each column block of o, as the first operand of the matmul P V.
 
-    No data moves.
+    p has the dtype of q. The function moves no data between threads.
     """
     converted = ()
     for i in gl.static_range(len(o)):

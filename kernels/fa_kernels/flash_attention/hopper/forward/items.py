@@ -47,8 +47,9 @@ class Item:
 class Visits:
     """The blocks of an item that a consumer visits, from `begin` to `stop - 1`.
 
-    Blocks are counted backwards, from the last key to the first key, so `right` is less than `left`, unless every block
-    needs a mask. Blocks `right` to `left - 1` need no mask, because every row of the consumer sees all their keys.
+    Blocks are counted backwards: block 0 holds the last keys of the item. Blocks `right` to `left - 1` need no mask,
+    because every row of the consumer sees all keys of these blocks. If every block of the consumer needs a mask, `left`
+    is not greater than `right`.
     """
 
     begin: gl.tensor

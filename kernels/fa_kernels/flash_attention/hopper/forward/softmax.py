@@ -184,12 +184,13 @@ def _repeated(four, N: gl.constexpr):
 def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.constexpr):
     """Returns p = 2^(score * scale - exponent), as packed pairs, and four partial sums of p.
 
-    One int32 packs the values of p of two adjacent columns, and p holds this int32 once for each of the two columns.
-    exponent_0 and exponent_1 are row_max of the thread's two rows, in log2 units. Partial sum i adds the values i,
-    i + 4, i + 8 and so on. Without `MAX_FIRST`, `_of_thread` calls `_under` a second time if a partial sum exceeds
-    `_LARGEST_SUM`. For a row whose row_max does not change, the second call of `_under` must return the same bits as
-    the first call. `_under` therefore uses an explicit fma. Without the explicit fma, the compiler would use an fma in
-    the first call of `_under`, but would round the product `score * scale` in the second call of `_under`.
+    Each int32 packs two values: the values of p for two adjacent columns of a row. The first result contains each int32
+    twice, once for each of the two columns. exponent_0 and exponent_1 are row_max of the thread's two rows, in log2
+    units. Partial sum i adds the values i, i + 4, i + 8 and so on. Without `MAX_FIRST`, `_of_thread` calls `_under` a
+    second time if a partial sum exceeds `_LARGEST_SUM`. For a row whose row_max does not change, the second call of
+    `_under` must return the same bits as the first call. `_under` therefore uses an explicit fma. Without the explicit
+    fma, the compiler would use an fma in the first call of `_under`, but would round the product `score * scale` in the
+    second call of `_under`.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -3,9 +3,9 @@
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N], in groups of four elements. A group has two
 adjacent columns of two rows, i and i + 8. A thread holds elements of only two rows of the accumulator. The columns of
 the second group are eight columns to the right of those of the first group, and so on. `PER_ROW` is the layout of an
-accumulator [64, 8] whose eight columns represent a single value per row. In a `PER_ROW` accumulator, each of the eight
-columns of a row holds the row's value, or the eight columns add up to this value. Each thread holds four elements of an
-accumulator with the layout `PER_ROW`.
+accumulator [64, 8] that stores one value for each row. Each of the eight columns of a row holds the row's value, or the
+eight columns of a row add up to the row's value. Each thread holds four elements of an accumulator with the layout
+`PER_ROW`.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
@@ -36,7 +36,10 @@ def operand(n):
 
 
 class _OneTuple:
-    """A Triton code generator that calls a function with one tuple of tensor elements, followed by the constants."""
+    """Wraps a Triton code generator. `call_JitFunction` passes all `values` to `function` as one tuple.
+
+    `constants` are further arguments of `function`.
+    """
 
     def __init__(self, generator, constants):
         self.generator, self.constants = generator, constants
@@ -81,9 +84,9 @@ def first_columns(x):
 def in_order_of_threads(x):
     """Views an accumulator x [64, N] as [2 N, 32]. A row of the view holds four elements from each of eight threads.
 
-    No data moves between threads. Let r0, r1, ... be the bits of a row index r, and let c0, c1, ... be the bits of a
-    column index c, beginning with the lowest bit. From the lowest to the highest, the bits of the flat index of element
-    (r, c) in the view are c0, r3, c1, c2, r0, r1, r2, r4, r5 and the other bits of c.
+    No data moves between threads. Element (r, c) of x has a flat index in the view. From the lowest to the highest, the
+    bits of this flat index are c0, r3, c1, c2, r0, r1, r2, r4, r5, c3, c4 and so on. Here c0 is the lowest bit of the
+    column index c, and r3 is bit 3 of the row index r.
     """
     x = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(x, [3, 0, 2, 4, 1, 5]), [x.shape[3] * 16, 32])
