@@ -209,6 +209,8 @@ class Monitor(Callback):
         self._validation_start = Timestamp(pl_module.device)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
         self.val_step = trainer.global_step
         self.log_metrics(trainer, trainer.global_step, {"val/loss": trainer.callback_metrics["val/loss"].item()})
         self._validations.append((self._validation_start, Timestamp(pl_module.device)))

@@ -204,6 +204,17 @@ def test_mfu_counts_the_documents_of_all_steps_since_the_last_log(family, tmp_pa
     assert column(tmp_path, "perf/mfu") == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("interval", [3, 100])
+def test_a_sanity_check_is_not_logged(interval, tmp_path, capsys):
+    """Before training, Lightning's sanity check validates the untrained model on some of the rows."""
+    sanity = ["trainer.num_sanity_val_steps=1", f"trainer.val_check_interval={interval}", "data.micro_batch_size=1"]
+    trainer = fit(tmp_path, Synchronous(), UNSAVED, *sanity)
+    validated = list(range(interval, STEPS + 1, interval))
+    assert sorted(column(tmp_path, "val/loss")) == validated
+    assert ("val/loss" in monitor_of(trainer).summary()) == bool(validated)
+    assert f"step 0/{STEPS}" not in capsys.readouterr().out
+
+
 class NoSync(Callback):
     """Makes torch raise an error if the host waits for the GPU, except in the first steps, which compile kernels."""
 
