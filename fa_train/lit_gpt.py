@@ -26,6 +26,7 @@ from fa_train.models.lora import adapter_values
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
+SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores both counts under these keys
 # FOR_MICRO_BATCH or FOR_UPDATE is part of each seed, so that micro-batches and updates get different random numbers
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2
 
@@ -56,6 +57,7 @@ class LitGPT(L.LightningModule):
         self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
         self.micro_batch_tokens = 0
         self.step_loss = self.step_grad_norm = torch.tensor(float("nan"))
+        self._skips_before = (0, 0)  # the checkpoint's `SKIPPED` and `SKIPPED_IN_A_ROW`, or 0 in a new run
         self.total_pairs: Tensor
         self._sums: Tensor  # the step's loss, number of labels and attention_pairs, summed in fp64
         self._val_sums: Tensor  # the loss and the number of labels, summed over the validation
@@ -83,9 +85,9 @@ class LitGPT(L.LightningModule):
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self.total_pairs = torch.zeros((), dtype=torch.float64, device=self.device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.skipped_steps = self.longest_skip = self._skipped_in_a_row = torch.zeros(
-            (), dtype=torch.int64, device=self.device
-        )
+        self.skipped_steps, self._skipped_in_a_row = torch.tensor(self._skips_before, device=self.device)
+        # longest_skip covers this run alone, so that a run can resume after more skips than max_skipped_steps
+        self.longest_skip = torch.zeros_like(self.skipped_steps)
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Returns the loss in nats, summed over the labels of a batch."""
@@ -195,13 +197,15 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the frozen base model's weights to the checkpoint.
+        """Adds the frozen base model's weights to the checkpoint, and continues the counts of skipped steps.
 
+        If the checkpoint of an older version lacks these counts, they start at 0.
         Prints the settings of the run that differ from the settings in the checkpoint.
         Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
         model.
         """
         restore_base(self.model, checkpoint)
+        self._skips_before = checkpoint.get(SKIPPED, 0), checkpoint.get(SKIPPED_IN_A_ROW, 0)
         changes = differences("model", self.model.config.values(), checkpoint.get(ARCHITECTURE))
         changes += differences("adapter", adapter_values(self.model), checkpoint.get(ADAPTER))
         for change in changes:
@@ -217,6 +221,7 @@ class LitGPT(L.LightningModule):
         """
         checkpoint[ARCHITECTURE] = self.model.config.values()
         checkpoint[ADAPTER] = adapter_values(self.model)
+        checkpoint[SKIPPED], checkpoint[SKIPPED_IN_A_ROW] = self.skipped_steps.item(), self._skipped_in_a_row.item()
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches
