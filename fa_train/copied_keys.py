@@ -28,6 +28,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
         (1,), "Set batch_size and data.micro_batch_size, which determine the accumulation",
     ),
     "trainer.limit_train_batches": ((None, 1.0), "Set max_steps instead"),
+    "trainer.fast_dev_run": ((0, False), "Set max_steps=1 instead"),
     "trainer.max_epochs": ((None, -1), "Set epochs or max_steps instead"),
     "trainer.min_epochs": ((None,), "Only max_steps or epochs determines the length of a run"),
     "trainer.min_steps": ((None,), "Only max_steps or epochs determines the length of a run"),

@@ -1,6 +1,8 @@
 """The FLOPs of a training step and the peak FLOP/s of GPUs, which determine the MFU (model FLOPs utilisation)."""
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -32,22 +34,37 @@ PEAKS = (
 Number = TypeVar("Number", float, Tensor)
 
 
-def train_flops(model: ModelConfig, total_tokens: int, sum_sq_doc_len: Number) -> Number:
+def train_flops(model: ModelConfig, total_tokens: int, pairs: Number) -> Number:
     """Returns the model FLOPs of the forward and backward pass, without recomputed activations.
 
-    The formula is 6 * N * T + 6 * n_layers * n_heads * head_dim * S. T is total_tokens. S is sum_sq_doc_len, the sum of
-    squared document lengths. N counts the weights of all matrices, including the head. Embeddings, norms and biases are
-    not in N.
-    The term with T is for the weights: the forward needs 2 FLOPs per weight and token. The term with S is for
-    attention. For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head.
-    Causal attention has about `S / 2` pairs of a query and a visible key. For both terms, the backward needs twice
-    as many FLOPs as the forward. The formula overestimates the MFU of LoRA: it counts frozen weights like trained
-    weights, although LoRA computes no gradients of frozen weights. If sum_sq_doc_len is a tensor, the result is a
-    tensor, and the host does not wait for the GPU.
+    The formula is 6 * N * T + 12 * n_heads * head_dim * P. T is total_tokens. P is `pairs`, the result of
+    attention_pairs. N counts the weights of all matrices, including the head. Embeddings, norms and biases are not in
+    N.
+    The term with T is for the weights: the forward needs 2 FLOPs per weight and token. The term with P is for
+    attention. For each pair of a query and a visible key, Q K^T and P V together need 4 * head_dim FLOPs per head. For
+    both terms, the backward needs twice as many FLOPs as the forward. The formula overestimates the MFU of LoRA: it
+    counts frozen weights like trained weights, although LoRA computes no gradients of frozen weights. If `pairs` is a
+    tensor, the result is a tensor, and the host does not wait for the GPU.
     """
     matrices = model.n_layers * sum(model.block_matrices) + model.dim * model.vocab_size
-    attention = 6 * model.n_layers * model.query_dim
-    return 6.0 * matrices * total_tokens + attention * sum_sq_doc_len
+    return 6.0 * matrices * total_tokens + 12 * model.query_dim * pairs
+
+
+def attention_pairs(windows: Sequence[int | None], lengths: Tensor) -> Tensor:
+    """Returns the number of pairs of a query and a visible key, summed over all layers and documents.
+
+    A document of L tokens has about `L**2 / 2` pairs in a layer without a window. In a layer with a window of W < L
+    tokens, about `(L - W)**2 / 2` of these pairs are outside the window. Both numbers count half of the pair of each
+    query with its own key. The host does not wait for the GPU.
+    windows: the window of each layer in tokens, or None, as in ModelConfig.windows.
+    Shapes: lengths (n_docs,) -> () fp64.
+    """
+    lengths = lengths.double()
+    squares = len(windows) * lengths.square().sum()
+    for window, layers in Counter(windows).items():
+        if window is not None:
+            squares = squares - layers * (lengths - window).clamp(min=0).square().sum()
+    return squares / 2
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:

@@ -17,6 +17,7 @@ from fa_train.bounds import Seed
 from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
 from fa_train.checkpoints.base import drop_base, restore_base
 from fa_train.data.packing.collate import Batch
+from fa_train.flops import attention_pairs
 from fa_train.memory.loss import IGNORE_INDEX
 from fa_train.memory.planner.plan import require_precision
 from fa_train.models.float8 import Float8, use_float8
@@ -25,6 +26,7 @@ from fa_train.models.lora import adapter_values
 from fa_train.optim.resume import require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
+SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores both counts under these keys
 # FOR_MICRO_BATCH or FOR_UPDATE is part of each seed, so that micro-batches and updates get different random numbers
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2
 
@@ -34,8 +36,8 @@ class LitGPT(L.LightningModule):
 
     A batch is a packed stream: tokens, labels and position_ids (total,) int64, cu_seqlens (n_docs + 1,) int32.
     Each optimizer step sets three tensors on the device, which are computed over all micro-batches and all ranks.
-    `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping.
-    `step_squared_lengths` is the sum of squared document lengths.
+    `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping. `total_pairs` is
+    the result of attention_pairs, summed over all steps since the run started or was resumed.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
     Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. `use_float8` can
     raise further errors.
@@ -54,8 +56,10 @@ class LitGPT(L.LightningModule):
         self.model = model
         self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
         self.micro_batch_tokens = 0
-        self.step_loss = self.step_grad_norm = self.step_squared_lengths = torch.tensor(float("nan"))
-        self._sums: Tensor  # the step's loss, number of labels and squared document lengths, summed in fp64
+        self.step_loss = self.step_grad_norm = torch.tensor(float("nan"))
+        self._skips_before = (0, 0)  # the checkpoint's `SKIPPED` and `SKIPPED_IN_A_ROW`, or 0 in a new run
+        self.total_pairs: Tensor
+        self._sums: Tensor  # the step's loss, number of labels and attention_pairs, summed in fp64
         self._val_sums: Tensor  # the loss and the number of labels, summed over the validation
         if float8 is not None:
             use_float8(model, float8)
@@ -79,10 +83,11 @@ class LitGPT(L.LightningModule):
     def on_fit_start(self) -> None:
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.total_pairs = torch.zeros((), dtype=torch.float64, device=self.device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.skipped_steps = self.longest_skip = self._skipped_in_a_row = torch.zeros(
-            (), dtype=torch.int64, device=self.device
-        )
+        self.skipped_steps, self._skipped_in_a_row = torch.tensor(self._skips_before, device=self.device)
+        # longest_skip covers this run alone, so that a run can resume after more skips than max_skipped_steps
+        self.longest_skip = torch.zeros_like(self.skipped_steps)
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Returns the loss in nats, summed over the labels of a batch."""
@@ -96,11 +101,10 @@ class LitGPT(L.LightningModule):
         of_shard = [batch["context_rank"]] if "context_rank" in batch else []
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]
-        lengths = batch["cu_seqlens"].diff().double()
         # with context parallelism, all ranks of a context group count the same documents, so each rank adds only its
-        # fraction of the squared lengths
-        squared_lengths = lengths.square().sum() / context_ranks(self.trainer.strategy)
-        self._sums += torch.stack([loss.detach().double(), count_labels(labels), squared_lengths])
+        # fraction of the pairs
+        pairs = attention_pairs(self.model.windows, batch["cu_seqlens"].diff()) / context_ranks(self.trainer.strategy)
+        self._sums += torch.stack([loss.detach().double(), count_labels(labels), pairs])
         self.micro_batch_tokens = labels.numel()
         # The loss is divided by the number of tokens, because the number of labels in the step is not yet known. After
         # the last micro-batch, `configure_gradient_clipping` rescales the gradients.
@@ -115,9 +119,10 @@ class LitGPT(L.LightningModule):
 
         Lightning calls this hook between the backward pass and the optimizer's update.
         """
-        loss, labels, self.step_squared_lengths = self._of_all_ranks(self._sums)
+        loss, labels, pairs = self._of_all_ranks(self._sums)
         self._sums.zero_()
         self.step_loss = loss / labels  # the loss is NaN in a step without labels
+        self.total_pairs = self.total_pairs + pairs
         labels = labels.clamp(min=1)
         # Lightning has divided gradients by the number of micro-batches, and DDP or FSDP by the number of ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
@@ -192,13 +197,15 @@ class LitGPT(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the frozen base model's weights to the checkpoint.
+        """Adds the frozen base model's weights to the checkpoint, and continues the counts of skipped steps.
 
+        If the checkpoint of an older version lacks these counts, they start at 0.
         Prints the settings of the run that differ from the settings in the checkpoint.
         Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
         model.
         """
         restore_base(self.model, checkpoint)
+        self._skips_before = checkpoint.get(SKIPPED, 0), checkpoint.get(SKIPPED_IN_A_ROW, 0)
         changes = differences("model", self.model.config.values(), checkpoint.get(ARCHITECTURE))
         changes += differences("adapter", adapter_values(self.model), checkpoint.get(ADAPTER))
         for change in changes:
@@ -214,6 +221,7 @@ class LitGPT(L.LightningModule):
         """
         checkpoint[ARCHITECTURE] = self.model.config.values()
         checkpoint[ADAPTER] = adapter_values(self.model)
+        checkpoint[SKIPPED], checkpoint[SKIPPED_IN_A_ROW] = self.skipped_steps.item(), self._skipped_in_a_row.item()
         drop_base(self.model, checkpoint, self.trainer.strategy.root_device)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         completed = self.trainer.global_step * self.trainer.accumulate_grad_batches

@@ -36,6 +36,14 @@ from tests.support.training import composed
             r"trainer.limit_train_batches must be 1.0; got 1. Set max_steps instead", id="one-batch",
         ),
         pytest.param(
+            ["+trainer.fast_dev_run=true"],
+            "trainer.fast_dev_run must be false; got true. Set max_steps=1 instead", id="development-run",
+        ),
+        pytest.param(
+            ["+trainer.fast_dev_run=3"],
+            "trainer.fast_dev_run must be false; got 3. Set max_steps=1 instead", id="development-run-of-3-batches",
+        ),
+        pytest.param(
             ["trainer.use_distributed_sampler=true"],
             "trainer.use_distributed_sampler must be false; got true. The data module itself", id="sampler",
         ),
@@ -75,7 +83,7 @@ def test_equal_values_pass(tmp_path):
         "+trainer.accumulate_grad_batches=1",
         "trainer.max_epochs=null",
         "+trainer.min_epochs=null",
-        "+trainer.fast_dev_run=true",
+        "+trainer.fast_dev_run=false",
         "+trainer.limit_train_batches=1.0",
         "+trainer.overfit_batches=0",
     ]

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fa_train.flops import peak_flops, train_flops
+from fa_train.flops import attention_pairs, peak_flops, train_flops
 from fa_train.models.attention import naive_attention
 from tests.models.support.gpt import build
 
 
 @pytest.mark.parametrize("overrides", [{}, {"tied": False, "activation": "gelu", "head_dim": 32}], ids=["tied", "wide"])
 def test_formula_equals_torchs_count(overrides):
-    # naive attention also computes the half above the diagonal, so torch counts twice the formula's FLOPs for attention
+    # naive attention also computes the half above the diagonal, so torch counts 24**2 pairs in each of the 2 layers
     model = build(attention=naive_attention, **overrides)
     tokens = torch.randint(40, (24,))
     with FlopCounterMode(display=False) as counter:
@@ -19,7 +19,32 @@ def test_formula_equals_torchs_count(overrides):
     assert train_flops(model.config, 24, 2 * 24**2) == counter.get_total_flops()
 
 
-def test_lengths_may_stay_on_the_gpu():
+@pytest.mark.parametrize(
+    "windows",
+    [
+        pytest.param([None, None], id="no-windows"),
+        pytest.param([9, 9], id="equal-windows"),
+        pytest.param([9, None, 30, 9, 1], id="mixed"),
+        pytest.param([2**40], id="longer-than-all"),
+    ],
+)
+def test_pairs_are_those_inside_the_windows(windows):
+    lengths = [8, 9, 10, 1, 0, 50]
+    expected = 0.0
+    for window in windows:
+        for length in lengths:
+            visible = [min(query + 1, window or length) for query in range(length)]
+            expected += sum(visible) - min(length, window or length) / 2
+    assert attention_pairs(windows, torch.tensor(lengths, dtype=torch.int32)).item() == expected
+
+
+def test_attention_without_windows_has_half_the_squared_lengths():
+    model, lengths = build(n_layers=3), [8192, 100_000]
+    squares = sum(length**2 for length in lengths)
+    assert attention_pairs(model.windows, torch.tensor(lengths)).item() == 3 * squares / 2
+
+
+def test_pairs_may_stay_on_the_gpu():
     model = build()
     flops = train_flops(model.config, 24, torch.tensor(300.0, dtype=torch.float64))
     assert isinstance(flops, torch.Tensor) and flops.item() == train_flops(model.config, 24, 300.0)

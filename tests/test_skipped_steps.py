@@ -17,7 +17,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
+from fa_train.checkpoints.files import read_file, write_file
 from fa_train.errors import DivergedError
+from fa_train.lit_gpt import SKIPPED, SKIPPED_IN_A_ROW
 from tests.support import processes
 from tests.support.processes import start_server
 from tests.support.ranks import FORKED, processes_can_talk, ranks_of_torchrun
@@ -31,6 +33,7 @@ SMALL = (
     "model.n_layers=1", "seq_len=16", "batch_size=2", "trainer.val_check_interval=12", "data.val_rows=2",
     "data.micro_batch_size=2", "callbacks.checkpoint=null",
 )  # fmt: skip
+SAVING = tuple(override for override in SMALL if override != "callbacks.checkpoint=null")
 RUNS = {
     "adamw": [],
     "adamw-not-fused": ["optimizer.fused=false"],
@@ -96,9 +99,9 @@ def bad_steps(*steps: int) -> list[str]:
 UNDONE = ["+callbacks.undo._target_=tests.test_skipped_steps.Undo", f"+callbacks.undo.step={BAD}"]
 
 
-def run(folder: Path, corpus: Path, *overrides: str) -> Path:
+def run(folder: Path, corpus: Path, *overrides: str, settings: tuple[str, ...] = SMALL) -> Path:
     folder.mkdir()
-    with composed(folder, *tiny(corpus, *SMALL, *overrides)) as cfg:
+    with composed(folder, *tiny(corpus, *settings, *overrides)) as cfg:
         training.train(cfg)
     return folder
 
@@ -187,8 +190,7 @@ def test_five_skipped_steps_in_a_row_end_a_run(ranks, tmp_path):
 
     The run ends at step 12, the first logged step after step 10.
     """
-    settings = [override for override in SMALL if override != "callbacks.checkpoint=null"]
-    overrides = tiny(tmp_path, *settings, *DIVERGING, "batch_size=4", *ranks)
+    overrides = tiny(tmp_path, *SAVING, *DIVERGING, "batch_size=4", *ranks)
     arguments = ["train.py", *overrides, *bad_steps(*range(5, 10))]
     done = processes.finish(FORKED, arguments, tmp_path, quiet_environment())
     assert done.returncode == 1, done.stderr
@@ -214,3 +216,33 @@ def test_the_limit_is_a_setting(limit, ends, tmp_path):
     limited = [f"callbacks.monitor.max_skipped_steps={limit}", "max_steps=8", *bad_steps(*range(1, 7))]
     with pytest.raises(DivergedError, match=r"step 3: 2 consecutive optimizer steps were") if ends else nullcontext():
         run(tmp_path / "run", tmp_path, *limited)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run of 5 steps, in which steps 2, 4 and 5 are skipped. Returns its checkpoint of step 5."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run(folder / "run", folder, "max_steps=5", *bad_steps(1, 3, 4), settings=SAVING)
+    [path] = folder.rglob("step_0000005.ckpt")
+    return path
+
+
+def test_a_resumed_run_continues_the_counts(stopped, tmp_path):
+    folder = run(tmp_path / "run", tmp_path, "max_steps=7", f"ckpt_path={stopped}", *bad_steps(5))
+    assert column(folder, "train/skipped_steps") == {6: 4, 7: 4}
+    limited = ["max_steps=7", f"ckpt_path={stopped}", "callbacks.monitor.max_skipped_steps=3"]
+    with pytest.raises(DivergedError, match="step 6: 3 consecutive optimizer steps were skipped"):
+        run(tmp_path / "limited", tmp_path, *limited, *bad_steps(5))
+
+
+def test_a_run_resumes_after_more_skips_than_its_limit(stopped, tmp_path):
+    limited = ["max_steps=6", f"ckpt_path={stopped}", "callbacks.monitor.max_skipped_steps=2"]
+    assert column(run(tmp_path / "run", tmp_path, *limited), "train/skipped_steps") == {6: 3}
+
+
+def test_a_checkpoint_without_the_counts_is_counted_from_zero(stopped, tmp_path):
+    content = read_file(stopped)
+    assert (content.pop(SKIPPED), content.pop(SKIPPED_IN_A_ROW)) == (3, 2)
+    write_file(content, tmp_path / "older.ckpt")
+    folder = run(tmp_path / "run", tmp_path, "max_steps=6", f"ckpt_path={tmp_path}/older.ckpt", *bad_steps(5))
+    assert column(folder, "train/skipped_steps") == {6: 1}

@@ -184,7 +184,7 @@ class Checkpoint(CheckpointCallback):
 
         Returns whether a checkpoint of the current step exists or is being written. The result is equal on all ranks.
         """
-        if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if self._saved_step is None:
             return False
         if self._save_in_flight is not None and self._save_in_flight.step == trainer.global_step:
             return True
@@ -303,8 +303,6 @@ def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
     if not isinstance(trainer.checkpoint_callback, Checkpoint):  # export_last cannot use Lightning's own callback
         raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise ValueError("export=true needs checkpoints; trainer.fast_dev_run must be false, since it saves none")
 
 
 def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> None:

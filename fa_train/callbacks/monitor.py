@@ -82,6 +82,7 @@ class Monitor(Callback):
         self._checkpoint_lr: float | None = None  # the learning rate that the checkpoint stores for the next step
         self._resumed_step = self._resumed_tokens = 0  # the step and tokens of the checkpoint, or 0 in a new run
         self._window_start: Timestamp | None = None  # None until the first micro-batch
+        self._window_pairs: Tensor | float = 0.0  # LitGPT.total_pairs at the last reading
         self._reading: Reading | None = None  # not logged yet
         self._validations: list[Span] = []  # since the last reading
         self._comparison: RankComparison | None = None  # _comparison and _timer are None in a run of one rank
@@ -96,7 +97,7 @@ class Monitor(Callback):
             self._comparison, self._timer = RankComparison(), CommunicationTimer(pl_module.device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._window_step, self._window_waited = trainer.global_step, 0.0
+        self._window_step, self._window_waited, self._window_pairs = trainer.global_step, 0.0, 0.0
         self._validations.clear()
         lr, stored = float(trainer.optimizers[0].param_groups[0]["lr"]), self._checkpoint_lr
         if stored is not None and not math.isclose(lr, stored, rel_tol=LR_TOLERANCE):
@@ -130,7 +131,8 @@ class Monitor(Callback):
             return
         assert isinstance(pl_module, LitGPT) and self._window_start is not None
         steps_skipped = [pl_module.skipped_steps, pl_module.longest_skip]
-        measured = [pl_module.step_loss, pl_module.step_grad_norm, pl_module.step_squared_lengths, *steps_skipped]
+        pairs = pl_module.total_pairs - self._window_pairs
+        measured = [pl_module.step_loss, pl_module.step_grad_norm, pairs, *steps_skipped]
         # the host does not wait for the copy, because the copy goes to pinned memory
         values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
         end, waited = Timestamp(pl_module.device), time_waited(trainer)
@@ -141,6 +143,7 @@ class Monitor(Callback):
             self._timer.end() if self._timer else [],
         )  # fmt: skip
         self._window_start, self._window_step, self._window_waited = end, trainer.global_step, waited
+        self._window_pairs = pl_module.total_pairs
         self._validations.clear()
 
     def log_reading(self, trainer: L.Trainer, *, together: bool = True) -> None:
@@ -154,12 +157,12 @@ class Monitor(Callback):
         if reading is None:
             return
         reading.end.wait()
-        loss, grad_norm, squared_lengths, skipped, longest_skip = reading.values.tolist()
+        loss, grad_norm, pairs, skipped, longest_skip = reading.values.tolist()
         validation = sum(end.seconds_since(start) for start, end in reading.validations)
         seconds = (reading.end.seconds_since(reading.start) - validation) / reading.steps
         lit_gpt, device = trainer.lightning_module, trainer.strategy.root_device
         assert isinstance(lit_gpt, LitGPT)
-        flops = train_flops(lit_gpt.model.config, self.tokens_per_step, squared_lengths)
+        flops = train_flops(lit_gpt.model.config, reading.steps * self.tokens_per_step, pairs) / reading.steps
         dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
         self._rates.append(self.tokens_per_step / seconds)
         self.log_metrics(
@@ -206,6 +209,8 @@ class Monitor(Callback):
         self._validation_start = Timestamp(pl_module.device)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
         self.val_step = trainer.global_step
         self.log_metrics(trainer, trainer.global_step, {"val/loss": trainer.callback_metrics["val/loss"].item()})
         self._validations.append((self._validation_start, Timestamp(pl_module.device)))

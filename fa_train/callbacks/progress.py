@@ -56,6 +56,8 @@ class StepProgress(ProgressBar):
         self._show(trainer)  # Monitor has already logged the training step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
         self._show(trainer)
         if self._lines:
             val = describe({"val/loss": monitor_of(trainer).latest["val/loss"]})

@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import CONF
-from fa_train.flops import peak_flops, train_flops
+from fa_train.flops import attention_pairs, peak_flops, train_flops
 from fa_train.models.attention import Attention, require_backend
 from fa_train.models.gpt import GPT
 from scripts.bench.training_case import VOCABULARY, WARMUP, Device, StepTimes, training_config
@@ -168,7 +168,8 @@ def _measure_step(case: StepCase) -> Result:
         return Result("oom", *memory_gib(case.device))
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
-    flops = train_flops(model.config, case.seq_len, float(case.seq_len) ** 2)
+    pairs = attention_pairs(model.windows, torch.tensor([case.seq_len]))
+    flops = train_flops(model.config, case.seq_len, pairs.item())
     dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
     return finished(case, statistics.median(times.milliseconds), len(times.milliseconds), flops, dtype)
 

@@ -25,7 +25,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from fa_train.flops import train_flops
+from fa_train.flops import attention_pairs, train_flops
 from fa_train.models.gpt import GPT
 from scripts.ablation.cases import Device, Precision, Result, StepCase, capacity, configuration, finished, memory_gib
 from scripts.ablation.formula import step_formula
@@ -147,7 +147,8 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
         model: GPT = instantiate(configuration(case).model)
     tokens_per_s = measured["perf/tokens_per_s"]
     step_ms = cfg.batch_size * case.seq_len / tokens_per_s * 1e3
-    flops = train_flops(model.config, cfg.batch_size * case.seq_len, cfg.batch_size * float(case.seq_len) ** 2)
+    pairs = attention_pairs(model.windows, torch.tensor([case.seq_len] * cfg.batch_size))
+    flops = train_flops(model.config, cfg.batch_size * case.seq_len, pairs.item())
     dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
     return replace(finished(case, step_ms, cfg.max_steps, flops, dtype), tokens_per_s=tokens_per_s)
 

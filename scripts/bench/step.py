@@ -44,7 +44,7 @@ from omegaconf import DictConfig
 import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import options
-from fa_train.flops import peak_flops, train_flops
+from fa_train.flops import attention_pairs, peak_flops, train_flops
 from fa_train.models.gpt import GPT
 from scripts.bench.command_line import (
     add_results,
@@ -179,8 +179,8 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
         return None
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
-    squares = float(sum(length**2 for length in document_lens(config)))
-    return train_flops(model.config, config.seq_len, squares) / step_ms * 1e3 / peak
+    pairs = attention_pairs(model.windows, torch.tensor(document_lens(config)))
+    return train_flops(model.config, config.seq_len, pairs.item()) / step_ms * 1e3 / peak
 
 
 def run_apart(case: Case, timeout: float) -> Row:

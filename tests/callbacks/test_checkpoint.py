@@ -86,11 +86,6 @@ def test_a_resumed_run_without_time_left_exports_its_checkpoint(tmp_path):
     assert (rest / "exported" / "config.json").exists()
 
 
-def test_a_development_run_cannot_export(tmp_path):
-    with pytest.raises(ValueError, match=r"export=true needs checkpoints; trainer.fast_dev_run must be false"):
-        run(tmp_path, "++trainer.fast_dev_run=true", "export=true", "model=llama_1b")
-
-
 def test_a_run_without_time_for_a_step_exports_nothing(tmp_path):
     with pytest.raises(ValueError, match="export=true needs at least one training step"):
         run(tmp_path, "+trainer.max_time=00:00:00:00", "export=true", "model=llama_1b")

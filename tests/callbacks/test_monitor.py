@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from fa_train.callbacks.monitor import Monitor, Reading, monitor_of
 from fa_train.callbacks.progress import describe
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.errors import DivergedError
+from fa_train.flops import attention_pairs, train_flops
 from tests.support.training import column, composed, tiny
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,48 @@ def test_validation_does_not_count_as_training_time(tmp_path, monkeypatch):
     assert monitor_of(trainer).latest_step == STEPS
     rates = column(tmp_path, "perf/tokens_per_s")
     assert monitor_of(trainer).summary()["perf/tokens_per_s"] == pytest.approx((rates[8] + rates[10]) / 2)
+
+
+class DocumentLengths(Callback):
+    """Records the document lengths of each step."""
+
+    def __init__(self) -> None:
+        self.of_step: dict[int, list[torch.Tensor]] = {}
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.of_step.setdefault(trainer.global_step + 1, []).append(batch["cu_seqlens"].diff())
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("null", id="no-window"),
+        pytest.param("{_target_:fa_train.models.config.Family,windows:[5]}", id="window"),
+    ],
+)
+def test_mfu_counts_the_documents_of_all_steps_since_the_last_log(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("fa_train.callbacks.monitor.utilisation", lambda flops_per_s, *_: {"perf/mfu": flops_per_s})
+    watching = DocumentLengths()
+    trainer = fit(tmp_path, watching, UNSAVED, f"model.family={family}", "trainer.val_check_interval=3")
+    model, times = trainer.lightning_module.model, column(tmp_path, "perf/step_ms")
+    pairs = [attention_pairs(model.windows, torch.cat(watching.of_step[step])).item() for step in range(1, STEPS + 1)]
+    assert len(set(pairs)) > 2, "the steps must differ"
+    expected = {
+        last: train_flops(model.config, 4 * 16, statistics.mean(pairs[first:last])) / (times[last] / 1e3)
+        for first, last in ((0, 4), (4, 8), (8, STEPS))
+    }
+    assert column(tmp_path, "perf/mfu") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("interval", [3, 100])
+def test_a_sanity_check_is_not_logged(interval, tmp_path, capsys):
+    """Before training, Lightning's sanity check validates the untrained model on some of the rows."""
+    sanity = ["trainer.num_sanity_val_steps=1", f"trainer.val_check_interval={interval}", "data.micro_batch_size=1"]
+    trainer = fit(tmp_path, Synchronous(), UNSAVED, *sanity)
+    validated = list(range(interval, STEPS + 1, interval))
+    assert sorted(column(tmp_path, "val/loss")) == validated
+    assert ("val/loss" in monitor_of(trainer).summary()) == bool(validated)
+    assert f"step 0/{STEPS}" not in capsys.readouterr().out
 
 
 class NoSync(Callback):
