@@ -184,7 +184,7 @@ class Checkpoint(CheckpointCallback):
 
         Returns whether a checkpoint of the current step exists or is being written. The result is equal on all ranks.
         """
-        if self._saved_step is None:
+        if self._saved_step is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return False
         if self._save_in_flight is not None and self._save_in_flight.step == trainer.global_step:
             return True

@@ -130,7 +130,7 @@ def test_a_signal_after_a_failed_save_saves_once_more(background, tmp_path):
     strategy = SimpleNamespace(
         root_device=CPU, broadcast=lambda value: value, reduce_boolean_decision=lambda finite, all: finite
     )
-    trainer, said = Mock(world_size=2, global_step=1, strategy=strategy, loggers=[]), []
+    trainer, said = Mock(world_size=2, global_step=1, fast_dev_run=False, strategy=strategy, loggers=[]), []
     trainer.callbacks, trainer.print, trainer.save_checkpoint = [Monitor(1, 1, None)], said.append, save_checkpoint
     module = torch.nn.Linear(1, 1)
     checkpoint = Checkpoint(str(tmp_path), "mine", 1, 2, keep_best=False, save_on_exception=True, asynchronous=True)
