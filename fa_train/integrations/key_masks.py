@@ -215,7 +215,7 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, mask: Tensor, seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int]) -> "Padding":
-        """Returns the Padding of a mask. Raises: the errors of Keys.of."""
+        """Returns the Padding of a mask. Raises the same errors as `Keys.of`."""
         keys, options = Keys.of(mask, seqlen_k), (seqlen_q, seqlen_k, causal, window)
         return kept(mask, (cls, *options), lambda: cls._build(keys, mask, *options))
 

@@ -118,8 +118,8 @@ def copy_rows(
 def add_rows(totals: Sequence[Tensor], added: Sequence[Tensor], rows: Tensor, entries: Tensor, offsets: Tensor) -> None:
     """Adds rows of `added` to rows of `totals`, by index.
 
-    For each i, adds the rows entries[offsets[i] : offsets[i + 1]] of `added` to row rows[i] of `totals`. The sum is
-    computed in fp32, in the order of the entries, and rounded once.
+    For each i, adds added[j] to totals[rows[i]], for all j in entries[offsets[i] : offsets[i + 1]]. The sum is computed
+    in fp32, in the order of the entries, and rounded once.
     totals, added: one or two tensors each, (rows, heads, head_dim). The heads of each row of `totals` must be
     contiguous.
     rows: (n,) int32, without duplicates. entries: int32, indices of rows of `added`. offsets: (n + 1,) int32.

@@ -33,8 +33,8 @@ Loss = Callable[[], Tensor]
 class StepTimes:
     """Collects the times and the losses of a case's steps.
 
-    slow_step: if the second step takes more seconds than `slow_step`, the second step is timed too, and at most
-    `FEWEST_STEPS` steps are timed.
+    slow_step: a limit in seconds. Normally, the second step is only a warm-up. If the second step takes longer than
+    `slow_step`, the second step counts as a timed step, and at most `FEWEST_STEPS` steps are timed.
     limit: a time limit in seconds, counted from the end of the first step. A step does not start if it would probably
     end after the limit. At least one step is timed.
     """

@@ -245,7 +245,7 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
 
     if config is not None:
         raise ValueError(f"a dataset of save_to_disk has no configs; got config {config}")
-    # only a dataset that is not in memory lists its files, which are hashed below
+    # The code below hashes the dataset's files. A dataset in memory would have no list of its files.
     saved = load_from_disk(str(Path(folder).expanduser()), keep_in_memory=False)
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     ranges = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
-MAX_LENGTHS = 256  # a swap is chosen from at most this number of documents per rank, all of different lengths
+MAX_LENGTHS = 256  # for a swap, at most this number of documents of each rank are compared, one for each length
 MAX_SWAPS = 32  # owners_of_documents makes two rounds of swaps, each with at most max(MAX_SWAPS, 2 * ranks) swaps
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
 TOLERANCE = 0.01  # an assignment is rejected if a rank's work is above `1 + TOLERANCE` times the mean (see SMALL_WORK)

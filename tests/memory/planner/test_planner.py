@@ -5,8 +5,8 @@ cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
 the first step, in which the optimizer had no states yet. The field `keys` is the number of tokens whose keys and values
-each rank's buffers hold. If a measured peak has no field `keys`, the number of tokens in each rank's buffers was the
-upper bound that the planner assumes by default.
+each rank's buffers held during the measurement. A measured peak without the field `keys` is compared with the planner's
+default, which is an upper bound of this number.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Two GPUs that share a stream compute the same attention as one GPU."""
+"""Two GPUs that share a packed stream of tokens compute the same attention as one GPU."""
 
 import os
 from pathlib import Path

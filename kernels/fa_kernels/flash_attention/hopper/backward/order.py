@@ -105,8 +105,8 @@ def note_added(dq_order, step, PENDING: gl.constexpr):
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
     place, phase = place_of(step + _PLACES, _PLACES)  # adding _PLACES avoids a negative index for step -1
-    # Steps use the mbarriers of `added` in turn. Before a step uses an mbarrier, it waits until `raise_semaphores` has
-    # received the mbarrier's previous signal.
+    # `added` is a ring of mbarriers, and each step uses the next mbarrier of the ring. A step first waits until
+    # `raise_semaphores` has received the previous signal of the step's mbarrier.
     mbarrier.wait(dq_order.noted.index(place), phase, pred=step >= 0)
     mbarrier.arrive(dq_order.added.index(place), count=1, pred=step >= 0)
 

@@ -87,7 +87,7 @@ def new_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def take(counter_ptr):
-    """Starts to draw a ticket for the calling warp.
+    """Draws a ticket for the calling warp, and does not wait for the ticket.
 
     Only lane 0 gets the ticket. Pass the result to `item_of`, which waits for the ticket.
     """
