@@ -258,7 +258,9 @@ def _chosen(logits: Tensor, temperature: float, top_k: int | None, top_p: float,
     """Chooses the next token from the logits. Shapes: (vocab_size,) fp32 -> ()."""
     if temperature == 0.0:
         return logits.argmax()
-    probabilities, tokens = (logits / temperature).softmax(dim=-1).sort(descending=True, stable=True)
+    # in fp64 and with a maximum of 0, the softmax is not NaN if `temperature` is tiny
+    scaled = (logits - logits.max()).double() / max(temperature, 1e-300)
+    probabilities, tokens = scaled.softmax(dim=-1).float().sort(descending=True, stable=True)
     if top_k is not None:
         probabilities = probabilities[:top_k] / probabilities[:top_k].sum()
     before = probabilities.cumsum(dim=-1) - probabilities

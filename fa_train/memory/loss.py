@@ -25,6 +25,7 @@ class LinearCrossEntropy:
     z_loss: for each label except -100, adds z_loss * logsumexp ** 2 to the loss, so that logits do not drift. PaLM uses
     z_loss=1e-4 (arXiv:2204.02311, section 5).
     label_smoothing: as in torch's cross_entropy. z_loss and label_smoothing also apply in validation.
+    A loss allows only one backward pass, even with retain_graph=True.
     Raises: ValueError if chunk_size < 1, z_loss < 0, or label_smoothing is not between 0 and 1.
     """
 
@@ -209,11 +210,15 @@ def _fake(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.of_hidden, ctx.of_weight = inputs[-2:]
+    ctx.is_spent = False
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, d_loss: Tensor, *unused: None) -> tuple[Tensor | None, ...]:
+    if ctx.is_spent:
+        raise RuntimeError("a loss allows only one backward pass; got a second one. Compute the loss again")
     d_hidden, d_weight = ctx.saved_tensors
+    ctx.is_spent = True
     # multiply in place to save memory
     of_hidden = d_hidden.mul_(d_loss) if ctx.of_hidden else None
     of_weight = d_weight.mul_(d_loss) if ctx.of_weight else None

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from fa_train.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
-from fa_train.models.rope import Rope, rope_scaling
+from fa_train.models.rope import DynamicNTKScaling, Rope, YarnScaling, rope_scaling
 
 Norm = Literal["rmsnorm", "layernorm", "offset_rmsnorm"]
 Positions = Literal["rope", "learned", "none"]
@@ -73,8 +73,8 @@ class ModelConfig:
     rope_theta: the base of RoPE's frequencies.
     rope_scaling: the rule that scales RoPE's frequencies. The keys of rope_scaling are those of `rope_parameters` in
     Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
-    Raises: ValueError if a size is not positive, n_heads is not a multiple of n_kv_heads, an option is unknown, or a
-    list in `family` does not have one entry per layer.
+    Raises: ValueError if a size is not positive, n_heads is not a multiple of n_kv_heads, an option is unknown, a
+    list in `family` does not have one entry per layer, or rope_scaling does not support rope_theta or head_dim.
     """
 
     vocab_size: PositiveInt
@@ -105,7 +105,12 @@ class ModelConfig:
                 raise ValueError(f"model.{name} must be one of {', '.join(known)}; got {value}")
         if self.positions == "rope" and self.heads.dim % 2:
             raise ValueError(f"model.head_dim must be even for model.positions=rope; got {self.heads.dim}")
-        _ = self.ropes  # checks rope_scaling and the lists in `family`
+        for rope in self.ropes:  # `ropes` checks rope_scaling and the lists in `family`
+            scaling = None if rope is None else rope.scaling
+            if isinstance(scaling, DynamicNTKScaling) and self.heads.dim == 2:
+                raise ValueError("model.head_dim must be at least 4 for rope_type=dynamic; got 2")
+            if isinstance(scaling, YarnScaling) and self.rope_theta <= 1:
+                raise ValueError(f"model.rope_theta must be more than 1 for rope_type=yarn; got {self.rope_theta:g}")
         if self.positions == "learned":
             if self.max_seq_len is None:
                 raise ValueError("model.positions=learned needs model.max_seq_len, the number of positions; got null")

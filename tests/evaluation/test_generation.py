@@ -146,6 +146,12 @@ def test_a_seed_gives_one_text():
     assert uncached == draws[0]
 
 
+@pytest.mark.parametrize("temperature", [1e-37, 1e-40, 1e-300, 5e-324])
+def test_a_tiny_temperature_chooses_the_most_likely(temperature):
+    model = small()
+    assert generate(model, PROMPT, max_new_tokens=5, temperature=temperature) == continuation(model, 5)
+
+
 @pytest.mark.slow
 def test_top_p_leaves_the_most_likely():
     model = small()

@@ -217,6 +217,14 @@ def test_operator_keeps_torchs_rules(device):
         torch.library.opcheck(linear_cross_entropy, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+def test_a_second_backward_pass_is_refused(device):
+    hidden, weight, labels = draw(device)
+    loss = LinearCrossEntropy(16)(hidden.requires_grad_(), weight.requires_grad_(), labels)
+    torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    with pytest.raises(RuntimeError, match="a loss allows only one backward pass; got a second one"):
+        torch.autograd.grad(loss, [hidden, weight])
+
+
 def test_wrong_settings_and_shapes_are_named(device):
     hidden, weight, labels = draw(device)
     with pytest.raises(ValueError, match="chunk_size must be at least 1 token; got 0"):

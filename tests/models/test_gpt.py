@@ -367,6 +367,16 @@ def test_a_tied_head_is_the_embedding():
         pytest.param(
             {"positions": "learned", "rope_scaling": LINEAR}, "rope_scaling needs model.positions=rope", id="scaling"
         ),
+        pytest.param(
+            {"head_dim": 2, "rope_scaling": LINEAR | {"rope_type": "dynamic"}, "max_seq_len": 64},
+            "head_dim must be at least 4 for rope_type=dynamic; got 2",
+            id="dynamic-head",
+        ),
+        pytest.param(
+            {"rope_theta": 1.0, "rope_scaling": LINEAR | {"rope_type": "yarn"}, "max_seq_len": 64},
+            "rope_theta must be more than 1 for rope_type=yarn; got 1",
+            id="yarn-theta",
+        ),
     ],
 )
 def test_impossible_sizes_are_named(overrides, message):
