@@ -37,9 +37,9 @@ class _Side:
 
     The range of a query contains the keys that the query sees. The range of a key contains the queries that see the
     key. A query sees `left` keys before its aligned key, and `right` keys after its aligned key. If a kernel computes
-    the range of each query, `before` is therefore `left`, and `after` is `right`. The `right` queries
-    before a key's aligned query see the key, and so do the `left` queries after its aligned query. If a kernel computes the range of each key,
-    `before` is therefore `right`, and `after` is `left`.
+    the range of each query, `before` is therefore `left`, and `after` is `right`. The `right` queries before a key's
+    aligned query see the key, and so do the `left` queries after its aligned query. If a kernel computes the range of
+    each key, `before` is therefore `right`, and `after` is `left`.
     """
 
     own_ptr: tl.tensor  # cu_seqlens of the tokens whose ranges are computed, for example of the queries

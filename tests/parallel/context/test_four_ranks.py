@@ -190,7 +190,8 @@ def compare(rank, group, attention, features, checkpointing, compiled, determini
     """Returns the relative errors of the loss and of each gradient, the number of graph breaks, and a list.
 
     The list has the number of compiled graphs after the first batch of documents. If `compiled`, the list also has the
-    number of compiled graphs after a second batch, which has other document boundaries than the first batch. Use only the errors that rank 0 returns, because only rank 0 computes the reference.
+    number of compiled graphs after a second batch, which has other document boundaries than the first batch. Use only
+    the errors that rank 0 returns, because only rank 0 computes the reference.
     """
     torch.use_deterministic_algorithms(deterministic)
     batch = stream()
