@@ -21,6 +21,8 @@ from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.failures import ctrl_c_raises
 from fa_train.parallel.ranks import has_own_launcher, told, world_size
 
+FORBIDDEN_IN_PROJECT = "/\\#?%:"  # characters that the name of a W&B project must not contain
+
 
 class OneFolder(Callback):
     """A Hydra callback that makes all ranks of a run use one folder.
@@ -121,7 +123,8 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
 
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
-    Raises: ValueError if settings exclude each other, or W&B must log online but has no API key.
+    Raises: ValueError if settings exclude each other, or W&B must log online but has no API key, or W&B would refuse
+    the name of the project.
     """
     if has_own_launcher():
         return
@@ -130,6 +133,11 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     logger = config["logger"]
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
         return
+    project = str(logger.get("project"))
+    if forbidden := [character for character in project if character in FORBIDDEN_IN_PROJECT]:
+        raise ValueError(
+            f"logger.project must not contain {forbidden[0]}; got {project}. Set the team with +logger.entity=<team>"
+        )
     mode = logger.get("mode")
     asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
     if (mode if asked == "logger.mode" else os.environ.get("WANDB_MODE")) == "online":

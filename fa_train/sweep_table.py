@@ -1,8 +1,10 @@
 """Summarizes the jobs of a Hydra multirun in one table."""
 
 import csv
+import itertools
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from omegaconf import DictConfig
 from fa_train.parallel.ranks import given_rank
 
 FILE = "sweep.csv"
+CLOCK_STEP = 0.02  # seconds by which a file's time can be behind the clock, because the kernel's clock has coarse steps
 # maps a metric of result.json to a column of the printed table, and to the format of the column's values
 PRINTED = {
     "train/loss": ("loss", ".4f"),
@@ -31,16 +34,26 @@ class SweepTable(Callback):
     """A Hydra callback that writes sweep.csv to a multirun's folder, and collects the rows for `print_tables`.
 
     The file has one row per job: the job's number, its overrides, its outcome, and the metrics of its result.json. The
-    file is written again after each job, so that it is complete even if a later job fails. A sweep with `sweep_job`,
+    file is written again after each job, so that it is complete even if a later job fails. If the folder already has a
+    sweep.csv of an earlier multirun, that file is renamed to sweep-1.csv, sweep-2.csv or so. A sweep with `sweep_job`,
     such as experiment=ablate_attention, writes its own report instead.
     """
+
+    def __init__(self) -> None:
+        self._job_start = 0.0  # seconds since the epoch
+
+    def on_job_start(self, config: DictConfig, **others: Any) -> None:
+        self._job_start = time.time()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **others: Any) -> None:
         if config.hydra.mode != RunMode.MULTIRUN or "sweep_job" in config or given_rank() not in (None, "0"):
             return
         path = Path(config.hydra.sweep.dir, FILE)
+        if path not in _unprinted and path.exists():
+            names = (path.with_name(f"{path.stem}-{i}.csv") for i in itertools.count(1))
+            path.rename(next(name for name in names if not name.exists()))
         rows = _unprinted.setdefault(path, [])
-        rows.append(row_of(config, job_return))
+        rows.append(row_of(config, job_return, self._job_start))
         write(rows, path)
         if job_return.status == JobStatus.FAILED:
             print(f"job {config.hydra.job.num} failed: {rows[-1]['outcome']}. See {path}", file=sys.stderr)
@@ -57,11 +70,15 @@ def print_tables() -> None:
         print(table(rows), f"sweep: {path}", sep="\n", flush=True)
 
 
-def row_of(config: DictConfig, job_return: JobReturn) -> Row:
-    """Returns the row of a finished job. `outcome` is "ok", "oom", or the error of a failed job."""
+def row_of(config: DictConfig, job_return: JobReturn, start: float) -> Row:
+    """Returns the row of a finished job. `outcome` is "ok", "oom", or the error of a failed job.
+
+    start: when the job started, in seconds since the epoch. An older result.json is of an earlier job in this folder.
+    """
     overrides = dict(text.lstrip("+").split("=", 1) for text in job_return.overrides or () if "=" in text)
     file = Path(config.hydra.runtime.output_dir, "result.json")
-    metrics = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    is_new = file.exists() and file.stat().st_mtime >= start - CLOCK_STEP
+    metrics = json.loads(file.read_text(encoding="utf-8")) if is_new else {}
     outcome = "oom" if "oom" in metrics else "ok"
     if job_return.status == JobStatus.FAILED:
         error = job_return._return_value  # job_return.return_value would raise the job's error

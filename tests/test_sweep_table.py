@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 
 import pytest
@@ -50,6 +51,19 @@ def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
         first, second, third = csv.DictReader(file)
     assert first["tokens"] == "640" and first["attention"] == third["attention"] == "flash"
     assert [row["outcome"] for row in (first, second)] == ["ok", "oom"] and second["train/loss"] == ""
+
+
+def test_a_second_multirun_in_a_folder_keeps_the_first_file_and_shows_no_old_result(tmp_path, capsys):
+    finish(SweepTable(), tmp_path, 0, ["seed=0"], {"train/loss": 1.5})
+    print_tables()
+    os.utime(tmp_path / "0" / "result.json", (1e9, 1e9))  # as if the first multirun had been earlier
+    callback = SweepTable()
+    callback.on_job_start(job_config(tmp_path, 0))
+    finish(callback, tmp_path, 0, ["seed=1"], error=ValueError("no rows"))
+    print_tables()
+    assert "1.5" not in capsys.readouterr().out.split("sweep: ")[1]
+    outcomes = [next(csv.DictReader((tmp_path / name).open()))["outcome"] for name in ("sweep-1.csv", "sweep.csv")]
+    assert outcomes == ["ok", "ValueError: no rows"]
 
 
 def test_a_table_is_printed_once(tmp_path, capsys):

@@ -163,3 +163,12 @@ def test_a_run_with_a_key_and_no_network_is_recorded_offline(tmp_path):
     done = command_line(tmp_path, *overrides, **environment, WANDB_API_KEY=KEY)
     assert done.returncode == 0, done.stderr
     assert "so this run is logged offline" in done.stdout and list(tmp_path.rglob("*.wandb"))
+
+
+def test_a_project_that_wandb_would_refuse_is_named_before_the_run_starts(tmp_path):
+    message = r"logger.project must not contain /; got team/mine. Set the team with \+logger.entity=<team>"
+    with (
+        composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.project=team/mine")) as cfg,
+        pytest.raises(ValueError, match=message),
+    ):
+        run_config.require_start(cfg, 1)

@@ -33,11 +33,16 @@ def fresh_folder(wanted: str) -> str:
     """Creates the folder `wanted` and returns its path.
 
     If the folder `wanted` exists, creates the first of `wanted-1`, `wanted-2` and so on that does not exist.
+    Raises: ValueError if the folder above `wanted` cannot be created, for example because `runs` is a broken link.
     """
     folder, number = Path(wanted), 0
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the run's folder must be in a folder that can be created; got {folder}: {error}") from error
     while True:
         try:
-            folder.mkdir(parents=True)  # mkdir succeeds in only one of several processes
+            folder.mkdir()  # mkdir succeeds in only one of several processes
         except FileExistsError:
             number += 1
             folder = Path(f"{wanted}-{number}")

@@ -37,6 +37,15 @@ def test_processes_that_want_one_folder_get_different_ones(tmp_path):
     assert all(Path(folder).is_dir() for folder in folders)
 
 
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_folder_that_cannot_be_created_is_refused(kind, tmp_path):
+    """Without this check, fresh_folder would try new names forever if `runs` is a link to a folder that is missing."""
+    runs = tmp_path / "runs"
+    runs.symlink_to(tmp_path / "missing" / "runs") if kind == "link" else runs.touch()
+    with pytest.raises(ValueError, match=rf"must be in a folder that can be created; got {tmp_path}/runs/nano/now"):
+        fresh_folder(f"{tmp_path}/runs/nano/now")
+
+
 @pytest.mark.parametrize("node", ["run", "sweep"])
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(node, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -261,6 +261,9 @@ def _csv(path: Path) -> Iterator[SourceRow]:
     number = 0
     with _named_corruption(path, "CSV"):
         with pyarrow.csv.open_csv(path, read, parse) as file:
+            names = file.schema.names
+            if repeated := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"the columns of {path} must have different names; got {min(repeated)} more than once")
             texts = dict.fromkeys(file.schema.names, pa.string())  # Arrow would read the answer "4" as a number
         convert = pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=False)
         with pyarrow.csv.open_csv(path, read, parse, convert) as file:

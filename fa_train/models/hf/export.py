@@ -259,7 +259,10 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
-    """Returns the tokenizer of a run's data, with its chat template. Returns None if the data are random tokens."""
+    """Returns the tokenizer of a run's data, with its chat template. Returns None if the data are random tokens.
+
+    Raises: ValueError if the tokenizer or the chat template is not found.
+    """
     if config["choices"]["data"] == "synthetic":
         return None
     data = config["data"]
@@ -267,7 +270,14 @@ def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
         return byte_tokenizer()
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(data["tokenizer"])
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(data["tokenizer"])
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"data.tokenizer must be the run's tokenizer; got {data['tokenizer']}: {reason} If the tokenizer is now in "
+            "another folder, add data.tokenizer=<folder> to the command"
+        ) from error
     if data.get("chat_template") is not None:
         template = Path(data["chat_template"]).expanduser()
         if not template.is_file():

@@ -152,6 +152,13 @@ def test_a_quote_without_an_end_is_named(tmp_path, content, line):
         texts(path)
 
 
+def test_columns_of_csv_have_different_names(tmp_path):
+    path = tmp_path / "twice.csv"
+    path.write_text("text,text\na,b\n")
+    with pytest.raises(ValueError, match="must have different names; got text more than once"):
+        texts(path)
+
+
 def test_quotes_are_read_as_csv_has_them(tmp_path):
     (tmp_path / "a.csv").write_text(
         'id,"text"\n1,a "b" c\n2,"5"" disk,\n"\n"3",""\n4,""""\n5,"a" \n6,"end"', newline=""

@@ -12,6 +12,7 @@ from tokenizers.models import WordLevel
 
 from fa_train.models.attention import naive_attention
 from fa_train.models.config import Family
+from fa_train.models.hf.export import tokenizer_of
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from tests.models.hf.support.checkpoints import (
     FAMILIES,
@@ -151,3 +152,9 @@ def test_every_token_that_ends_a_text_is_exported(own, exported, checkpoint, tmp
     (folder / "generation_config.json").unlink()
     save_pretrained(load_pretrained(folder), tmp_path / "exported", word_tokenizer())
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id == exported
+
+
+def test_a_tokenizer_that_has_moved_is_named(tmp_path):
+    config = {"choices": {"data": "text"}, "data": {"tokenizer": f"{tmp_path}/moved"}}
+    with pytest.raises(ValueError, match=rf"data.tokenizer must .*; got {tmp_path}/moved: .*<folder>"):
+        tokenizer_of(config)
