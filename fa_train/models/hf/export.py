@@ -275,8 +275,8 @@ def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"data.tokenizer must be the run's tokenizer; got {data['tokenizer']}: {reason} If the tokenizer is now in "
-            "another folder, add data.tokenizer=<folder> to the command"
+            f"data.tokenizer must be a tokenizer that can be loaded; got {data['tokenizer']} ({reason}). If the run's "
+            "tokenizer is now in another folder, add data.tokenizer=<folder> to the command"
         ) from error
     if data.get("chat_template") is not None:
         template = Path(data["chat_template"]).expanduser()

@@ -398,13 +398,12 @@ def overlaps(moves: Moves, counts: Counts) -> tuple[bool, bool]:
     """Returns whether kernels of the backward pass may run while keys are gathered, and while gradients are returned.
 
     During an exchange, memory holds the rows that this rank sends and receives. Kernels may run during an exchange only
-    if they do not need more memory than the memory plan counts. The plan counts the memory for one document that fills
-    the stream, whose keys fill the whole buffer (`Traffic.capacity`).
+    if they do not need more memory than the memory plan counts. The plan assumes the worst case: one document fills the
+    stream, and its keys fill the whole buffer.
     """
     exchanged, spare = int(moves.sizes.sum()), moves.taken.shape[0] - counts.rows
-    # In units of a row of keys and values, the plan counts 2 * capacity rows: gathered keys and values, and their
-    # gradients. While keys are gathered, counts.rows + exchanged rows exist. While gradients are returned,
-    # 2 * counts.rows + exchanged rows exist.
+    # The plan counts twice the rows of a full buffer: for keys and values, and for their gradients. counts.rows +
+    # exchanged rows exist while keys are gathered, and 2 * counts.rows + exchanged rows while gradients are returned.
     return exchanged <= 2 * spare + counts.rows, exchanged <= 2 * spare
 
 

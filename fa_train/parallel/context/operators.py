@@ -23,8 +23,9 @@ _span_of_wait: Callable[[], AbstractContextManager[object]] = nullcontext  # set
 def new_context_group(ranks: Sequence[int]) -> ProcessGroup:
     """Creates the process group of a context group. All ranks of the run must call this function, in the same order.
 
-    With NCCL, the group's exchanges run in a CUDA stream of high priority. An exchange can then begin while a kernel of
-    another stream runs, as soon as one program of that kernel ends. Otherwise, the exchange would wait for the kernel.
+    With NCCL, the group's exchanges run in a CUDA stream of high priority. Without high priority, an exchange would
+    wait until a running kernel of another stream ends. With high priority, the exchange begins as soon as one program
+    (thread block) of the running kernel ends.
     """
     options = None
     if dist.get_backend() == "nccl":
@@ -199,7 +200,8 @@ def summed_gradients(
 def start_returning(ds: Sequence[Tensor], moves: Moves, group: str, own_rows: int = 0) -> Exchange:
     """Begins the exchange of `summed_gradients`.
 
-    own_rows: the number of rows without values that each part of the result has after the received rows.
+    own_rows: the number of uninitialised rows that follow the received rows in each part of the result.
+    `finish_returning` writes the gradients of this rank's own rows there.
     """
     sends, receives = moves.sizes.tolist()
     leaving, parts = _joined(ds, sum(receives))

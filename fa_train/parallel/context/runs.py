@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
 
 class BackwardPhases:
-    """A backward pass of a Run whose keys and values are received after its first kernel."""
+    """The backward pass of a Run in three steps. The first step can run before keys and values are received."""
 
     def __init__(
         self, run: Run, do: Tensor, q: Tensor, keys: Tensor, values: Tensor, o: Tensor, lse: Tensor, deterministic: bool

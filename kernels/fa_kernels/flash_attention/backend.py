@@ -143,8 +143,9 @@ def prepare_backward(
 
     `prepare_backward`, `gradients_of_keys` and `gradient_of_queries`, called in this order, are equal to one call of
     `backward`. Other work, such as an exchange with other GPUs, can start between the three calls. The arguments are
-    those of `backward`, without batches.
-    Returns the argument `prepared` of the two other functions. If there are sinks, the last tensor is delta (delta.py).
+    those of `backward`, but no tensor has a batch dimension.
+    Returns the tensors to pass as `prepared` to the two other functions. `gradients_of_keys` may change these tensors.
+    If there are sinks, the last tensor is delta (delta.py).
     """
     if _uses_hopper_backward(q, k, v, features):
         return hopper_bwd.prepare_backward(do, None, q, o, lse, schedule, features, deterministic).tensors()

@@ -91,7 +91,7 @@ class Prepared(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], needs: Needs) -> "Prepared":
-        """Returns the Prepared whose method `tensors` has returned `tensors`. needs: as for `prepare`."""
+        """Returns a Prepared from the result of its method `tensors`. needs: as for `prepare`."""
         rows, *others = tensors
         delta = others.pop() if needs.delta else None
         dq_sum = others.pop(0) if needs.dq_sum else None
