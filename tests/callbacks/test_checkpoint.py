@@ -8,8 +8,8 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-# With several micro-batches per step, the tests would not notice if a checkpoint were written during the next step
-# instead of at the end of its own step.
+# A checkpoint must be written at the end of its step. With several micro-batches per step, the tests would not notice a
+# checkpoint that is written during the next step.
 ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 
