@@ -8,8 +8,8 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-# A checkpoint must be written at the end of its step. With several micro-batches per step, the tests would not notice a
-# checkpoint that is written during the next step.
+# The tests use one micro-batch per step. With several micro-batches, the tests would not notice a checkpoint that is
+# written during the next step.
 ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 

@@ -397,13 +397,13 @@ def _runs(context: Context, sinks: Tensor | None, counts: Counts) -> tuple[Run, 
 def overlaps(moves: Moves, counts: Counts) -> tuple[bool, bool]:
     """Returns whether kernels of the backward pass may run while keys are gathered, and while gradients are returned.
 
-    During an exchange, memory holds the rows that this rank sends and receives. Kernels may run during an exchange only
-    if they do not need more memory than the memory plan counts. The plan assumes the worst case: one document fills the
-    stream, and its keys fill the whole buffer.
+    During an exchange, memory also holds the rows that this rank sends and receives. Kernels may run during an exchange
+    only if all these rows fit into the memory that the memory plan counts. The plan assumes one document that fills the
+    stream. Several documents usually need a smaller buffer, which leaves memory for the exchanged rows.
     """
     exchanged, spare = int(moves.sizes.sum()), moves.taken.shape[0] - counts.rows
-    # The plan counts twice the rows of a full buffer: for keys and values, and for their gradients. counts.rows +
-    # exchanged rows exist while keys are gathered, and 2 * counts.rows + exchanged rows while gradients are returned.
+    # The plan counts two full buffers: keys and values, and their gradients. counts.rows + exchanged rows exist while
+    # keys are gathered, and 2 * counts.rows + exchanged rows while gradients are returned.
     return exchanged <= 2 * spare + counts.rows, exchanged <= 2 * spare
 
 

@@ -144,7 +144,8 @@ def prepare_backward(
     `prepare_backward`, `gradients_of_keys` and `gradient_of_queries`, called in this order, are equal to one call of
     `backward`. Other work, such as an exchange with other GPUs, can start between the three calls. The arguments are
     those of `backward`, but no tensor has a batch dimension.
-    Returns the tensors to pass as `prepared` to the two other functions. `gradients_of_keys` may change these tensors.
+    Returns the tensors to pass as `prepared` to `gradients_of_keys` and `gradient_of_queries`. `gradients_of_keys` may
+    change these tensors.
     If there are sinks, the last tensor is delta (delta.py).
     """
     if _uses_hopper_backward(q, k, v, features):

@@ -80,7 +80,7 @@ def prepare_backward(
     do: Tensor, dlse: Tensor | None, q: Tensor, o: Tensor, lse: Tensor, schedule: Schedule, features: Features,
     deterministic: bool,
 ) -> Prepared:  # fmt: skip
-    """Launches the first kernel of attention_backward. The arguments have the same names."""
+    """Launches the first kernel of `attention_backward`. The arguments are those of `attention_backward`."""
     return prepare(o, do, dlse, lse, _needs(q, schedule, features, deterministic))
 
 
