@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
 
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, sigterm_raises
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -199,6 +199,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9, help="training time, including startup")
     add_results(parser, Path("soak"))
     arguments = parser.parse_args()
+    sigterm_raises()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "run")
         try:

@@ -3,6 +3,8 @@
 import argparse
 import math
 import re
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +31,14 @@ def add_time_limits(parser: argparse.ArgumentParser, timeout: float | None = Non
             default=math.inf,
             help="seconds after which no further case starts; default: no limit",
         )
+
+
+def sigterm_raises() -> None:
+    """Makes SIGTERM raise SystemExit, so that a benchmark also ends the processes that it has started.
+
+    `timeout` and SLURM end a program with SIGTERM. By default, SIGTERM would end only the benchmark's own process.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> None:

@@ -47,7 +47,13 @@ from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import options
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.offload import Offload
-from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
+from scripts.bench.command_line import (
+    add_results,
+    add_time_limits,
+    require_overrides,
+    require_positive,
+    sigterm_raises,
+)
 from scripts.bench.memory_cases import COMBINATIONS, PROFILED, SEQ_LENS, Case, Row, levers_of
 from scripts.bench.memory_report import cells, markdown, profile_text
 from scripts.bench.overlap import overlap_of
@@ -297,6 +303,7 @@ def main() -> None:
         with train.errors_in_one_line(train.MISTAKES):
             print(json.dumps(asdict(measure(case_of(args.case)))))
         return
+    sigterm_raises()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     head = describe(shlex.join(["python", "-m", "scripts.bench.memory", *sys.argv[1:]]), args.commit, date.today())
     precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"

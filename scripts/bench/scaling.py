@@ -45,7 +45,13 @@ from omegaconf.errors import OmegaConfBaseException
 from fa_train.config_options import options
 from fa_train.errors import errors_in_one_line
 from fa_train.memory.planner.predict import GIB, predict
-from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
+from scripts.bench.command_line import (
+    add_results,
+    add_time_limits,
+    require_overrides,
+    require_positive,
+    sigterm_raises,
+)
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.scaling_report import Row, cells, page, write
 from scripts.bench.timing import require_gpu
@@ -389,6 +395,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
+    sigterm_raises()
     if args.cpu_ranks is None:
         require_gpu("scripts.bench.scaling")
     gpus = args.cpu_ranks or torch.cuda.device_count()

@@ -52,6 +52,7 @@ from scripts.bench.command_line import (
     overrides_first,
     require_overrides,
     require_positive,
+    sigterm_raises,
 )
 from scripts.bench.peers import CannotRunError, build_peer
 from scripts.bench.peers import measure as measure_peer
@@ -346,6 +347,7 @@ def main() -> None:
         with train.errors_in_one_line(train.MISTAKES):
             print(json.dumps(asdict(measure(case_of(args.case)))))
         return
+    sigterm_raises()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = args.cases or [(seq_len, name) for seq_len in args.seq_lens for name in args.variants]
     settings = args.attention, args.steps, args.slow_step, tuple(args.overrides)

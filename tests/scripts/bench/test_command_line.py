@@ -1,0 +1,41 @@
+"""A benchmark that SIGTERM ends also ends the process of the case that is running."""
+
+import os
+import signal
+
+import pytest
+
+from scripts.bench import memory, step
+from scripts.bench.command_line import sigterm_raises
+from tests.scripts.bench import test_memory, test_step
+
+
+class Running:
+    """The process of a case, during which SIGTERM arrives. `killed` has the process groups that were killed."""
+
+    pid, killed = 2**22 + 1, []  # Linux has no process with this pid
+
+    def __init__(self, *_, **options):
+        assert options["start_new_session"]
+
+    def communicate(self, timeout=None):
+        if timeout is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("module", "case"),
+    [pytest.param(memory, test_memory.CASE, id="memory"), pytest.param(step, test_step.CASE, id="step")],
+)
+def test_sigterm_ends_the_process_of_the_case(module, case, monkeypatch):
+    monkeypatch.setattr(module.subprocess, "Popen", Running)
+    monkeypatch.setattr(module.os, "killpg", lambda group, number: Running.killed.append((group, number)))
+    before = signal.getsignal(signal.SIGTERM)
+    Running.killed.clear()
+    try:
+        sigterm_raises()
+        with pytest.raises(SystemExit) as ended:
+            module.run_apart(case, timeout=60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM and Running.killed == [(Running.pid, signal.SIGKILL)]
