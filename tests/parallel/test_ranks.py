@@ -257,13 +257,17 @@ def test_what_follows_from_another_rank_is_told_apart():
 @pytest.mark.parametrize(("in_sweep", "out_of_memory"), [(True, True), (True, False), (False, True)])
 def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, tmp_path, monkeypatch):
     def launched(n_ranks, arguments, told):
-        assert arguments == (["--config-dir=mine", "seq_len=8"] if in_sweep else sys.argv[1:])
+        composing = ["hydra.searchpath=[b]", "hydra/job_logging=none", "~hydra.runtime.x", "hydra.job.num=7"]
+        assert arguments == (["--config-dir=mine", *composing, "seq_len=8"] if in_sweep else sys.argv[1:])
         assert told == {"folder": str(tmp_path), "sweep_group": "sweep" if in_sweep else None}
         raise RankFailedError("rank 1 ran out of memory", out_of_memory=out_of_memory)
 
+    of_launcher = ["hydra.mode=MULTIRUN", "hydra.sweep.dir=a", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
+    of_launcher += ["hydra/launcher=joblib", "++hydra.launcher.n_jobs=2", "hydra.run.dir=a"]
+    composing = ["hydra.searchpath=[b]", "hydra/job_logging=none", "~hydra.runtime.x"]
     hydra = SimpleNamespace(
-        runtime=SimpleNamespace(output_dir=str(tmp_path)), overrides=SimpleNamespace(task=["seq_len=8"]),
-        sweep=SimpleNamespace(dir="sweep"),
+        runtime=SimpleNamespace(output_dir=str(tmp_path)), sweep=SimpleNamespace(dir="sweep"),
+        overrides=SimpleNamespace(task=["seq_len=8"], hydra=[*of_launcher, *composing]), job=SimpleNamespace(num=7),
     )  # fmt: skip
     monkeypatch.setattr(run_config, "HydraConfig", SimpleNamespace(get=lambda: hydra))
     monkeypatch.setattr(run_config, "in_sweep", lambda: in_sweep)
