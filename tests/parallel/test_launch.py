@@ -92,6 +92,7 @@ def test_ranks_of_a_multirun_compose_the_config_of_their_job(tmp_path):
 FAILURES = {  # {name: (rank, how, reason)}
     "rank-0-killed": (0, "killed", "error: rank 0 was killed by SIGKILL; the machine may have"),
     "rank-1-killed": (1, "killed", "error: rank 1 was killed by SIGKILL; the machine may have"),
+    "rank-1-exits": (1, "exit", "error: rank 1 called sys.exit(0)"),
     "out-of-memory": (1, "oom", "error: rank 1 ran out of memory: seq_len=64 with attention=sdpa"),
 }
 
