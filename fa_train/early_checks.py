@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fa_train.cuda_driver import has_gpu
+from fa_train.parallel.ranks import devices_per_node
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -17,7 +18,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     """Runs all checks of this file.
 
-    config: a config that fa_train.settings.check has checked. world_size: the number of devices on all machines.
+    config: a config that fa_train.settings.check has checked. world_size: the number of ranks on all machines.
     Raises: ValueError if a check fails.
     """
     choices, strategy, adapter, trainer = (config[name] for name in ("choices", "strategy", "adapter", "trainer"))
@@ -27,12 +28,13 @@ def require_runnable(config: Mapping[str, Any], world_size: int) -> None:
     require_checkpoint_name(config["model"].get("pretrained"))
     if config.get("epochs") is not None and choices["data"] == "mix":
         raise ValueError("epochs needs one dataset; got data=mix. Set max_steps instead")
+    require_device_count(trainer.get("devices", "auto"), trainer.get("accelerator", "auto"))
+    require_world_size(trainer, world_size)
     require_groups(world_size, context)
     if sharded:
         ranks_per_copy(world_size, strategy["replicas"])
     micro_batches(config["batch_size"], config["data"]["micro_batch_size"], world_size, context)
     require_trained_weights(optimizer, precision, has_adapters=choices["adapter"] != "none")
-    require_device_count(trainer.get("devices", "auto"), trainer.get("accelerator", "auto"))
     if optimizer == "adamw_offload":
         require_cuda(optimizer, trainer.get("accelerator", "auto"))
     if config["lit_gpt"].get("float8") is not None:
@@ -166,9 +168,25 @@ def require_no_upload(logger: Any) -> None:
 
 
 def require_device_count(devices: Any, accelerator: str) -> None:
-    """Raises: ValueError if trainer.devices is -1, which means all GPUs, and the run is on the CPU."""
-    if devices == -1 and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu())):
-        raise ValueError("trainer.devices=-1 needs a GPU; got a run on the CPU. Choose a number of processes, or auto")
+    """Raises: ValueError if trainer.devices is -1 or a list, which both choose GPUs, and the run is on the CPU."""
+    chooses_gpus = devices == -1 or isinstance(devices, list)
+    if chooses_gpus and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu())):
+        raise ValueError(
+            f"trainer.devices={devices} needs a GPU; got a run on the CPU. Choose a number of processes, or auto"
+        )
+
+
+def require_world_size(trainer: Mapping[str, Any], world_size: int) -> None:
+    """Raises: ValueError if torchrun or srun has started more or fewer ranks than the run has devices.
+
+    trainer: the node `trainer` of a config.
+    """
+    devices, nodes = devices_per_node(trainer), trainer.get("num_nodes", 1)
+    if devices * nodes != world_size:
+        raise ValueError(
+            f"trainer.devices * trainer.num_nodes must be {world_size}, the number of ranks that torchrun or srun has "
+            f"started; got {devices} * {nodes}"
+        )
 
 
 def require_cuda(optimizer: str, accelerator: str) -> None:

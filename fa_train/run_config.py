@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.failures import ctrl_c_raises
 from fa_train.parallel.ranks import has_own_launcher, told, world_size
 
+OF_LAUNCHER = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")  # overrides that ranks must not get
 FORBIDDEN_IN_PROJECT = "/\\#?%:"  # characters that the name of a W&B project must not contain
 
 
@@ -68,10 +70,8 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     from fa_train.parallel.launch import launch  # imports torch, which takes seconds
 
     ctrl_c_raises()
-    hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
-    given = sys.argv[1:]
-    arguments = [*config_options(given), *hydra.overrides.task] if in_sweep() else given
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    arguments = arguments_of_job(sys.argv[1:]) if in_sweep() else sys.argv[1:]
     try:
         launch(n_ranks, arguments, told={"folder": str(folder), "sweep_group": sweep_group()})
     except RankFailedError as error:
@@ -82,6 +82,16 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     file = folder / "result.json"
     result: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return result
+
+
+def arguments_of_job(given: Sequence[str]) -> list[str]:
+    """Returns the arguments with which a rank composes the same config as this job of a multirun.
+
+    given: the arguments of the multirun.
+    """
+    hydra = HydraConfig.get()
+    of_hydra = [override for override in hydra.overrides.hydra if not OF_LAUNCHER.match(override)]
+    return [*config_options(given), *of_hydra, f"hydra.job.num={hydra.job.num}", *hydra.overrides.task]
 
 
 def config_options(arguments: Sequence[str]) -> list[str]:

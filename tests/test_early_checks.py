@@ -1,5 +1,8 @@
 """Settings that exclude each other are refused before ranks start and before data or weights are read."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 
 from fa_train import early_checks, run_config
@@ -22,7 +25,10 @@ SHARDED = ("strategy=fsdp", "trainer.devices=2")
     ("overrides", "message"),
     [
         pytest.param(["trainer.devices=3"], r"batch_size must be a multiple of 3 \(.*3 processes\); got 4", id="batch"),
-        pytest.param(["trainer.devices=[0,2,4]"], "batch_size must be a multiple of 3 .*; got 4", id="list"),
+        pytest.param(
+            ["trainer.devices=[0,2,4]", "trainer.accelerator=gpu"], "batch_size must be a multiple of 3 .*; got 4",
+            id="list",
+        ),
         pytest.param([*SHARDED, "strategy.context=3"], "context must divide the number of devices, 2; got 3", id="sp"),
         pytest.param(
             ["strategy=fsdp", "trainer.devices=4", "strategy.context=2", "data.micro_batch_size=3"],
@@ -73,10 +79,15 @@ def test_offloaded_moments_need_a_gpu(tmp_path, monkeypatch):
     start(tmp_path, "trainer.accelerator=auto", "optimizer=adamw")
 
 
-def test_all_gpus_need_a_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
+@pytest.mark.parametrize(
+    ("devices", "shown"), [pytest.param("-1", "-1", id="all"), pytest.param("[0,1]", "[0, 1]", id="list")]
+)
+def test_chosen_gpus_need_a_gpu(devices, shown, accelerator, tmp_path, monkeypatch):
     monkeypatch.setattr(early_checks, "has_gpu", lambda: False)
-    with pytest.raises(ValueError, match=r"trainer\.devices=-1 needs a GPU; got a run on the CPU"):
-        start(tmp_path, "trainer.devices=-1", "trainer.accelerator=auto")
+    message = re.escape(f"trainer.devices={shown} needs a GPU; got a run on the CPU")
+    with pytest.raises(ValueError, match=message):
+        start(tmp_path, f"trainer.devices={devices}", f"trainer.accelerator={accelerator}")
 
 
 def test_an_own_option_built_on_fsdp_is_checked_like_fsdp(tmp_path):
@@ -114,7 +125,26 @@ def test_the_number_of_ranks_is_that_of_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="batch_size must be a multiple of 3 "):
-        start(tmp_path, "trainer.devices=1")
+        start(tmp_path, "trainer.devices=3")
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "started", "got"),
+    [
+        pytest.param("2", 1, 4, "2 * 1", id="more"),
+        pytest.param("4", 1, 2, "4 * 1", id="fewer"),
+        pytest.param("2", 2, 2, "2 * 2", id="nodes"),
+        pytest.param("auto", 1, 4, "1 * 1", id="auto"),
+        pytest.param("2", 2, 4, None, id="equal"),
+        pytest.param("auto", 4, 4, None, id="auto-equal"),
+    ],
+)
+def test_a_launcher_starts_one_rank_for_each_device(devices, nodes, started, got, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    message = f"num_nodes must be {started}, the number of ranks that torchrun or srun has started; got {got}"
+    with nullcontext() if got is None else pytest.raises(ValueError, match=re.escape(message)):
+        start(tmp_path, f"trainer.devices={devices}", f"trainer.num_nodes={nodes}")
 
 
 def test_a_checkpoint_is_a_folder_or_a_possible_name(tmp_path, monkeypatch):

@@ -21,8 +21,10 @@ from typing import Literal, NoReturn
 from fa_train.errors import INTERRUPTED, SHOW_TRACEBACK, OutOfMemoryError, explain
 from fa_train.parallel.ranks import given_rank, has_own_launcher, is_one_of_several
 
-Kind = Literal["mistake", "out of memory", "lost connection", "error"]
+Kind = Literal["mistake", "out of memory", "lost connection", "exit", "error"]
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run
+STOPPED = tuple(128 + signum for signum in STOPPING)  # exit statuses of ranks that a signal has ended
 
 
 @contextmanager
@@ -30,10 +32,18 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """Ends the rank at once if an exception leaves the `with` block, and writes the reason for the failure.
 
     After Ctrl-C, rank 0 prints one line. Python's usual exit could wait in NCCL for the other ranks.
+    A rank that calls sys.exit(0) ends with status 0. Its call is reported if another rank fails because of it.
     mistakes: the types of errors that are reported in one line, by default without a traceback.
     """
     try:
         yield
+    except SystemExit as end:
+        if end.code in STOPPED:
+            raise
+        if end.code in (None, 0):
+            report(end, mistakes)
+            raise
+        end_rank(end, mistakes)
     except Exception as error:
         end_rank(error, mistakes)
     except KeyboardInterrupt:
@@ -66,20 +76,12 @@ def _end_at_once(signum: int, frame: FrameType | None) -> NoReturn:
 
 def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> NoReturn:
     """Writes the reason for the failure of this rank, and ends the rank at once. mistakes: as in failures_reported."""
-    kind = kind_of(error, mistakes)
-    has_message = kind in ("mistake", "out of memory")
-    message = explain(error) if has_message else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if is_one_of_several() and not has_own_launcher():
-        message = _shared(kind, message)
-    file = os.environ.get(ERROR_FILE)
-    if file:
-        report = {"message": message, "timestamp": int(time.time()), "kind": kind}
-        Path(file).write_text(json.dumps(report), encoding="utf-8")
+    kind, message = report(error, mistakes)
     if kind == "lost connection":
         print(f"rank {given_rank()} lost its connection to another rank: {message}", file=sys.stderr)
-    elif SHOW_TRACEBACK or not has_message:
+    elif SHOW_TRACEBACK or kind == "error":
         traceback.print_exception(error)
-    elif not has_own_launcher() and (not file or os.environ.get("RANK") == "0"):
+    elif not has_own_launcher() and (not os.environ.get(ERROR_FILE) or os.environ.get("RANK") == "0"):
         # if the condition above is false, the launcher prints the error
         print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
@@ -87,10 +89,32 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     os._exit(1)
 
 
+def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> tuple[Kind, str]:
+    """Writes the reason why this rank ends to the error file. Returns the kind of the error and the message.
+
+    mistakes: as in failures_reported.
+    """
+    kind = kind_of(error, mistakes)
+    if kind in ("mistake", "out of memory"):
+        message = explain(error)
+    elif isinstance(error, SystemExit):
+        message = f"called sys.exit({error.code!r})"
+    else:
+        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if is_one_of_several() and not has_own_launcher():
+        message = _shared(kind, message)
+    if file := os.environ.get(ERROR_FILE):
+        reported = {"message": message, "timestamp": int(time.time()), "kind": kind}
+        Path(file).write_text(json.dumps(reported), encoding="utf-8")
+    return kind, message
+
+
 def reason(rank: object, kind: Kind, message: str) -> str:
     """Returns one line that says why a rank has failed. kind, message: what the rank has reported."""
     if kind == "mistake":  # a mistake is usually the same on all ranks, so the line names no rank
         return message
+    if kind == "exit":
+        return f"rank {rank} {message}"
     return f"rank {rank} ran {message}" if kind == "out of memory" else f"rank {rank} failed: {message}"
 
 
@@ -114,6 +138,8 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) ->
     """Classifies an error. A lost connection counts as the consequence of another rank's failure."""
     if isinstance(error, OutOfMemoryError):
         return "out of memory"
+    if isinstance(error, SystemExit):
+        return "exit"
     if isinstance(error, mistakes):
         return "mistake"
     # compare the name of the class, because a rank can fail before it has imported torch

@@ -22,12 +22,10 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fa_train.errors import RankFailedError
-from fa_train.parallel.failures import Kind, reason
+from fa_train.errors import SHOW_TRACEBACK, RankFailedError
+from fa_train.parallel.failures import STOPPED, STOPPING, Kind, reason
 from fa_train.parallel.ranks import TOLD
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-STOPPED = {128 + signum for signum in FORWARDED}  # exit statuses of ranks that a signal has ended
 REPEATED = 1.0  # a signal that follows the first within this many seconds counts as a duplicate of the first
 
 
@@ -55,6 +53,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
         "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RUN_ID": "train.py", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        "HYDRA_FULL_ERROR": str(int(SHOW_TRACEBACK)),  # the user's choice, which train.py overwrites in this process
     }  # fmt: skip
     environments = {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     commands = dict.fromkeys(environments, ("-u", sys.argv[0], *arguments))
@@ -69,9 +68,9 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
         finally:
             ranks.close(signal.SIGKILL)
             forwarding.end()
-    assert result is not None  # wait has no timeout
-    if result.is_failed():
-        _fail(list(result.failures.values()), forwarding.signum)
+        assert result is not None  # wait has no timeout
+        if result.is_failed():
+            _fail([*result.failures.values(), *_exits(ranks, result.failures)], forwarding.signum)
 
 
 class _Forwarding:
@@ -82,11 +81,11 @@ class _Forwarding:
 
     def __init__(self, ranks: PContext) -> None:
         self._ranks, self.signum, self._first = ranks, 0, 0.0
-        for forwarded in FORWARDED:
+        for forwarded in STOPPING:
             signal.signal(forwarded, self._forward)
 
     def end(self) -> None:
-        for forwarded in FORWARDED:
+        for forwarded in STOPPING:
             signal.signal(forwarded, signal.default_int_handler if forwarded == signal.SIGINT else signal.SIG_DFL)
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:
@@ -115,6 +114,15 @@ def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
         reported = reason(failure.local_rank, kind, message)
         raise RankFailedError(reported, out_of_memory=kind == "out of memory")
     raise RankFailedError(f"rank {failure.local_rank} {_end(failure.exitcode)}")
+
+
+def _exits(ranks: PContext, failed: Mapping[int, ProcessFailure]) -> list[ProcessFailure]:
+    """Returns the reports of ranks that called sys.exit(0). Other ranks can fail because of such an exit.
+
+    failed: the failures of all other ranks. A rank that trained until the end has no error file.
+    """
+    files = {rank: file for rank, file in ranks.error_files.items() if rank not in failed and os.path.isfile(file)}
+    return [ProcessFailure(rank, ranks.pids()[rank], 0, file) for rank, file in files.items()]
 
 
 def root(failures: Sequence[ProcessFailure]) -> ProcessFailure:

@@ -53,6 +53,11 @@ def ranks_to_start(trainer: Mapping[str, Any]) -> int:
             f"a run with trainer.num_nodes={trainer['num_nodes']} must be started by torchrun or srun on each node; "
             "got neither. See docs/several_gpus.md"
         )
+    return devices_per_node(trainer)
+
+
+def devices_per_node(trainer: Mapping[str, Any]) -> int:
+    """Returns the number of devices that a run uses on each machine. trainer: the node `trainer` of a config."""
     devices = trainer.get("devices", "auto")
     if devices not in ("auto", -1):
         return len(devices) if isinstance(devices, Sequence) else int(devices)

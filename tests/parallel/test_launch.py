@@ -13,7 +13,7 @@ from fa_train.data.batches import MicroBatches
 from tests.support.processes import REPOSITORY
 from tests.support.ranks import forked, processes_can_talk
 from tests.support.runs import start_and_stop
-from tests.support.training import column, tiny
+from tests.support.training import column, own_option, tiny
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,9 +81,18 @@ def assert_ranks_are_compared(folder, printed) -> None:
     assert len(lines) == 4 and all("slowest rank " in line and "communication " in line for line in lines)
 
 
+def test_ranks_of_a_multirun_compose_the_config_of_their_job(tmp_path):
+    own = own_option(tmp_path, "optimizer/mine", "defaults: [adamw, _self_]\n")
+    settings = tiny(tmp_path, *TWO, "max_steps=1", own, "optimizer=mine", "seed=${hydra:job.num}")
+    done = forked(tmp_path, "train.py", "-m", *settings, "model.dim=32,64", "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / "sweep" / job / "result.json").exists() for job in "01")
+
+
 FAILURES = {  # {name: (rank, how, reason)}
     "rank-0-killed": (0, "killed", "error: rank 0 was killed by SIGKILL; the machine may have"),
     "rank-1-killed": (1, "killed", "error: rank 1 was killed by SIGKILL; the machine may have"),
+    "rank-1-exits": (1, "exit", "error: rank 1 called sys.exit(0)"),
     "out-of-memory": (1, "oom", "error: rank 1 ran out of memory: seq_len=64 with attention=sdpa"),
 }
 

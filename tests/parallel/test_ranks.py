@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fa_train import run_config
@@ -131,6 +132,64 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
     assert report["message"] == "RuntimeError: two lines" and report["kind"] == "error" and exits == [1, 1]
     printed = capsys.readouterr().err
     assert printed.startswith("error: a must be b\nTraceback") and printed.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        pytest.param(3, 1, "called sys.exit(3)", id="number"),
+        pytest.param("two\nlines", 1, r"called sys.exit('two\nlines')", id="text"),
+        pytest.param(0, 0, "called sys.exit(0)", id="success"),
+        pytest.param(None, None, "called sys.exit(None)", id="nothing"),
+        pytest.param(143, 143, None, id="sigterm"),
+    ],
+)
+def test_a_rank_reports_that_it_calls_sys_exit(code, status, message, tmp_path, environment, capsys):
+    """With status 0, other ranks may call sys.exit(0) too. A status above 128 follows from a signal."""
+    environment.setattr(os, "_exit", sys.exit)
+    environment.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0.json"))
+    with pytest.raises(SystemExit) as end, failures_reported((ValueError,)):
+        sys.exit(code)
+    assert end.value.code == status
+    assert capsys.readouterr().err == ""
+    assert (tmp_path / "0.json").exists() == (message is not None)
+    if message is not None:
+        report = json.loads((tmp_path / "0.json").read_text())
+        assert report["message"] == message and report["kind"] == "exit"
+        with pytest.raises(RankFailedError, match=re.escape(f"rank 0 {message}")):
+            launch._fail([failure(tmp_path, 1, 1, **LOST), failure(tmp_path, 0, -15)], signum=0)
+
+
+def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
+    """Launches three ranks that `ended` stands in for. Returns the environment variables of each rank."""
+    environment.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore what `launch` sets
+    started = Mock(return_value=ended)
+    environment.setattr(launch, "start_processes", started)
+    launch.launch(3, [], told={})
+    environments: dict[int, dict[str, str]] = started.call_args.args[3]
+    return environments
+
+
+@pytest.mark.parametrize("status", [0, -15], ids=["ended", "killed"])
+def test_a_rank_that_calls_sys_exit_explains_the_failures_of_others(status, tmp_path, environment):
+    """The launcher may see the end of a rank that calls sys.exit(0), or end this rank itself."""
+    reports = [LOST, {"kind": "exit", "message": "called sys.exit(0)"}]
+    lost, left = (failure(tmp_path, rank, 1, **report) for rank, report in enumerate(reports))
+    failed = {0: lost} | ({} if status == 0 else {1: left})
+    ended = Mock(error_files={rank: str(tmp_path / f"{rank}.json") for rank in range(3)})
+    ended.wait.return_value = RunProcsResult(failures=failed)
+    ended.pids.return_value = dict.fromkeys(range(3), 100)
+    with pytest.raises(RankFailedError, match=r"^rank 1 called sys.exit\(0\)$"):
+        launch_stand_ins(ended, environment)
+
+
+@pytest.mark.parametrize("show", [False, True])
+def test_ranks_show_tracebacks_only_if_the_user_wants_them(show, environment):
+    """train.py sets HYDRA_FULL_ERROR=1 in its own process, whatever the user wants."""
+    environment.setenv("HYDRA_FULL_ERROR", "1")
+    environment.setattr(launch, "SHOW_TRACEBACK", show)
+    given = launch_stand_ins(Mock(wait=Mock(return_value=RunProcsResult())), environment)
+    assert [given[rank]["HYDRA_FULL_ERROR"] for rank in range(3)] == ["1" if show else "0"] * 3
 
 
 def test_only_rank_0_says_that_ctrl_c_came_before_training(environment, capsys):
@@ -257,13 +316,17 @@ def test_what_follows_from_another_rank_is_told_apart():
 @pytest.mark.parametrize(("in_sweep", "out_of_memory"), [(True, True), (True, False), (False, True)])
 def test_running_out_of_memory_is_a_result_of_a_sweep(in_sweep, out_of_memory, tmp_path, monkeypatch):
     def launched(n_ranks, arguments, told):
-        assert arguments == (["--config-dir=mine", "seq_len=8"] if in_sweep else sys.argv[1:])
+        composing = ["hydra.searchpath=[b]", "hydra/job_logging=none", "~hydra.runtime.x", "hydra.job.num=7"]
+        assert arguments == (["--config-dir=mine", *composing, "seq_len=8"] if in_sweep else sys.argv[1:])
         assert told == {"folder": str(tmp_path), "sweep_group": "sweep" if in_sweep else None}
         raise RankFailedError("rank 1 ran out of memory", out_of_memory=out_of_memory)
 
+    of_launcher = ["hydra.mode=MULTIRUN", "hydra.sweep.dir=a", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2"]
+    of_launcher += ["hydra/launcher=joblib", "++hydra.launcher.n_jobs=2", "hydra.run.dir=a"]
+    composing = ["hydra.searchpath=[b]", "hydra/job_logging=none", "~hydra.runtime.x"]
     hydra = SimpleNamespace(
-        runtime=SimpleNamespace(output_dir=str(tmp_path)), overrides=SimpleNamespace(task=["seq_len=8"]),
-        sweep=SimpleNamespace(dir="sweep"),
+        runtime=SimpleNamespace(output_dir=str(tmp_path)), sweep=SimpleNamespace(dir="sweep"),
+        overrides=SimpleNamespace(task=["seq_len=8"], hydra=[*of_launcher, *composing]), job=SimpleNamespace(num=7),
     )  # fmt: skip
     monkeypatch.setattr(run_config, "HydraConfig", SimpleNamespace(get=lambda: hydra))
     monkeypatch.setattr(run_config, "in_sweep", lambda: in_sweep)
