@@ -2,18 +2,19 @@
 
 import os
 import signal
+from typing import ClassVar
 
 import pytest
 
 from scripts.bench import memory, step
 from scripts.bench.command_line import sigterm_raises
-from tests.scripts.bench import test_memory, test_step
 
 
 class Running:
     """The process of a case, during which SIGTERM arrives. `killed` has the process groups that were killed."""
 
-    pid, killed = 2**22 + 1, []  # Linux has no process with this pid
+    pid = 2**22 + 1  # Linux has no process with this pid
+    killed: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, *_, **options):
         assert options["start_new_session"]
@@ -25,7 +26,12 @@ class Running:
 
 @pytest.mark.parametrize(
     ("module", "case"),
-    [pytest.param(memory, test_memory.CASE, id="memory"), pytest.param(step, test_step.CASE, id="step")],
+    [
+        pytest.param(
+            memory, memory.Case("nano", 64, "none", "cpu", "sdpa", compiled=False, steps=2, slow_step=60), id="memory"
+        ),
+        pytest.param(step, step.Case("nano", 64, "ours-none", "cpu", "sdpa", steps=2, slow_step=60), id="step"),
+    ],
 )
 def test_sigterm_ends_the_process_of_the_case(module, case, monkeypatch):
     monkeypatch.setattr(module.subprocess, "Popen", Running)
