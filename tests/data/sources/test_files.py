@@ -65,6 +65,17 @@ def test_a_folder_that_cannot_be_read_is_named(linked, monkeypatch, pattern):
         keys(linked / pattern)
 
 
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "*/*.txt"])
+def test_lost_and_found_is_skipped(linked, monkeypatch, pattern):
+    before, recovered = keys(linked / pattern), linked / "lost+found"
+    recovered.mkdir()
+    (recovered / "r.txt").write_text("recovered")
+    assert keys(recovered) == ["r.txt"]
+    deny(monkeypatch, os, "scandir", recovered)
+    deny(monkeypatch, os, "listdir", recovered)
+    assert keys(linked / pattern) == before
+
+
 def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
     deny(monkeypatch, Path, "open", linked / "a.txt")
     for read in (lambda corpus: corpus.fingerprint(), lambda corpus: list(corpus.documents())):
