@@ -259,7 +259,6 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
 
 def _csv(path: Path) -> Iterator[SourceRow]:
     with _readable(path):
-        _require_utf8(path)
         _require_closed_quotes(path)
     read = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK)
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
@@ -311,4 +310,6 @@ def _named_corruption(path: Path, kind: str = "Parquet") -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if kind == "CSV" and not isinstance(error, OSError):  # Arrow does not name the line of an invalid byte
+            _require_utf8(path)
         raise ValueError(f"{path} must be a {kind} file; it cannot be read: {error}") from error
