@@ -175,8 +175,10 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def train_dataloader(self) -> TimedLoader:
-        rows = PackedRows(self, held_out=False, shuffle=True)
         trainer = self._running_trainer()
+        model = getattr(trainer.lightning_module, "model", None)
+        windows = model.windows if isinstance(model, GPT) else (None,)
+        rows = PackedRows(self, held_out=False, shuffle=True, windows=windows)
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
         if not isinstance(self.source, Mixture):  # a MixReport contains the epochs of each source
