@@ -126,7 +126,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     with torch.device("meta"):  # sizes only, no weights
         model = build_model(cfg, vocab_size)
     if str(trainer.precision) != "bf16-true":  # Lightning converts all weights to bf16
-        require_trainable(model)
+        require_trainable(model, has_stored_dtype=cfg.model.get("dtype") is None)
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     if cfg.model.vocab_size is None:
         preflight.require_tokenizer(model, cfg.choices.data, cfg.data)

@@ -10,7 +10,11 @@ weights.
 
 import argparse
 import sys
+from pathlib import Path
 from typing import get_args
+
+if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException

@@ -30,6 +30,9 @@ from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
 
+if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 from scripts.bench.command_line import add_results, sigterm_raises
 from scripts.bench.provenance import describe
 

@@ -25,8 +25,8 @@ PARTS = ("model", "adapter")  # the keys of a run's config that are needed to bu
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
     """Exports the checkpoint to `folder`. See fa_train.models.hf.export.write for dtype and adapter.
 
-    Raises: ValueError if no folder above the checkpoint is the folder of a run. The function also raises the errors of
-    `load` and `write`.
+    Raises: ValueError if the checkpoint is not in the folder of a run. The function also raises the errors of `load`
+    and `write`.
     """
     run = _run_folder(checkpoint)
     cfg = saved_config(run, overrides)
@@ -89,10 +89,18 @@ def load(checkpoint: Path, cfg: DictConfig, chosen: Collection[str] = ()) -> tup
 
 
 def _run_folder(checkpoint: Path) -> Path:
+    """Returns the folder RUN of a checkpoint in RUN/checkpoints. Raises: ValueError if RUN has no config.
+
+    Folders further up are not searched, because they could hold the config of another run.
+    """
     if not checkpoint.exists():
         raise ValueError(f"{checkpoint} does not exist")
     require_checkpoint(checkpoint)
-    for folder in checkpoint.resolve().parents:
-        if (folder / ".hydra" / "config.yaml").exists():
-            return folder
-    raise ValueError(f"{checkpoint} must be in its run's folder; no folder above it contains .hydra/config.yaml")
+    folder = checkpoint.resolve().parent
+    if folder.name != "checkpoints" or not (folder.parent / ".hydra" / "config.yaml").exists():
+        raise ValueError(
+            f"{checkpoint} must be in its run's folder, as RUN/checkpoints/{checkpoint.name} next to "
+            f"RUN/.hydra/config.yaml; got a checkpoint in {folder}. Move the checkpoint there, or copy both the "
+            "checkpoint and the run's .hydra to a new folder in this way"
+        )
+    return folder.parent

@@ -10,7 +10,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import OmegaConf
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from fa_train import training
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
@@ -251,15 +251,22 @@ def extended(folder: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "trains_fp16"),
-    [([], True), (["adapter=lora"], False), (["trainer.precision=bf16-true"], False)],
-    ids=["full", "adapter", "bf16"],
+    ("overrides", "got"),
+    [
+        pytest.param(["model.dtype=float16"], "float16", id="full"),
+        pytest.param(
+            ["model.dtype=null"], "null, which keeps the checkpoint's float16. Set model.dtype=float32", id="stored"
+        ),
+        pytest.param(["model.dtype=float16", "adapter=lora"], None, id="adapter"),
+        pytest.param(["model.dtype=float16", "trainer.precision=bf16-true"], None, id="bf16"),
+    ],
 )
-def test_weights_in_fp16_are_not_trained(overrides, trains_fp16, tmp_path):
-    apart = "data.max_doc_len=64", "model.dtype=float16"
-    message = "model.dtype must be float32 or bfloat16 for weights that are trained; got float16"
-    expected = pytest.raises(ValueError, match=message) if trains_fp16 else nullcontext()
-    with composed(tmp_path, *settings(tmp_path), *apart, *overrides) as cfg, expected:
+def test_weights_in_fp16_are_not_trained(overrides, got, tmp_path):
+    own = settings(tmp_path)
+    LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float16).save_pretrained(tmp_path / "base")
+    message = f"^model.dtype must be float32 or bfloat16 for weights that are trained; got {got}$"
+    expected = nullcontext() if got is None else pytest.raises(ValueError, match=message)
+    with composed(tmp_path, *own, "data.max_doc_len=64", *overrides) as cfg, expected:
         training.build(cfg)
 
 

@@ -8,12 +8,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fa_train.data.mixing import MixedRows, Mixture, interleave
 from fa_train.data.packing.balance import deal
 from fa_train.data.packing.collate import Batch, collate
 from fa_train.data.packing.rows import IGNORE_INDEX, Row, ShuffledRows
+from fa_train.flops import attention_pairs
 from fa_train.parallel.context.shard import ContextShard
 
 if TYPE_CHECKING:
@@ -29,10 +31,19 @@ class PackedRows:
     If several sources are mixed, each source is shuffled separately.
     In validation, only the first `counted` rows have labels. The rows after the first `counted` rows only fill up the
     last micro-batches.
+    windows: the window of each layer of the model, as in ModelConfig.windows. The costs of rows depend on the windows.
     Raises: ValueError if a source has no training tokens or no labels left after packing.
     """
 
-    def __init__(self, data: "PackedDataModule", *, held_out: bool, shuffle: bool) -> None:
+    def __init__(
+        self,
+        data: "PackedDataModule",
+        *,
+        held_out: bool,
+        shuffle: bool,
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        self.windows = windows
         self.layouts = data.layouts(held_out=held_out)
         self.document_mask, self.reset_positions = data.document_mask, data.reset_positions
         for name, layout in self.layouts.items():
@@ -95,18 +106,20 @@ class PackedRows:
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
             return seq_len
-        return round(sum(self.rows.cost(index) for index in rows) / len(rows) / seq_len)
+        squares = sum(int((self.rows.lengths(index) ** 2).sum()) for index in rows)
+        return round(squares / len(rows) / seq_len)
 
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
         """Assigns the rows from `first` to `first + count - 1` to micro-batches and ranks.
 
         Returns row indices, (accumulation, world_size, size), where `size` is the number of rows in a micro-batch.
-        Micro-batches have similar attention costs. If all rows have equal costs, the rows keep their order and go to
-        the ranks round-robin. Without document_mask, all rows have equal costs.
+        Micro-batches have similar attention costs (`attention_pairs`). If all rows have equal costs, the rows keep
+        their order and go to the ranks round-robin. Without document_mask, all rows have equal costs.
         """
         indices = np.arange(first, first + count)
         if self.document_mask:
-            costs = np.array([self.rows.cost(index) for index in indices.tolist()])
+            lengths = (torch.from_numpy(self.rows.lengths(index)) for index in indices.tolist())
+            costs = np.array([attention_pairs(self.windows, row).item() for row in lengths])
             if costs.min() != costs.max():
                 return indices[deal(costs, size, world_size)]
         return indices.reshape(-1, world_size, size)

@@ -175,8 +175,10 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def train_dataloader(self) -> TimedLoader:
-        rows = PackedRows(self, held_out=False, shuffle=True)
         trainer = self._running_trainer()
+        model = getattr(trainer.lightning_module, "model", None)
+        windows = model.windows if isinstance(model, GPT) else (None,)
+        rows = PackedRows(self, held_out=False, shuffle=True, windows=windows)
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
         if not isinstance(self.source, Mixture):  # a MixReport contains the epochs of each source
@@ -245,6 +247,12 @@ class PackedDataModule(L.LightningDataModule):
         # All ranks must get the same number of full micro-batches, because a rank without a micro-batch would block the
         # others.
         n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * dataset.world_size))
+        limit = self._running_trainer().limit_val_batches
+        if isinstance(limit, float) and 0 < limit * n_micro_batches < 1:  # Lightning would raise no ValueError
+            raise ValueError(
+                "trainer.limit_val_batches must be an integer, or a fraction that is at least one of the validation's "
+                f"{n_micro_batches} micro-batches; got {limit}"
+            )
         return self._loader(dataset, RangeSampler(0, n_micro_batches))
 
     def _micro_batches(self, rows: PackedRows, step_rows: int | None = None) -> MicroBatches:

@@ -106,10 +106,10 @@ class MixedRows:
         source, own_index = self._locate(index)
         return source.row(own_index)
 
-    def cost(self, index: int) -> int:
-        """Returns the attention cost of a row, as `Epoch.cost` does."""
+    def lengths(self, index: int) -> np.ndarray:
+        """Returns the length of each document in a row, as `Epoch.lengths` does."""
         source, own_index = self._locate(index)
-        return source.cost(own_index)
+        return source.lengths(own_index)
 
 
 @dataclass(frozen=True)

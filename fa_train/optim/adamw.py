@@ -122,10 +122,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
 
 
-def require_trainable(model: nn.Module) -> None:
-    """Raises: ValueError if a parameter that requires gradients is fp16, because its small updates would be lost."""
+def require_trainable(model: nn.Module, *, has_stored_dtype: bool = False) -> None:
+    """Raises: ValueError if a parameter that requires gradients is fp16, because its small updates would be lost.
+
+    has_stored_dtype: whether the weights have the checkpoint's dtype because model.dtype is null.
+    """
     if any(parameter.dtype is torch.float16 for parameter in model.parameters() if parameter.requires_grad):
-        raise ValueError("model.dtype must be float32 or bfloat16 for weights that are trained; got float16")
+        got = "null, which keeps the checkpoint's float16. Set model.dtype=float32" if has_stored_dtype else "float16"
+        raise ValueError(f"model.dtype must be float32 or bfloat16 for weights that are trained; got {got}")
 
 
 def _bf16_groups(model: nn.Module, weight_decay: float, optimizer: str) -> list[dict[str, Any]]:

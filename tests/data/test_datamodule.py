@@ -92,7 +92,9 @@ def test_every_row_is_validated_once_by_any_number_of_gpus(world_size, size, val
     for rank in range(world_size):
         data = make(micro_batch_size=size, batch_size=size, val_rows=val_rows)
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
-        data.trainer = SimpleNamespace(world_size=world_size, global_rank=rank, strategy=strategy, print=printed.append)
+        data.trainer = SimpleNamespace(
+            world_size=world_size, global_rank=rank, strategy=strategy, print=printed.append, limit_val_batches=1.0
+        )
         ranks.append(list(data.val_dataloader()))
     assert len({len(batches) for batches in ranks}) == 1
     batches = [batch for batches in ranks for batch in batches]

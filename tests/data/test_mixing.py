@@ -69,14 +69,14 @@ def test_shares_hold_from_any_row_on(weights):
 
 
 class Numbers:
-    """A fake source, in which row i has the content i and the cost i."""
+    """A fake source, in which row i has the content i and one document of length i."""
 
     max_documents = 1
 
     def row(self, index):
         return index
 
-    cost = row
+    lengths = row
 
 
 def test_a_source_goes_on_in_the_next_round():
@@ -84,7 +84,7 @@ def test_a_source_goes_on_in_the_next_round():
     located = [(int(rows.order[i % 4]), rows.row(i)) for i in range(12)]
     assert [row for source, row in located if source == 0] == list(range(9))
     assert [row for source, row in located if source == 1] == list(range(3))
-    assert [rows.cost(i) for i in range(12)] == [row for _, row in located]
+    assert [rows.lengths(i) for i in range(12)] == [row for _, row in located]
 
 
 def test_a_source_is_gone_through_before_it_starts_over():

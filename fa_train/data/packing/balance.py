@@ -26,7 +26,7 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
         cost, index = heapq.heappop(open_micro_batches)
         members[index].append(row)
         if len(members[index]) < size:
-            heapq.heappush(open_micro_batches, (cost + int(costs[row]), index))
+            heapq.heappush(open_micro_batches, (cost + costs[row].item(), index))
     sums = costs[np.array(members)].sum(axis=1)
     rounds = np.argsort(-sums, kind="stable").reshape(-1, world_size)
     dealt = np.empty((len(rounds), world_size, size), np.int64)

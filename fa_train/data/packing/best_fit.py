@@ -190,8 +190,7 @@ class BestFit:
     """Rows packed by best-fit decreasing. The rows are the same in every epoch. The caller shuffles the rows.
 
     max_doc_len: documents of at most max_doc_len tokens are kept whole. None means seq_len.
-    row_costs (n_rows,) holds the attention cost of each row (`Epoch.cost`). If every document is empty or dropped,
-    n_rows is 0.
+    If every document is empty or dropped, n_rows is 0.
     Raises: ValueError if max_doc_len is not between 1 and seq_len, or long_documents is unknown.
     """
 
@@ -220,17 +219,19 @@ class BestFit:
         self.first_piece = np.searchsorted(self.plan[:, ROW], np.arange(self.n_rows + 1))
         sizes = self.plan[:, STOP] - self.plan[:, START]
         running = np.concatenate([[0], np.cumsum(sizes)])[self.first_piece]
-        squares = np.concatenate([[0], np.cumsum(sizes**2)])[self.first_piece]
         padding = seq_len - np.diff(running)
-        self.row_costs = np.diff(squares) + padding**2
         self.max_documents = int((np.diff(self.first_piece) + (padding > 0)).max(initial=1))
 
     def epoch(self, generator: np.random.Generator | None) -> "BestFit":
         """Returns self, because the rows do not depend on the epoch."""
         return self
 
-    def cost(self, index: int) -> int:
-        return int(self.row_costs[index])
+    def lengths(self, index: int) -> np.ndarray:
+        """Returns the length of each document in a row, as `Epoch.lengths` does."""
+        pieces = self.plan[self.first_piece[index] : self.first_piece[index + 1]]
+        lengths = pieces[:, STOP] - pieces[:, START]
+        padding = self.seq_len - lengths.sum()
+        return np.append(lengths, padding) if padding else lengths
 
     def row(self, index: int) -> Row:
         """Returns a row: its documents, longest first, and then padding.

@@ -59,8 +59,8 @@ class Epoch(Protocol):
 
     def row(self, index: int) -> Row: ...
 
-    def cost(self, index: int) -> int:
-        """Returns the cost of attention in a row: the sum of the squared document lengths. Padding is one document."""
+    def lengths(self, index: int) -> np.ndarray:
+        """Returns the length of each document in a row, (n_documents,). Padding is one document. Reads no tokens."""
 
 
 class Layout(Protocol):
@@ -103,8 +103,8 @@ class ShuffledRows:
         rows, order = self._epoch(epoch)
         return rows.row(int(order[place]))
 
-    def cost(self, index: int) -> int:
-        """Returns the attention cost of a row, as `Epoch.cost` does."""
+    def lengths(self, index: int) -> np.ndarray:
+        """Returns the length of each document in a row, as `Epoch.lengths` does."""
         epoch, place = divmod(index, self.per_epoch)
         rows, order = self._epoch(epoch)
-        return rows.cost(int(order[place]))
+        return rows.lengths(int(order[place]))

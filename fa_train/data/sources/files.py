@@ -18,6 +18,7 @@ import pyarrow.parquet
 
 CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must not be larger
 WILDCARDS = frozenset("*?[")
+RECOVERED = "lost+found"  # a folder at the root of a disk, which only root can read; it holds what fsck recovers
 # A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
 # The last group is missing if no quote ends the value. White space may follow the last quote.
 QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("[ \t]*+(?![^,\r\n]))?')
@@ -47,7 +48,8 @@ class SourceRow:
 def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     """Finds the files to read. path: a file, a folder or a glob.
 
-    Returns the folder to which document keys are relative, and the sorted files. Links to folders are followed.
+    Returns the folder to which document keys are relative, and the sorted files. Links to folders are followed. Folders
+    with the name lost+found are skipped, unless `path` names them.
     Raises: ValueError if no file has one of the suffixes, a folder cannot be read or a link leads to nothing.
     """
     wanted = f"data.path must be a file, folder or glob of {', '.join(suffixes)}"
@@ -86,7 +88,10 @@ def _matching(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
         for below in _folders(folder):
             yield from _matching(below, rest or ["*"])
         return
-    for name in fnmatch.filter(os.listdir(folder), part) if WILDCARDS & set(part) else [part]:
+    is_glob = bool(WILDCARDS & set(part))
+    for name in fnmatch.filter(os.listdir(folder), part) if is_glob else [part]:
+        if is_glob and name == RECOVERED:
+            continue
         if not rest:
             yield folder / name
         elif (folder / name).is_dir():
@@ -104,7 +109,7 @@ def _folders(top: Path) -> Iterator[Path]:
                 names.clear()  # os.walk does not enter the folders that are removed from its list
                 continue
             seen.add(real)
-            names.sort()
+            names[:] = sorted(name for name in names if name != RECOVERED)
             starts += [link for name in names if os.path.islink(link := os.path.join(folder, name))]
             yield Path(folder)
 
@@ -254,7 +259,6 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
 
 def _csv(path: Path) -> Iterator[SourceRow]:
     with _readable(path):
-        _require_utf8(path)
         _require_closed_quotes(path)
     read = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK)
     parse = pyarrow.csv.ParseOptions(newlines_in_values=True)
@@ -306,4 +310,6 @@ def _named_corruption(path: Path, kind: str = "Parquet") -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if kind == "CSV" and not isinstance(error, OSError):  # Arrow does not name the line of an invalid byte
+            _require_utf8(path)
         raise ValueError(f"{path} must be a {kind} file; it cannot be read: {error}") from error

@@ -2,12 +2,17 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_train.data.batches import MicroBatches, PackedRows
 from fa_train.data.packing.balance import deal
+from fa_train.flops import attention_pairs
+from fa_train.models.config import Family
+from tests.data.support.fitting import Recorder, fit
 from tests.data.support.numbered import lay, make
+from tests.memory.support.small import levers, small_gpt
 
 
 @settings(max_examples=200, deadline=None)
@@ -25,7 +30,8 @@ def test_every_row_is_dealt_once_and_the_same_again(accumulation, world_size, si
 def test_ranks_and_rounds_have_like_work(size):
     generator = np.random.default_rng(0)
     lengths = np.maximum(1, generator.lognormal(6.5, 1.2, 10_000)).astype(np.int64)
-    costs = generator.permutation(lay(lengths, 4096).row_costs)
+    layout = lay(lengths, 4096)
+    costs = generator.permutation([(layout.lengths(index) ** 2).sum() for index in range(layout.n_rows)])
     for first in range(0, 10 * 128, 128):
         step = costs[first : first + 128]
         dealt, in_order = (step[x].sum(axis=2) for x in (deal(step, size, 4), np.arange(128).reshape(-1, 4, size)))
@@ -63,7 +69,8 @@ def test_steps_are_dealt_by_squared_lengths():
     # A row of one document costs 16^2 = 256. A row of eight documents of two tokens costs 8 * 2^2 = 32.
     data = make([16, 16, *[2] * 48], batch_size=8, micro_batch_size=1)
     rows = PackedRows(data, held_out=False, shuffle=True)
-    assert sorted(map(rows.rows.cost, range(rows.per_epoch))) == [32] * 6 + [256] * 2
+    lengths = [rows.rows.lengths(index) for index in range(rows.per_epoch)]
+    assert sorted((row**2).sum() for row in lengths) == [32] * 6 + [256] * 2
     for step in range(4):  # each step is one epoch
         ranks = [MicroBatches(rows, 1, rank, 2, step_rows=8) for rank in range(2)]
         edges = [[rank[step * 4 + index]["cu_seqlens"].numpy() for rank in ranks] for index in range(4)]
@@ -83,6 +90,26 @@ def test_concatenated_rows_are_balanced_too():
         work = np.vectorize(lambda row: (np.diff(rows.rows.row(row).boundaries) ** 2).sum())(dealt).sum(axis=2)
         assert work.sum(axis=0).max() <= 1.02 * work.sum(axis=0).mean(), "over a step"
         assert work.max(axis=1).sum() <= 1.1 * work.mean(axis=1).sum(), "at each micro-batch"
+
+
+def test_costs_count_the_windows_of_the_layers():
+    windows = [16, 16]
+    lengths = np.maximum(1, np.random.default_rng(0).lognormal(3, 1.5, 4000)).astype(np.int64)
+    rows = PackedRows(make(lengths, seq_len=256), held_out=False, shuffle=True, windows=windows)
+    for step in range(rows.per_epoch // 64):
+        dealt = rows.deal(step * 64, 64, 2, 4)
+        work = np.vectorize(
+            lambda row: attention_pairs(windows, torch.from_numpy(np.diff(rows.rows.row(row).boundaries))).item()
+        )(dealt).sum(axis=2)
+        assert work.sum(axis=0).max() <= 1.03 * work.sum(axis=0).mean(), "over a step"
+        assert work.max(axis=1).sum() <= 1.04 * work.mean(axis=1).sum(), "at each micro-batch"
+
+
+def test_a_run_deals_rows_by_the_windows_of_its_model(tmp_path):
+    recorder = Recorder()
+    recorder.model = small_gpt(levers(), torch.device("cpu"), n_layers=2, family=Family(windows=[10, None]))
+    fit(tmp_path, recorder, make([16, 2] * 40))
+    assert recorder.trainer.train_dataloader.dataset.rows.windows == [10, None]
 
 
 @pytest.mark.parametrize("document_mask", [True, False])

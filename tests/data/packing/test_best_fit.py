@@ -75,13 +75,13 @@ def test_every_token_is_there_once_or_counted(lengths, seq_len, data, policy):
 
 @settings(max_examples=200, deadline=None)
 @given(lengths_of_documents.filter(any), st.integers(1, 25), st.booleans())
-def test_rows_have_correct_labels_positions_boundaries_and_costs(lengths, seq_len, split):
+def test_rows_have_correct_labels_positions_boundaries_and_lengths(lengths, seq_len, split):
     layout = lay(lengths, seq_len, "split" if split else "truncate")
     for index in range(layout.n_rows):
         row = layout.row(index)
         assert row.boundaries[0] == 0 and row.boundaries[-1] == seq_len and np.all(np.diff(row.boundaries) > 0)
         assert len(row.boundaries) - 1 <= layout.max_documents
-        assert layout.row_costs[index] == (np.diff(row.boundaries) ** 2).sum()
+        assert np.array_equal(layout.lengths(index), np.diff(row.boundaries))
         for start, end in zip(row.boundaries, row.boundaries[1:], strict=False):
             piece, labels = row.tokens[start:end], row.labels[start:end]
             is_padding = piece[0] == PAD
@@ -106,7 +106,7 @@ def test_a_layout_equals_a_worked_example():
     assert rows[1].boundaries.tolist() == [0, 5, 8]
     assert rows[2].tokens.tolist() == [4000, 4001, 1008, *[PAD] * 5]
     assert rows[2].boundaries.tolist() == [0, 2, 3, 8]
-    assert layout.row_costs.tolist() == [64, 34, 4 + 1 + 25]
+    assert [layout.lengths(index).tolist() for index in range(3)] == [[8], [5, 3], [2, 1, 5]]
 
 
 @pytest.mark.parametrize("seq_len", [1024, 4096, 32768])

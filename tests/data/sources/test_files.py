@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fa_train.data.sources import files
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, TextCorpus, is_held_out
 from tests.data.support.chats import PAIR, write_jsonl
@@ -65,6 +66,17 @@ def test_a_folder_that_cannot_be_read_is_named(linked, monkeypatch, pattern):
         keys(linked / pattern)
 
 
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "*/*.txt"])
+def test_lost_and_found_is_skipped(linked, monkeypatch, pattern):
+    before, recovered = keys(linked / pattern), linked / "lost+found"
+    recovered.mkdir()
+    (recovered / "r.txt").write_text("recovered")
+    assert keys(recovered) == ["r.txt"]
+    deny(monkeypatch, os, "scandir", recovered)
+    deny(monkeypatch, os, "listdir", recovered)
+    assert keys(linked / pattern) == before
+
+
 def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
     deny(monkeypatch, Path, "open", linked / "a.txt")
     for read in (lambda corpus: corpus.fingerprint(), lambda corpus: list(corpus.documents())):
@@ -114,6 +126,21 @@ def test_text_that_is_not_utf8_is_named(tmp_path, name, content, where):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"a text file must be UTF-8; .*{where}\. .* `iconv -f latin1 -t utf-8`"):
         texts(tmp_path / name)
+
+
+def test_a_csv_file_is_searched_for_invalid_bytes_only_after_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CSV_BLOCK", 64)
+    path, search, searched = tmp_path / "a.csv", files._require_utf8, []
+    monkeypatch.setattr(files, "_require_utf8", lambda path: (searched.append(path), search(path)))
+    rows = "".join(f"{i},ü\n" for i in range(100))
+    path.write_bytes(b"id,text\n" + rows.encode())
+    assert texts(path) == ["ü"] * 100 and not searched
+    path.write_bytes(b"id,text\n" + rows.encode() + b"100,\xe9\n")
+    with pytest.raises(ValueError, match=rf"a text file must be UTF-8; {path}, line 102 has the byte 0xe9"):
+        texts(path)
+    path.write_bytes(b"id,text\n" + rows.encode() + b"100,a,b\n")
+    with pytest.raises(ValueError, match=r"a.csv must be a CSV file; it cannot be read: .* Expected 2 columns, got 3"):
+        texts(path)
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
