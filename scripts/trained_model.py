@@ -89,18 +89,29 @@ def load(checkpoint: Path, cfg: DictConfig, chosen: Collection[str] = ()) -> tup
 
 
 def _run_folder(checkpoint: Path) -> Path:
-    """Returns the folder RUN of a checkpoint in RUN/checkpoints. Raises: ValueError if RUN has no config.
+    """Returns the run's folder RUN of a checkpoint in RUN/checkpoints, or in the `dirpath` of the run's config.
 
     Folders further up are not searched, because they could hold the config of another run.
+    Raises: ValueError if the checkpoint is not in such a folder.
     """
     if not checkpoint.exists():
         raise ValueError(f"{checkpoint} does not exist")
     require_checkpoint(checkpoint)
     folder = checkpoint.resolve().parent
-    if folder.name != "checkpoints" or not (folder.parent / ".hydra" / "config.yaml").exists():
+    config = folder.parent / ".hydra" / "config.yaml"
+    if not config.exists() or folder.name not in ("checkpoints", _dirpath_name(config)):
         raise ValueError(
             f"{checkpoint} must be in its run's folder, as RUN/checkpoints/{checkpoint.name} next to "
             f"RUN/.hydra/config.yaml; got a checkpoint in {folder}. Move the checkpoint there, or copy both the "
             "checkpoint and the run's .hydra to a new folder in this way"
         )
     return folder.parent
+
+
+def _dirpath_name(config: Path) -> str | None:
+    """Returns the name of the folder in which a run saves checkpoints, or None if its config has no such folder."""
+    callback = OmegaConf.select(_loaded(config, needs="model"), "callbacks.checkpoint")
+    if not isinstance(callback, DictConfig) or "dirpath" not in callback:
+        return None
+    unresolved = cast(dict[str, Any], OmegaConf.to_container(callback))  # with ${hydra:runtime.output_dir}
+    return Path(unresolved["dirpath"]).name

@@ -247,6 +247,17 @@ def test_mistakes_are_named(scratch, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_dirpath_of_a_run_holds_its_checkpoints(scratch, tmp_path):
+    run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
+    (run / "checkpoints").rename(run / "kept")
+    with pytest.raises(ValueError, match=r"must be in its run's folder"):
+        trained_model.export(run / "kept" / scratch.name, tmp_path / "out", [], None)
+    config = run / ".hydra" / "config.yaml"
+    config.write_text(config.read_text().replace("output_dir}/checkpoints", "output_dir}/kept"))
+    trained_model.export(run / "kept" / scratch.name, tmp_path / "out", [], None)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
 @pytest.mark.parametrize("override", ["foo", "modl.pretrained=moved"])
 def test_an_override_of_no_key_is_named(scratch, tmp_path, override):
     with pytest.raises(ValueError, match=f"^unknown key {override.partition('=')[0].partition('.')[0]}"):
