@@ -14,6 +14,9 @@ from fa_train.private_names import replace_private
 # image tokens of Gemma 3, and sequences of Llama 4 that are longer than a chunk.
 ALSO_SUPPORTED = {"Gemma3Model", "Gemma3ForConditionalGeneration", "Llama4PreTrainedModel"}
 
+# The layers of these classes do not pass their sliding window to the attention function.
+WINDOW_ONLY_IN_MASK = {"PhimoePreTrainedModel", "Qwen2MoePreTrainedModel"}
+
 
 def refuse_unsupported_classes(name: str) -> None:
     """Makes transformers check a model's class before the model uses the attention `name`.
@@ -31,6 +34,7 @@ def refuse_unsupported_classes(name: str) -> None:
     def checked(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention == name:
             require_supported(type(self), name)
+            require_known_window(self, name)
         result: str = original(self, requested_attention, *args, **kwargs)
         return result
 
@@ -51,3 +55,18 @@ def require_supported(model_class: type, name: str) -> None:
         f"{model_class.__name__}, whose attribute _supports_flash_attn is not True. To use {name} only in a sub-model "
         f'that supports it, pass a dict, such as attn_implementation={{"text_config": "{name}"}}'
     )
+
+
+def require_known_window(model: Any, name: str) -> None:
+    """Raises: ValueError if layers do not pass their sliding window on, and it is shorter than the longest sequence.
+
+    model: a model of transformers.
+    """
+    if not WINDOW_ONLY_IN_MASK & {base.__name__ for base in type(model).__mro__}:
+        return
+    window, longest = model.config.sliding_window, model.config.max_position_embeddings
+    if window and window < longest:  # Qwen2-MoE has 0 if it uses no window
+        raise ValueError(
+            f"config.sliding_window of {type(model).__name__} must be None, or at least max_position_embeddings="
+            f"{longest}, because its layers do not pass the window to {name}; got {window}"
+        )

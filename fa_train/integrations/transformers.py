@@ -218,6 +218,10 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
             f"attention_mask must be (batch, tokens) for {NAME}, which has no custom masks; "
             f"got {tuple(attention_mask.shape)}"
         )
+    if attention_mask is not None and attention_mask.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"attention_mask must have {query.shape[0]} rows, one for each sequence; got {attention_mask.shape[0]}"
+        )
     for name, meaning in REFUSED.items():
         if others.get(name) is not None and others[name] is not False:
             raise ValueError(f"{name} must not be given: {NAME} does not support {meaning}")

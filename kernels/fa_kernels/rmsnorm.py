@@ -156,9 +156,10 @@ def _forward_by_kernel(
     total, y, rstd = outputs = _forward_fake(x, added, weight, eps, dtype)
     rows, dim = x.shape
     if rows:
-        _add_norm_kernel[(rows,)](
-            x.contiguous(), added.contiguous(), weight, total, y, rstd, eps, DIM=dim, **_block(dim)
-        )  # fmt: skip
+        with torch.cuda.device_of(x):  # Triton launches kernels on the current device
+            _add_norm_kernel[(rows,)](
+                x.contiguous(), added.contiguous(), weight.contiguous(), total, y, rstd, eps, DIM=dim, **_block(dim)
+            )  # fmt: skip
     return outputs
 
 
@@ -170,10 +171,12 @@ def _backward_by_kernel(
     programs = min(rows, PROGRAMS_PER_SM * multiprocessors(x.device))
     d_weights = weight.new_empty(programs, dim, dtype=torch.float32)
     if rows:
-        _add_norm_backward_kernel[(programs,)](
-            d_sum.contiguous(), dy.contiguous(), x.contiguous(), None if added is None else added.contiguous(),
-            weight, rstd, dx, d_added if d_added.numel() else None, d_weights, rows, DIM=dim, **_block(dim),
-        )  # fmt: skip
+        with torch.cuda.device_of(x):  # Triton launches kernels on the current device
+            _add_norm_backward_kernel[(programs,)](
+                d_sum.contiguous(), dy.contiguous(), x.contiguous(), None if added is None else added.contiguous(),
+                weight.contiguous(), rstd, dx, d_added if d_added.numel() else None, d_weights, rows, DIM=dim,
+                **_block(dim),
+            )  # fmt: skip
     return dx, d_added, d_weights.sum(0).to(d_weight.dtype)
 
 

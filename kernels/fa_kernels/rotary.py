@@ -127,9 +127,10 @@ def _rotate(
     block_d = triton.next_power_of_2(half)
     block_m = BLOCK // (2 * block_d)
     if total:
-        _rotate_kernel[(triton.cdiv(total, block_m) * n_heads,)](
-            *_arguments(parts, cos, sin, n_rotated, y), INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=block_m
-        )
+        with torch.cuda.device_of(y):  # Triton launches kernels on the current device
+            _rotate_kernel[(triton.cdiv(total, block_m) * n_heads,)](
+                *_arguments(parts, cos, sin, n_rotated, y), INVERSE=inverse, HALF=half, BLOCK_D=block_d, BLOCK_M=block_m
+            )
     return y
 
 

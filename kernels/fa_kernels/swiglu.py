@@ -64,7 +64,8 @@ def swiglu(projected: Tensor) -> Tensor:
     if not projected.is_cuda:
         return _forward_plainly(projected)
     activated = projected.new_empty(rows, ffn_dim)
-    _forward_kernel[_grid(rows, ffn_dim)](projected, activated, FFN_DIM=ffn_dim, BLOCK=BLOCK)
+    with torch.cuda.device_of(projected):  # Triton launches kernels on the current device
+        _forward_kernel[_grid(rows, ffn_dim)](projected, activated, FFN_DIM=ffn_dim, BLOCK=BLOCK)
     return activated
 
 
@@ -103,7 +104,8 @@ def _backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> No
     rows, ffn_dim = d_activated.shape
     if projected.is_cuda:
         arguments = (projected, d_activated, d_projected)
-        _backward_kernel[_grid(rows, ffn_dim)](*arguments, FFN_DIM=ffn_dim, BLOCK=BLOCK)
+        with torch.cuda.device_of(projected):  # Triton launches kernels on the current device
+            _backward_kernel[_grid(rows, ffn_dim)](*arguments, FFN_DIM=ffn_dim, BLOCK=BLOCK)
     else:
         _backward_plainly(projected, d_activated, d_projected)
 

@@ -1,6 +1,8 @@
 """Tests that transformers refuses fa_train for model classes that do not support flash attention, and only for them."""
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import transformers
 from transformers.models.llama import modeling_llama
 
 from fa_train.integrations import transformers as fa
+from fa_train.integrations.model_classes import WINDOW_ONLY_IN_MASK
 from tests.integrations.support.models import DECODER, tiny, tokens
 
 HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -103,3 +106,33 @@ def test_registering_twice_adds_one_check():
     check = transformers.PreTrainedModel.get_correct_attn_implementation
     fa.register()
     assert transformers.PreTrainedModel.get_correct_attn_implementation is check
+
+
+@pytest.mark.parametrize("name", ["Qwen2Moe", "Phimoe"])
+def test_a_window_that_layers_do_not_pass_on_is_refused(name):
+    def build(window: int | None) -> Any:
+        fields = DECODER | {"max_position_embeddings": 9, "sliding_window": window, "num_experts": 2}
+        if name == "Qwen2Moe":
+            fields |= {"use_sliding_window": window is not None, "max_window_layers": 0}
+        return transformers.AutoModelForCausalLM.from_config(
+            getattr(transformers, f"{name}Config")(**fields), attn_implementation=fa.NAME
+        )
+
+    with pytest.raises(
+        ValueError, match=rf"sliding_window of {name}ForCausalLM must be None, or at least .*=9, .*got 5"
+    ):
+        build(5)
+    for window in (9, None):
+        assert build(window).config._attn_implementation == fa.NAME
+
+
+def test_all_classes_that_do_not_pass_windows_on_are_known():
+    """Looks for model files that build masks with windows, but never pass a window to the attention function."""
+    masks = re.compile(r"create_(bidirectional_)?sliding_window(_causal)?_mask")
+    found = set()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = path.read_text(encoding="utf-8")
+        calls_attention = "_supports_flash_attn = True" in text and "attention_interface(" in text
+        if calls_attention and masks.search(text) and "sliding_window=" not in text:
+            found |= set(re.findall(r"^class (\w+PreTrainedModel)\(", text, re.MULTILINE))
+    assert found == WINDOW_ONLY_IN_MASK

@@ -307,6 +307,8 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch):
         run({}, attention_mask=torch.zeros(1, 1, 4, 4))
     with pytest.raises(ValueError, match=r"no custom masks; got \(1, 1, 1, 4\)"):
         run({}, attention_mask=torch.ones(1, 1, 1, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"attention_mask must have 1 rows, one for each sequence; got 2"):
+        run({}, attention_mask=torch.tensor([[0, 1, 1, 1]] * 2))
     with pytest.raises(ValueError, match=r"head_dim must be from 1 to 256; got 264"):
         run({"head_dim": 264})
     for name in ("indices", "block_indices", "sinks"):

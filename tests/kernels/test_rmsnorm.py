@@ -66,6 +66,21 @@ def exactly(x: Tensor, added: Tensor, weight: Tensor, d_sum: Tensor, dy: Tensor)
 
 
 @pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("stride", [0, 2])
+def test_a_weight_may_have_any_stride(stride, device):
+    arguments = draw(5, 24, (torch.float32,) * 3, device)
+    x, added, _, d_sum, dy = arguments
+    given = torch.randn(48, device=device)
+    weight = given[:1].expand(24) if stride == 0 else given[::stride]
+    outcomes = []
+    for own in (weight, weight.contiguous()):
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, added, own)]
+        outputs = add_rms_norm(*leaves, EPS, torch.float32, keep_sum=True)
+        outcomes.append([*outputs, *torch.autograd.grad(outputs, leaves, (d_sum, dy))])
+    assert weight.stride() == (stride,) and all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
+
+
+@pytest.mark.usefixtures("implementation")
 @SHAPES
 @DTYPES
 @KEEP_SUM

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.knobs import getenv
 
 from fa_kernels.device import Arch
-from fa_kernels.flash_attention.checks import require_consistent
+from fa_kernels.flash_attention.checks import require_consistent, require_schedule_of
 from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.hopper.backward import choose as hopper_bwd
@@ -48,9 +48,10 @@ def forward(
     Shapes: q (total_q, n_heads, head_dim); k (total_k, n_kv_heads, head_dim); v (total_k, n_kv_heads, v_head_dim) -> o
     (total_q, n_heads, v_head_dim), lse (n_heads, total_q). If q, k and v are (batch, seqlen, heads, head_dim), o is
     (batch, seqlen_q, n_heads, v_head_dim).
-    Raises: ValueError if q, k, v and sinks do not fit together (checks.require_consistent).
+    Raises: ValueError if q, k, v, sinks and schedule do not fit together (checks.py).
     """
     require_consistent(q, k, v, features.sinks)
+    require_schedule_of(q, k, schedule.key_start, schedule.query_start, gradients=False)
     tokens = q.shape[:-2]
     q, k, v = packed(q), packed(k), packed(v)
     supported = hopper_fwd.supports(q, k, v, features, out_dtype)
@@ -96,6 +97,7 @@ def backward(
     fixed order.
     Shapes: q, k, v and o are as in `forward`; do has the shape of o; lse and dlse are (n_heads, total_q) fp32.
     """
+    require_schedule_of(q, k, schedule.key_start, schedule.query_start, gradients=True)
     shapes = q.shape, k.shape, v.shape
     do, q, k, v, o = packed(do), packed(q), packed(k), packed(v), packed(o)
     delta: Tensor | None
@@ -242,14 +244,16 @@ def _common_key(
 ) -> tuple[Hashable, ...]:
     """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
 
-    The recording key contains all values that determine the kernel launches and the checks of require_consistent. The
-    tensors of a schedule are always int32, contiguous and on one device, so the recording key holds only the device and
-    the numbers of tiles of a schedule. The recording key does not hold the strides of contiguous tensors, because these
-    strides follow from the shape or do not matter.
+    The recording key contains all values that determine the kernel launches and the checks of checks.py. The tensors
+    of a schedule are always int32, contiguous and on one device, so the recording key holds only the device and the
+    numbers of tokens and tiles of a schedule. The recording key does not hold the strides of contiguous tensors,
+    because these strides follow from the shape or do not matter.
     """
     return (
         *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],
         schedule.key_start.get_device(),
+        schedule.key_start.numel(),
+        schedule.query_start.numel(),
         schedule.query_tiles.numel(),
         schedule.key_tiles.numel(),
         schedule.wide_query_tiles.numel(),

@@ -67,6 +67,24 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
         raise ValueError(f"sinks must be ({n_heads},) float32 on {device}; got {described(sinks)}")
 
 
+def require_schedule_of(q: Tensor, k: Tensor, key_start: Tensor, query_start: Tensor, *, gradients: bool) -> None:
+    """Raises ValueError unless a schedule is for as many queries and keys as q and k have.
+
+    key_start, query_start: tensors of the schedule. query_start may be empty unless `gradients` is True.
+    Shapes: as in require_consistent.
+    """
+    n_queries, n_keys = q.shape[:-2].numel(), k.shape[:-2].numel()
+    of_queries, of_keys = key_start.numel(), query_start.numel()
+    if of_keys == 0 and n_keys and of_queries == n_queries:
+        if gradients:
+            raise ValueError("the schedule must be built with gradients=True for a backward pass; got gradients=False")
+    elif (of_queries, of_keys) != (n_queries, n_keys):
+        raise ValueError(
+            f"the schedule must be for {n_queries} queries and {n_keys} keys, as in q and k; got a schedule for "
+            f"{of_queries} queries and {of_keys} keys"
+        )
+
+
 def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises ValueError if q, k or v requires a gradient but has dtype fp8, which has no backward pass."""
     if q.dtype == FP8 and (q.requires_grad or k.requires_grad or v.requires_grad):

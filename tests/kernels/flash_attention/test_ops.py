@@ -2,6 +2,8 @@
 ops.py).
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -113,3 +115,26 @@ def test_compiled_autograd_takes_the_operator(device):
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
         flash_attn_func(q, k, v).sum().backward()
     assert torch.equal(q.grad, expected[0])
+
+
+@pytest.mark.parametrize("tokens", [8, 7 + 128])
+@pytest.mark.parametrize("observed", [False, True])
+def test_a_schedule_of_another_batch_is_refused(tokens, observed, device):
+    schedule = causal_schedule(None, 7, device)
+    q, k = torch.randn(tokens, 2, 16, device=device), torch.randn(7, 2, 16, device=device)
+    with FlopCounterMode(display=False) if observed else nullcontext():
+        for queries, keys in ((q, q), (q, k), (k, q)):
+            sizes = rf"{len(queries)} queries and {len(keys)} keys, .* for 7 queries and 7 keys"
+            for _ in range(2):
+                with pytest.raises(ValueError, match=sizes):
+                    flash_attn_packed(queries, keys, keys, schedule)
+        flash_attn_packed(k, k, k, schedule)
+
+
+def test_a_schedule_without_gradients_is_refused_in_a_backward_pass(device):
+    full, q = causal_schedule(None, 7, device), torch.randn(7, 2, 16, device=device, requires_grad=True)
+    empty = full.query_start[:0]
+    o = flash_attn_packed(q, q, q, full._replace(query_start=empty, query_end=empty, key_tiles=empty))
+    assert torch.equal(o, flash_attn_packed(q, q, q, full))
+    with pytest.raises(ValueError, match=r"built with gradients=True for a backward pass"):
+        o.sum().backward()
