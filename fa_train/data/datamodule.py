@@ -21,7 +21,7 @@ from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.report import PackingReport, Report, run_line
 from fa_train.data.packing.rows import Layout
 from fa_train.data.sources.chats import ChatCorpus
-from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation
+from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.sft import ChatEncoder
@@ -167,14 +167,17 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_corpus(self, name: str, report: PackingReport) -> PackingReport:
-        """Adds to a report how the held-out documents are packed, and how many rows were skipped."""
-        layout = self._layout(self.sources[name], held_out=True)
+        """Adds to a report how the held-out documents are packed, and how many rows and files were skipped."""
+        source = self.sources[name]
+        layout = self._layout(source, held_out=True)
+        files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
         documents = layout.documents
         return dataclasses.replace(
             report,
             held_out=layout.report,
             held_out_tail=isinstance(documents, Documents) and documents.is_tail,
             rows_skipped=documents.rows_skipped if isinstance(documents, Documents) else None,
+            files=None if files is None else files.text(),
         )
 
     def train_dataloader(self) -> TimedLoader:

@@ -339,6 +339,18 @@ def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_p
         assert torch.equal(one["tokens"], other["tokens"])
 
 
+def test_read_and_skipped_files_are_reported(tmp_path):
+    chats_with_validation(tmp_path, [2])
+    train = tmp_path / "train"
+    train.mkdir()
+    for name in ("a.jsonl", "b.JSONL", ".a.jsonl", "c.jsonl.gz"):
+        write_jsonl(train / name, [{"prompt": "2?", "completion": name}])
+    given = str(tmp_path / "tokenizer"), None, str(tmp_path / "cache"), str(tmp_path / "val.jsonl")
+    report = sft_data(str(train), *given, packing="best_fit", **OPTIONS | {"seq_len": 64}).packing_report()
+    assert "\n  files: 3 read; skipped 1 .jsonl.gz, 1 names that begin with a dot\n" in report.text()
+    assert (report.documents, report.held_out.documents) == (2, 1)
+
+
 def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, capsys):
     train, val = (write_jsonl(tmp_path / f"{name}.jsonl", many_chats(5)) for name in ("train", "val"))
     train.write_text(train.read_text() + '{"prompt": \n' + '{"text": "no chat"}\n')

@@ -32,6 +32,7 @@ class PackingReport:
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents. None if unknown.
+    files: how many files of the whole corpus were read and skipped, as a text. None if the corpus has no files.
     """
 
     packing: str
@@ -53,6 +54,7 @@ class PackingReport:
     held_out: "PackingReport | None" = None
     held_out_tail: bool = False
     rows_skipped: int | None = None
+    files: str | None = None
 
     @property
     def efficiency(self) -> float:
@@ -95,6 +97,7 @@ class PackingReport:
         return "\n".join(
             [
                 f"packing {self.packing}: {self.rows:,} rows of {self.seq_len:,} tokens, {self.efficiency:.2%} full",
+                *([f"  files: {self.files}"] if self.files else []),
                 f"  documents {self.documents:,}: {self.documents_empty:,} empty, {split}, "
                 f"{self.documents_truncated:,} truncated, {self.documents_dropped:,} dropped",
                 f"  tokens {self.tokens_in:,}: {self.tokens_packed:,} packed, {self.tokens_truncated:,} truncated, "
