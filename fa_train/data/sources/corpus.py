@@ -265,7 +265,10 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
     if config is not None:
         raise ValueError(f"a dataset of save_to_disk has no configs; got config {config}")
     # The code below hashes the dataset's files. A dataset in memory would have no list of its files.
-    saved = load_from_disk(str(Path(folder).expanduser()), keep_in_memory=False)
+    try:
+        saved = load_from_disk(str(Path(folder).expanduser()), keep_in_memory=False)
+    except IndexError as error:  # save_to_disk writes no file for a dataset without rows
+        raise ValueError(f"each split of a saved dataset must have rows; {folder} has a split without rows") from error
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     ranges = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     used = {name: _with_content_hash(splits[name]) for name in {r.splitname for r in ranges}}
