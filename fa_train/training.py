@@ -25,6 +25,7 @@ from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
 from fa_train.optim.adamw import require_trainable
+from fa_train.optim.schedule import unfinished_warmup
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks
@@ -243,6 +244,12 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
+    if cfg.scheduler.get("_target_") == "fa_train.optim.schedule.warmup_cosine" and "lr" in cfg.optimizer:
+        warning = unfinished_warmup(
+            warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps, lr=cfg.optimizer.lr
+        )
+        if warning is not None:
+            trainer.print(warning)
     require_validation(cfg, trainer, data, done)
     config = to_container(cfg)
     keep_earlier_metrics(trainer)

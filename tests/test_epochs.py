@@ -27,6 +27,20 @@ def test_steps_and_schedule_last_for_the_epochs(epochs, packing, tmp_path, capsy
     assert cfg.max_steps == steps
 
 
+@pytest.mark.parametrize(("warmup_steps", "warns"), [(2, False), (3, False), (6, True)])
+def test_a_run_shorter_than_its_warmup_says_so(warmup_steps, warns, tmp_path, capsys):
+    overrides = "max_steps=3", f"scheduler.warmup_steps={warmup_steps}", "optimizer.lr=4e-3"
+    with composed(tmp_path / "run", *tiny(tmp_path, *overrides)) as cfg:
+        training.train(cfg)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: the learning rate")]
+    message = (
+        "warning: the learning rate rises only to 0.002, and never reaches optimizer.lr=0.004: the warm-up has "
+        "scheduler.warmup_steps=6 steps, but the run has only 3. Set for example scheduler.warmup_steps=1"
+    )
+    assert lines == [message] * warns
+    assert max(column(tmp_path / "run", "lr").values()) == pytest.approx(0.002 if warns else 0.004)
+
+
 def test_a_mixture_has_no_epochs(tmp_path):
     config = {"choices": {"strategy": "auto", "optimizer": "adamw", "data": "mix"}, "epochs": 3}
     config |= {"strategy": {}, "adapter": {}, "trainer": {}, "model": {}}

@@ -32,7 +32,8 @@ class PackedRows:
     In validation, only the first `counted` rows have labels. The rows after the first `counted` rows only fill up the
     last micro-batches.
     windows: the window of each layer of the model, as in ModelConfig.windows. The costs of rows depend on the windows.
-    Raises: ValueError if a source has no training tokens or no labels left after packing.
+    Raises: ValueError if a source has no training tokens or no labels left after packing. Also raises ValueError if
+    documents are held out, but the first `counted` rows have no labels.
     """
 
     def __init__(
@@ -74,9 +75,25 @@ class PackedRows:
             self.rows = ShuffledRows(layout, (seed,) if shuffle else None)
         self.per_epoch = self.rows.per_epoch
         self.counted = min(data.val_rows, self.per_epoch) if held_out else None  # None means that all rows have labels
+        if self.counted is not None and data.val_rows:
+            self._require_validation_labels(data)
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
         self.deal = lru_cache(maxsize=2)(self._deal)  # cached, because all micro-batches of a step need the same result
+
+    def _require_validation_labels(self, data: "PackedDataModule") -> None:
+        """Raises: ValueError if documents are held out, but no row of a validation has a label."""
+        reports = [layout.report for layout in self.layouts.values()]
+        tokens = sum(report.tokens_in for report in reports)
+        if not tokens or any((self._row(i).labels != IGNORE_INDEX).any() for i in range(self.counted or 0)):
+            return
+        documents = sum(report.documents for report in reports)
+        dropped = sum(report.documents_dropped for report in reports)
+        raise ValueError(
+            f"a validation must have at least one label; its {self.counted:,} rows have none. Of {documents:,} "
+            f"held-out documents ({tokens:,} tokens), data.long_documents drops {dropped:,}. If labels were cut off or "
+            f"documents dropped, raise seq_len={data.seq_len} or data.max_doc_len. data.val_rows=0 turns validation off"
+        )
 
     def batch(self, first: int, count: int) -> Batch:
         """Concatenates the rows from `first` to `first + count - 1`."""

@@ -21,7 +21,7 @@ from fa_train.data.packing.concat import Concatenation
 from fa_train.data.packing.report import PackingReport, Report, run_line
 from fa_train.data.packing.rows import Layout
 from fa_train.data.sources.chats import ChatCorpus
-from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation
+from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.sft import ChatEncoder
@@ -129,7 +129,10 @@ class PackedDataModule(L.LightningDataModule):
         return math.ceil(epochs * rows / self.batch_size)
 
     def holds_out(self) -> bool:
-        """Returns whether a validation has any rows. Tokenises the data if necessary."""
+        """Returns whether a validation has any rows. Tokenises the data if necessary.
+
+        Raises: ValueError if the rows of a validation have no label.
+        """
         self.prepare_data()
         return bool(PackedRows(self, held_out=True, shuffle=True).counted)
 
@@ -151,7 +154,7 @@ class PackedDataModule(L.LightningDataModule):
         )
 
     def packing_report(self) -> Report:
-        """Returns a report on the packing of the training documents, as text, metrics and charts."""
+        """Returns a report on the packing of the documents, as text, metrics and charts."""
         return self.report(self.layouts(held_out=False))
 
     def report(self, layouts: Mapping[str, Layout]) -> Report:
@@ -164,14 +167,17 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_corpus(self, name: str, report: PackingReport) -> PackingReport:
-        """Adds to a report how many documents and tokens are held out, and how many rows were skipped."""
-        documents = self.sources[name].documents(held_out=True)
+        """Adds to a report how the held-out documents are packed, and how many rows and files were skipped."""
+        source = self.sources[name]
+        layout = self._layout(source, held_out=True)
+        files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
+        documents = layout.documents
         return dataclasses.replace(
             report,
-            documents_held_out=len(documents),
-            tokens_held_out=int(documents.lengths.sum()),
+            held_out=layout.report,
             held_out_tail=isinstance(documents, Documents) and documents.is_tail,
             rows_skipped=documents.rows_skipped if isinstance(documents, Documents) else None,
+            files=None if files is None else files.text(),
         )
 
     def train_dataloader(self) -> TimedLoader:

@@ -47,3 +47,17 @@ def warmup_cosine(
         return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return LearningRateSchedule(optimizer, factor)
+
+
+def unfinished_warmup(*, warmup_steps: int, max_steps: int, lr: float) -> str | None:
+    """Returns a warning if a run ends before the warm-up of `warmup_cosine`, and otherwise None.
+
+    max_steps: the number of steps of the run. lr: the optimizer's lr.
+    """
+    if warmup_steps <= max_steps:
+        return None
+    return (
+        f"warning: the learning rate rises only to {lr * max_steps / warmup_steps:.3g}, and never reaches "
+        f"optimizer.lr={lr:g}: the warm-up has scheduler.warmup_steps={warmup_steps} steps, but the run has only "
+        f"{max_steps}. Set for example scheduler.warmup_steps={max(1, max_steps // 10)}"
+    )

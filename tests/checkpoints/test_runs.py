@@ -364,7 +364,8 @@ def test_another_learning_rate_is_said(trained, tmp_path, capsys):
     ):
         capsys.readouterr()
         run(tmp_path / str(number), trained, *TWO_STEPS, start, change)
-        warnings = [text for text in capsys.readouterr().out.splitlines() if text.startswith("warning: ")]
+        start_of_line = "warning: the learning rate continues"
+        warnings = [text for text in capsys.readouterr().out.splitlines() if text.startswith(start_of_line)]
         schedule = ". The schedule follows this run's settings, such as max_steps and optimizer.lr"
         assert warnings == ([] if line is None else [f"warning: {line}{schedule}"])
 

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,7 @@ def test_rows_hold_documents_of_varying_length(packing):
     report = data.packing_report()
     assert len(set(documents.lengths.tolist())) > 20
     assert report.documents == len(documents) and report.tokens_packed == documents.lengths.sum()
-    assert report.tokens_held_out == data.source.documents(held_out=True).lengths.sum()
+    assert report.held_out.tokens_in == data.source.documents(held_out=True).lengths.sum()
     positions = PackedRows(data, held_out=False, shuffle=True).batch(0, 32)["position_ids"].view(32, 16)
     starts = (positions == 0).sum(dim=1)  # the number of documents in each row
     assert len(set(starts.tolist())) > 1
@@ -268,6 +269,58 @@ def test_chats_of_a_validation_file_are_held_out_and_masked(tmp_path):
     assert held_out.loss_mask is not None
 
 
+def chats_with_validation(tmp_path, lengths, **changes):
+    """Returns a data module with short chats for training, and with held-out chats whose answers have given lengths."""
+    train = write_jsonl(tmp_path / "train.jsonl", [{"prompt": "2?", "completion": "4"}] * 9)
+    held_out = [{"prompt": "2?", "completion": "4" * n} for n in lengths]
+    val = write_jsonl(tmp_path / "val.jsonl", held_out)
+    tokenizer, options = save_tokenizer(tmp_path / "tokenizer"), OPTIONS | {"seq_len": 64, "packing": "best_fit"}
+    return sft_data(str(train), tokenizer, None, str(tmp_path / "cache"), str(val), **options | changes)
+
+
+@pytest.mark.parametrize(
+    ("policy", "cut", "fate", "lost"),
+    [
+        pytest.param("drop", "0 split, 0 truncated, 2 dropped", "they are dropped", True, id="drop"),
+        pytest.param("truncate", "0 split, 2 truncated, 0 dropped", "their ends are cut off", True, id="truncate"),
+        pytest.param("split", "2 split, 0 truncated, 0 dropped", "they are split", False, id="split"),
+    ],
+)
+def test_held_out_chats_that_do_not_fit_are_reported(policy, cut, fate, lost, tmp_path):
+    report = chats_with_validation(tmp_path, [2, 3, 99, 99], long_documents=policy).packing_report()
+    assert re.search(rf"\n  held out for validation: 4 documents, \d+ tokens; documents: {cut}\n", report.text())
+    assert f"\n  warning: 2 of 4 held-out chats are longer than seq_len=64; {fate}" in report.text()
+    [(packed, n_lost)] = re.findall(r"\n  held-out labels \d+: (\d+) packed, (\d+) lost; ", report.text())
+    assert int(packed) > 0 and (int(n_lost) > 0) == lost
+    metrics = report.metrics()
+    assert metrics["packing/documents_held_out"] == 4 and metrics["packing/documents_dropped"] == 0
+    assert metrics["packing/held_out_documents_dropped"] == 2 * (policy == "drop")
+    assert metrics["packing/held_out_labels_in"] - metrics["packing/held_out_labels_packed"] == int(n_lost)
+
+
+def test_held_out_chats_that_fit_cause_no_warning(tmp_path):
+    text = chats_with_validation(tmp_path, [2, 3]).packing_report().text()
+    assert "warning" not in text and "0 dropped\n" in text and "; documents:" not in text
+
+
+@pytest.mark.parametrize(("policy", "n_rows", "n_dropped"), [("drop", 0, 3), ("truncate", 3, 0)])
+def test_a_validation_without_a_label_is_refused_before_training(policy, n_rows, n_dropped, tmp_path, capsys):
+    """Each prompt fills a row, so truncation removes all labels."""
+    chats_with_validation(tmp_path, [1])
+    write_jsonl(tmp_path / "val.jsonl", [{"prompt": "2" * 99, "completion": "4"}] * 3)
+    given = str(tmp_path / "train.jsonl"), str(tmp_path / "tokenizer"), None, str(tmp_path / "cache")
+    options = OPTIONS | {"seq_len": 64, "packing": "best_fit", "long_documents": policy}
+    data = sft_data(*given, str(tmp_path / "val.jsonl"), **options)
+    message = f"at least one label; its {n_rows} rows have none. Of 3 held-out documents .* drops {n_dropped}"
+    recorder = Recorder()
+    for start in (data.holds_out, lambda: fit(tmp_path, recorder, data)):
+        with pytest.raises(ValueError, match=message):
+            start()
+        assert not recorder.seen and "too few tokens" not in capsys.readouterr().out
+    without = sft_data(*given, str(tmp_path / "val.jsonl"), **options | {"val_rows": 0})
+    assert not without.holds_out() and without.val_dataloader() == []
+
+
 def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_path):
     """`packing=best_fit` puts rows with long documents before all other rows."""
     rows = [{"prompt": "2?", "completion": "4" * n} for n in [30] * 20 + [2] * 200]
@@ -284,6 +337,18 @@ def test_a_validation_uses_rows_of_all_lengths_and_the_same_for_every_seed(tmp_p
     assert min(documents) < 4 and max(documents) > 4, documents
     for one, other in zip(*labels, strict=True):
         assert torch.equal(one["tokens"], other["tokens"])
+
+
+def test_read_and_skipped_files_are_reported(tmp_path):
+    chats_with_validation(tmp_path, [2])
+    train = tmp_path / "train"
+    train.mkdir()
+    for name in ("a.jsonl", "b.JSONL", ".a.jsonl", "c.jsonl.gz"):
+        write_jsonl(train / name, [{"prompt": "2?", "completion": name}])
+    given = str(tmp_path / "tokenizer"), None, str(tmp_path / "cache"), str(tmp_path / "val.jsonl")
+    report = sft_data(str(train), *given, packing="best_fit", **OPTIONS | {"seq_len": 64}).packing_report()
+    assert "\n  files: 3 read; skipped 1 .jsonl.gz, 1 names that begin with a dot\n" in report.text()
+    assert (report.documents, report.held_out.documents) == (2, 1)
 
 
 def test_skipped_rows_are_reported_if_the_tokens_come_from_the_cache(tmp_path, capsys):

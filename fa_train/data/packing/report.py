@@ -26,13 +26,13 @@ class LabelCounts:
 class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
-    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. Only documents_held_out and tokens_held_out count
-    held-out documents. documents_held_out and tokens_held_out are None if unknown. documents_split is None if it
-    depends on the epoch.
+    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_split is None if it depends on the epoch.
     documents_long: the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len.
+    held_out: the report on the held-out documents, which no other field counts. None if unknown.
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
     rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents. None if unknown.
+    files: how many files of the whole corpus were read and skipped, as a text. None if the corpus has no files.
     """
 
     packing: str
@@ -51,10 +51,10 @@ class PackingReport:
     seq_len: int
     histogram: Histogram
     labels: LabelCounts | None = None  # None if all tokens are trained on
-    documents_held_out: int | None = None
-    tokens_held_out: int | None = None
+    held_out: "PackingReport | None" = None
     held_out_tail: bool = False
     rows_skipped: int | None = None
+    files: str | None = None
 
     @property
     def efficiency(self) -> float:
@@ -66,13 +66,25 @@ class PackingReport:
         """Returns scalars for a logger, as {name: value}, with one scalar for each entry of the length histogram."""
         fields = (
             "documents", "documents_empty", "documents_split", "documents_truncated", "documents_dropped",
-            "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "documents_held_out",
-            "tokens_held_out", "rows_skipped", "rows", "seq_len",
+            "tokens_in", "tokens_packed", "tokens_truncated", "tokens_dropped", "rows_skipped", "rows", "seq_len",
         )  # fmt: skip
         counts = {f"packing/{name}": getattr(self, name) for name in fields if getattr(self, name) is not None}
         lengths = {f"packing/documents_up_to_{longest}": count for longest, count in self.histogram}
         labels = {f"packing/{name}": count for name, count in asdict(self.labels).items()} if self.labels else {}
-        return {**counts, "packing/efficiency": self.efficiency, **labels, **lengths}
+        return {**counts, **self._held_out_metrics(), "packing/efficiency": self.efficiency, **labels, **lengths}
+
+    def _held_out_metrics(self) -> dict[str, float]:
+        """Returns counts of the held-out documents, for example packing/held_out_documents_dropped."""
+        if self.held_out is None:
+            return {}
+        counts = {
+            "packing/documents_held_out": self.held_out.documents,
+            "packing/tokens_held_out": self.held_out.tokens_in,
+        }
+        names = "documents_split", "documents_truncated", "documents_dropped", "labels_in", "labels_packed"
+        metrics = self.held_out.metrics()
+        fates = {f"packing/held_out_{x}": metrics[f"packing/{x}"] for x in names if f"packing/{x}" in metrics}
+        return {**counts, **fates}
 
     def charts(self) -> dict[str, Histogram]:
         """Returns histograms for a logger, as {name: histogram}."""
@@ -85,6 +97,7 @@ class PackingReport:
         return "\n".join(
             [
                 f"packing {self.packing}: {self.rows:,} rows of {self.seq_len:,} tokens, {self.efficiency:.2%} full",
+                *([f"  files: {self.files}"] if self.files else []),
                 f"  documents {self.documents:,}: {self.documents_empty:,} empty, {split}, "
                 f"{self.documents_truncated:,} truncated, {self.documents_dropped:,} dropped",
                 f"  tokens {self.tokens_in:,}: {self.tokens_packed:,} packed, {self.tokens_truncated:,} truncated, "
@@ -101,24 +114,32 @@ class PackingReport:
         )
 
     def _held_out_lines(self) -> list[str]:
-        if self.documents_held_out is None:
+        if self.held_out is None:
             return []
+        what = f"{self.held_out.documents:,} documents, {self.held_out.tokens_in:,} tokens"
         if self.held_out_tail:
-            return [f"  held out for validation: the last {self.tokens_held_out:,} tokens of the longest document"]
-        return [f"  held out for validation: {self.documents_held_out:,} documents, {self.tokens_held_out:,} tokens"]
+            what = f"the last {self.held_out.tokens_in:,} tokens of the longest document"
+        fates = ("split", "truncated", "dropped")
+        counts = [getattr(self.held_out, f"documents_{fate}") or 0 for fate in fates]
+        cut = ", ".join(f"{count:,} {fate}" for count, fate in zip(counts, fates, strict=True))
+        return [
+            f"  held out for validation: {what}" + (f"; documents: {cut}" if any(counts) else ""),
+            *self.held_out._label_lines("held-out "),
+        ]
 
-    def _label_lines(self) -> list[str]:
+    def _label_lines(self, which: str = "") -> list[str]:
+        """Returns lines about the labels of chats. which: a word before "labels" and "chats", with a space after it."""
         if self.labels is None:
             return []
         lost = self.labels.labels_in - self.labels.labels_packed
         lines = [
-            f"  labels {self.labels.labels_in:,}: {self.labels.labels_packed:,} packed, {lost:,} lost; "
+            f"  {which}labels {self.labels.labels_in:,}: {self.labels.labels_packed:,} packed, {lost:,} lost; "
             f"{self.labels.pieces_unlearned:,} documents or pieces without labels"
         ]
         if self.documents_long:
             limit = "seq_len" if self.max_doc_len == self.seq_len else "data.max_doc_len"
             lines.append(
-                f"  warning: {self.documents_long:,} of {self.documents:,} chats are longer than "
+                f"  warning: {self.documents_long:,} of {self.documents:,} {which}chats are longer than "
                 f"{limit}={self.max_doc_len}; {self._fate_of_long_chats()}"
             )
         return lines

@@ -71,6 +71,7 @@ class Layout(Protocol):
     shuffles the rows of each epoch again.
     """
 
+    documents: PackableDocuments
     n_rows: int
     max_documents: int
     report: PackingReport

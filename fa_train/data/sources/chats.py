@@ -8,7 +8,16 @@ from functools import cached_property
 from typing import Any
 
 from fa_train.data.sources.corpus import is_saved_dataset, load_hf_dataset
-from fa_train.data.sources.files import SourceRow, count_rows, find_files, hash_files, read_rows, without_nulls
+from fa_train.data.sources.files import (
+    FileCounts,
+    SourceRow,
+    count_rows,
+    find_files,
+    hash_files,
+    read_rows,
+    suffix_of,
+    without_nulls,
+)
 from fa_train.private_names import private
 
 HUB = "hf:"
@@ -94,6 +103,10 @@ class ChatCorpus:
             line = f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}"
             self.say(line.encode("utf-8", "backslashreplace").decode())  # print rejects file names that are not UTF-8
 
+    @property
+    def file_counts(self) -> FileCounts | None:
+        return self._rows.file_counts if isinstance(self._rows, FileRows) else None
+
     def count(self) -> int | None:
         return None if self.skip_invalid else self._rows.count()
 
@@ -105,13 +118,13 @@ class FileRows:
     """The rows of chat files, as pairs (key, row)."""
 
     def __init__(self, path: str) -> None:
-        self.root, self.paths = find_files(path, SUFFIXES)
+        self.root, self.paths, self.file_counts = find_files(path, SUFFIXES)
 
     def read(self) -> Iterator[tuple[str, SourceRow]]:
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
             for row in read_rows(path):
-                yield f"{key}:{row.number}", _without_nulls_below(row) if path.suffix == ".parquet" else row
+                yield f"{key}:{row.number}", _without_nulls_below(row) if suffix_of(path) == ".parquet" else row
 
     def count(self) -> int | None:
         counts = [count_rows(path) for path in self.paths]

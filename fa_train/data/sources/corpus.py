@@ -11,7 +11,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from fa_train.data.sources.files import column_names, count_rows, find_files, hash_files, read_rows, read_text
+from fa_train.data.sources.files import (
+    FileCounts,
+    column_names,
+    count_rows,
+    find_files,
+    hash_files,
+    read_rows,
+    read_text,
+    suffix_of,
+)
 from fa_train.private_names import private, replace_private
 
 Document = TypeVar("Document", covariant=True)
@@ -45,6 +54,11 @@ class Corpus(Protocol[Document]):
 def rows_skipped(corpus: Corpus[Any]) -> int:
     """Returns how many rows the last complete iteration over a corpus skipped. Only ChatCorpus skips rows."""
     return getattr(corpus, "n_skipped", 0)
+
+
+def file_counts(corpus: Corpus[Any]) -> FileCounts | None:
+    """Returns how many files of a corpus are read and skipped, or None if the corpus is not read from files."""
+    return getattr(corpus, "file_counts", None)
 
 
 def is_held_out(key: str) -> bool:
@@ -92,6 +106,11 @@ class WithValidation(Generic[Document]):
     @property
     def n_skipped(self) -> int:
         return sum(map(rows_skipped, self.parts.values()))
+
+    @property
+    def file_counts(self) -> FileCounts | None:
+        counts = [known for known in map(file_counts, self.parts.values()) if known is not None]
+        return sum(counts[1:], counts[0]) if counts else None
 
     def count(self) -> int | None:
         counts = [corpus.count() for corpus in self.parts.values()]
@@ -141,27 +160,27 @@ class TextCorpus:
                 f"data.path must be text files; {path} is a dataset that save_to_disk has written. Use data=hf "
                 f"data.name={path} instead"
             )
-        self.root, self.paths = find_files(path, SUFFIXES)
+        self.root, self.paths, self.file_counts = find_files(path, SUFFIXES)
         self.name, self.text_column = path, text_column
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for path in self.paths:
             key = path.relative_to(self.root).as_posix()
-            if path.suffix in (".txt", ".md"):
+            if suffix_of(path) in (".txt", ".md"):
                 yield key, require_text(read_text(path), "a document", str(path))
             else:
                 for number, text in self._read(path):
                     yield f"{key}:{number}", text
 
     def count(self) -> int | None:
-        counts = [1 if path.suffix in (".txt", ".md") else count_rows(path) for path in self.paths]
+        counts = [1 if suffix_of(path) in (".txt", ".md") else count_rows(path) for path in self.paths]
         return sum(known) if len(known := [n for n in counts if n is not None]) == len(counts) else None
 
     def fingerprint(self) -> str:
         return hash_files(self.root, self.paths, self.text_column)
 
     def _read(self, path: Path) -> Iterator[tuple[int, str]]:
-        if path.suffix == ".parquet":
+        if suffix_of(path) == ".parquet":
             require_column(self.text_column, column_names(path), str(path))
         for row in read_rows(path, [self.text_column]):
             require_column(self.text_column, row.value, row.where)
@@ -246,7 +265,10 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
     if config is not None:
         raise ValueError(f"a dataset of save_to_disk has no configs; got config {config}")
     # The code below hashes the dataset's files. A dataset in memory would have no list of its files.
-    saved = load_from_disk(str(Path(folder).expanduser()), keep_in_memory=False)
+    try:
+        saved = load_from_disk(str(Path(folder).expanduser()), keep_in_memory=False)
+    except IndexError as error:  # save_to_disk writes no file for a dataset without rows
+        raise ValueError(f"each split of a saved dataset must have rows; {folder} has a split without rows") from error
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
     ranges = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
     used = {name: _with_content_hash(splits[name]) for name in {r.splitname for r in ranges}}

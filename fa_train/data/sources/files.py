@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import pyarrow.parquet
 
 CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must not be larger
 WILDCARDS = frozenset("*?[")
+KINDS_SHOWN = 6  # the number of kinds of skipped files that a line names
 RECOVERED = "lost+found"  # a folder at the root of a disk, which only root can read; it holds what fsck recovers
 # A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
 # The last group is missing if no quote ends the value. White space may follow the last quote.
@@ -45,11 +47,31 @@ class SourceRow:
         return self.content
 
 
-def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
-    """Finds the files to read. path: a file, a folder or a glob.
+@dataclass(frozen=True)
+class FileCounts:
+    """How many files are read, and how many files of each kind are skipped, as {kind: number}."""
 
-    Returns the folder to which document keys are relative, and the sorted files. Links to folders are followed. Folders
-    with the name lost+found are skipped, unless `path` names them.
+    read: int
+    skipped: Counter[str]
+
+    def __add__(self, other: "FileCounts") -> "FileCounts":
+        return FileCounts(self.read + other.read, self.skipped + other.skipped)
+
+    def text(self) -> str:
+        # kinds such as .jsonl.gz come first, because the files may be compressed data
+        kinds = sorted(self.skipped.items(), key=lambda item: (item[0].count(".") < 2, -item[1], item[0]))
+        parts = [f"{number:,} {kind}" for kind, number in kinds[:KINDS_SHOWN]]
+        if rest := sum(number for _, number in kinds[KINDS_SHOWN:]):
+            parts.append(f"{rest:,} others")
+        return f"{self.read:,} read" + ("; skipped " + ", ".join(parts) if parts else "")
+
+
+def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], FileCounts]:
+    """Finds the files to read. path: a file, a folder or a glob. suffixes: in lower case.
+
+    Returns the folder to which document keys are relative, the sorted files, and the counts of files. Links are
+    followed, and each file is read once. Names that begin with a dot and folders with the name lost+found are skipped,
+    unless `path` names them. The suffix of a file may be in upper case.
     Raises: ValueError if no file has one of the suffixes, a folder cannot be read or a link leads to nothing.
     """
     wanted = f"data.path must be a file, folder or glob of {', '.join(suffixes)}"
@@ -58,48 +80,93 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path]]:
     base = Path(path).expanduser()
     parts = base.parts
     first_wildcard = next((i for i, part in enumerate(parts) if WILDCARDS & set(part)), None)
+    hidden: set[Path] = set()
     with _readable(base):
         if base.is_file():
-            if base.suffix not in suffixes:
+            if suffix_of(base) not in suffixes:
                 raise ValueError(f"{wanted}; got {path}")
-            return base.parent, [base]
+            return base.parent, [base], FileCounts(1, Counter())
         if base.is_dir():
-            root, matching = base, _matching(base, ("**", "*"))
+            root, matching = base, _matching(base, ("**", "*"), hidden)
         elif first_wildcard is not None and (root := Path(*parts[:first_wildcard])).is_dir():
-            matching = _matching(root, parts[first_wildcard:])
+            matching = _matching(root, parts[first_wildcard:], hidden)
         else:
             raise ValueError(f"{wanted}; {path} does not exist")
-        found = {p for p in matching if p.suffix in (*suffixes, "") and _is_file(p)}
-    files = sorted(p for p in found if p.suffix)
-    if not files:
-        raise ValueError(f"{wanted}; {path} contains no such file")
+        found, skipped = _sort_out(matching, suffixes)
+    skipped["names that begin with a dot"] += len(hidden)
+    files = _once(root, found)
+    skipped["links to files that are already read"] += len(found) - len(files)
     if base.is_dir():  # skip .csv files that lie next to other files: they often only describe these
-        files = [p for p in files if p.suffix != ".csv"] or files
-    return root, files
+        others = [p for p in files if suffix_of(p) != ".csv"] or files
+        skipped[".csv"] += len(files) - len(others)
+        files = others
+    counts = FileCounts(len(files), +skipped)  # + removes the kinds that do not occur
+    if not files:
+        raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
+    return root, files, counts
 
 
-def _matching(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:
+def suffix_of(path: Path) -> str:
+    """Returns the suffix of a file in lower case."""
+    return path.suffix.lower()
+
+
+def _sort_out(paths: Iterable[Path], suffixes: Sequence[str]) -> tuple[set[Path], Counter[str]]:
+    """Returns the files that have one of the suffixes, and the number of other files of each kind.
+
+    Raises: ValueError if a link with one of the suffixes or without a suffix leads to nothing.
+    """
+    found, skipped = set(), Counter[str]()
+    for path in set(paths):
+        suffix = suffix_of(path)
+        if suffix in suffixes:
+            if _is_file(path):
+                found.add(path)
+        elif _is_file(path) if not suffix else os.path.isfile(path):
+            stem = suffix_of(Path(path.stem))  # for example .jsonl, if the file is chats.jsonl.gz
+            skipped[(stem if stem in suffixes else "") + suffix or "without a suffix"] += 1
+    return found, skipped
+
+
+def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
+    """Returns the sorted paths, with only one path to each file. A path without links below root has priority."""
+    chosen: dict[str, Path] = {}
+    top = os.path.realpath(root)
+    for path in sorted(paths):
+        real = os.path.realpath(path)
+        if real not in chosen or real == os.path.join(top, path.relative_to(root)):
+            chosen[real] = path
+    return sorted(chosen.values())
+
+
+def _matching(folder: Path, pattern: Sequence[str], hidden: set[Path]) -> Iterator[Path]:
     """Yields the paths below a folder that match a pattern, such as ("**", "*.txt").
 
+    Adds to `hidden` the paths that are skipped because a name begins with a dot, but its part of the pattern does not.
     Path.glob is not used, because it skips folders that cannot be read, and does not follow links in `**`.
     """
     part, *rest = pattern
     if part == "**":
-        for below in _folders(folder):
-            yield from _matching(below, rest or ["*"])
+        for below in _folders(folder, hidden):
+            yield from _matching(below, rest or ["*"], hidden)
         return
     is_glob = bool(WILDCARDS & set(part))
     for name in fnmatch.filter(os.listdir(folder), part) if is_glob else [part]:
         if is_glob and name == RECOVERED:
             continue
-        if not rest:
+        if is_glob and name.startswith(".") and not part.startswith("."):
+            hidden.add(folder / name)
+        elif not rest:
             yield folder / name
         elif (folder / name).is_dir():
-            yield from _matching(folder / name, rest)
+            yield from _matching(folder / name, rest, hidden)
 
 
-def _folders(top: Path) -> Iterator[Path]:
-    """Yields a folder and all folders below it. Follows links, but yields each folder only once."""
+def _folders(top: Path, hidden: set[Path]) -> Iterator[Path]:
+    """Yields a folder and all folders below it. Follows links, but yields each folder only once.
+
+    Adds to `hidden` the folders whose names begin with a dot, which are skipped.
+    """
     seen = set()
     starts = [str(top)]
     for start in starts:  # links are appended to `starts` and followed last, so real paths have priority
@@ -109,7 +176,8 @@ def _folders(top: Path) -> Iterator[Path]:
                 names.clear()  # os.walk does not enter the folders that are removed from its list
                 continue
             seen.add(real)
-            names[:] = sorted(name for name in names if name != RECOVERED)
+            hidden |= {Path(folder, name) for name in names if name.startswith(".")}
+            names[:] = sorted(name for name in names if name != RECOVERED and not name.startswith("."))
             starts += [link for name in names if os.path.islink(link := os.path.join(folder, name))]
             yield Path(folder)
 
@@ -192,12 +260,13 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Sour
     invalid row raises ValueError.
     """
     readers = {".jsonl": _lines, ".json": _items, ".csv": _csv}
-    yield from readers[path.suffix](path) if path.suffix in readers else _parquet(path, columns)
+    read = readers.get(suffix_of(path))
+    yield from read(path) if read else _parquet(path, columns)
 
 
 def count_rows(path: Path) -> int | None:
     """Returns the number of rows of a .parquet file, or None if `path` has another suffix."""
-    if path.suffix != ".parquet":
+    if suffix_of(path) != ".parquet":
         return None
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
         return file.metadata.num_rows

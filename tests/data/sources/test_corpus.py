@@ -76,6 +76,13 @@ def test_bad_paths_columns_and_files_are_named(folder, path, column, message):
         texts(folder / path, column)
 
 
+@pytest.mark.parametrize("columns", [{}, {"text": []}], ids=["no-columns", "no-rows"])
+def test_a_saved_dataset_without_rows_is_refused(columns, tmp_path):
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path)
+    with pytest.raises(ValueError, match=f"must have rows; {tmp_path} has a split without rows$"):
+        HFCorpus(str(tmp_path), None, "train", "text").count()
+
+
 def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
     datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")

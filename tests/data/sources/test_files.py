@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fa_train.data.sources import files
@@ -75,6 +77,78 @@ def test_lost_and_found_is_skipped(linked, monkeypatch, pattern):
     deny(monkeypatch, os, "scandir", recovered)
     deny(monkeypatch, os, "listdir", recovered)
     assert keys(linked / pattern) == before
+
+
+@pytest.fixture
+def cluttered(tmp_path):
+    """Returns a folder with a.jsonl, and files that are copies of a.jsonl, have other suffixes or are compressed."""
+    folder = tmp_path / "cluttered"
+    for name in (".git", ".ipynb_checkpoints", "b"):
+        (folder / name).mkdir(parents=True)
+    write_jsonl(folder / "a.jsonl", [PAIR])
+    for copy in (".git/x.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "._a.jsonl", "b/.c.jsonl"):
+        write_jsonl(folder / copy, [PAIR])
+    for name in ("c.jsonl.gz", "d.pdf", "e.pdf", "v1.2.zip", "README"):
+        (folder / name).write_bytes(b"\xff")
+    for name in ("0-link.jsonl", "b/link.jsonl"):
+        (folder / name).symlink_to(folder / "a.jsonl")
+    return folder
+
+
+def chat_keys(path):
+    return [key for key, _ in ChatCorpus(str(path)).documents()]
+
+
+def test_hidden_files_and_links_add_nothing_to_a_folder(cluttered, tmp_path):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    write_jsonl(plain / "a.jsonl", [PAIR])
+    corpus = ChatCorpus(str(cluttered))
+    assert chat_keys(cluttered) == ["a.jsonl:1"] and corpus.fingerprint() == ChatCorpus(str(plain)).fingerprint()
+    skipped = "1 .jsonl.gz, 4 names that begin with a dot, 2 .pdf, 2 links to files that are already read, 1 .zip, "
+    assert corpus.file_counts.text() == f"1 read; skipped {skipped}1 without a suffix"
+    (cluttered / "f.zst").touch()
+    assert ChatCorpus(str(cluttered)).file_counts.text() == f"1 read; skipped {skipped}1 .zst, 1 others"
+    assert ChatCorpus(str(plain)).file_counts.text() == "1 read"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        pytest.param("*.jsonl", ["a.jsonl:1"], id="glob"),
+        pytest.param("**/*.jsonl", ["a.jsonl:1"], id="all-folders"),
+        pytest.param("*/*.jsonl", ["b/link.jsonl:1"], id="link-alone"),
+        pytest.param(".*.jsonl", ["._a.jsonl:1"], id="names-hidden-files"),
+        pytest.param("**/.*.jsonl", ["._a.jsonl:1", "b/.c.jsonl:1"], id="names-hidden-files-of-all-folders"),
+        pytest.param(".git/*.jsonl", ["x.jsonl:1"], id="names-hidden-folder"),
+        pytest.param(".*/*.jsonl", [".git/x.jsonl:1", ".ipynb_checkpoints/a-checkpoint.jsonl:1"], id="hidden-folders"),
+        pytest.param(".git", ["x.jsonl:1"], id="hidden-folder"),
+        pytest.param("._a.jsonl", ["._a.jsonl:1"], id="hidden-file"),
+    ],
+)
+def test_hidden_files_are_read_if_the_path_names_them(cluttered, pattern, expected):
+    assert chat_keys(cluttered / pattern) == expected
+
+
+def test_a_folder_with_only_compressed_files_is_refused(tmp_path):
+    (tmp_path / "c.jsonl.gz").touch()
+    with pytest.raises(ValueError, match=r"contains no such file \(0 read; skipped 1 .jsonl.gz\)$"):
+        chat_keys(tmp_path)
+
+
+def test_suffixes_may_be_in_upper_case(tmp_path):
+    table = pa.table({"prompt": [PAIR["prompt"]], "completion": [PAIR["completion"]]})
+    pq.write_table(table, tmp_path / "A.PARQUET")
+    write_jsonl(tmp_path / "B.JSONL", [PAIR])
+    (tmp_path / "C.Json").write_text(json.dumps([PAIR]))
+    assert chat_keys(tmp_path) == ["A.PARQUET:1", "B.JSONL:1", "C.Json:1"]
+    assert chat_keys(tmp_path / "B.JSONL") == ["B.JSONL:1"]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / "D.TXT").write_text("four")
+    (tmp_path / "E.CSV").write_text("text\nfive\n")
+    assert texts(tmp_path) == ["four"] and texts(tmp_path / "E.CSV") == ["five"]
+    assert TextCorpus(str(tmp_path), "text").file_counts.text() == "1 read; skipped 1 .csv"
 
 
 def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
