@@ -244,7 +244,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
-    if cfg.scheduler.get("_target_") == "fa_train.optim.schedule.warmup_cosine" and "lr" in cfg.optimizer:
+    if cfg.choices.scheduler == "warmup_cosine" and "lr" in cfg.optimizer:
         warning = unfinished_warmup(
             warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps, lr=cfg.optimizer.lr
         )
