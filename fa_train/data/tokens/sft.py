@@ -22,8 +22,10 @@ from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "4"  # the version of the conversion from chats to tokens, which is part of the cache key
+FORMAT = "5"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows, in its order
+THINK, END_OF_THINK = "<think>", "</think>"  # the content of an answer can begin with reasoning between these tags
 Spans = list[tuple[int, int]]
 
 
@@ -38,8 +40,8 @@ class ChatEncoder:
     """Encodes chats with the template in the file `chat_template`, or by default with the tokenizer's template.
 
     Raises: ValueError if there is no chat template, or the tokenizer does not return offsets. `encode_batch` raises
-    ValueError if the template rejects a chat, omits the chat's tools or tool calls, or renders a message differently if
-    more messages follow.
+    ValueError if the template rejects a chat, omits a part of the chat, or renders a message differently if more
+    messages follow.
     """
 
     masked = True
@@ -89,6 +91,7 @@ class ChatEncoder:
         has_blocks = GENERATION.search(template) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
         self._require_tools(template, chat, text)
+        self._require_texts(template, chat, text)
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
@@ -122,6 +125,30 @@ class ChatEncoder:
                 raise ValueError(
                     f"a chat template must render {name}; that of {self._name} omits the {name} of {chat.where}. Set "
                     f"data.chat_template=<file> to a template that renders them, or remove {name} from the chat"
+                )
+
+    def _require_texts(self, template: str, chat: Chat, text: str) -> None:
+        """Raises: ValueError if the template omits a message's content, or the reasoning of an answer at the end.
+
+        Templates of reasoning models omit the reasoning of earlier answers on purpose.
+        A template may also change a text, for example convert it to JSON. If a text is not found in the rendered chat,
+        the chat is rendered again with markers instead of texts.
+        """
+        if _in_order(text, _texts(chat.messages)):
+            return
+        messages, markers = _marked(chat.messages)
+        try:
+            rendered = self._render(template, chat, messages).text
+        except ValueError:  # rendering fails without the texts, so the template uses the texts
+            return
+        for marker, (name, i) in markers.items():
+            if marker not in rendered:
+                role = messages[i]["role"]
+                instead = "give it the role system" if role == "developer" else f"remove the {name} from the chat"
+                raise ValueError(
+                    f"a chat template must render the {name} of a message; that of {self._name} omits the {name} of "
+                    f"{chat.where}, message {i}, with role {role}. Set data.chat_template=<file> to a template that "
+                    f"renders it, or {instead}"
                 )
 
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
@@ -168,6 +195,52 @@ class ChatEncoder:
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
         return tuple(str(token) for token in self._hf.added_tokens_decoder.values())
+
+
+def _reasoning(message: Message) -> list[str]:
+    """Returns the names of the fields that hold the reasoning of a message. Only an assistant's message has some."""
+    if message["role"] != "assistant":
+        return []
+    return [name for name in REASONING if isinstance(message.get(name), str) and message[name].strip()]
+
+
+def _texts(messages: list[Message]) -> list[str]:
+    """Returns the texts that a template must render: each message's content, and the reasoning of the last message."""
+    *before, last = messages
+    reasoning = [last[name] for name in _reasoning(last)[:1]]
+    return [*(message["content"] for message in before), *reasoning, last["content"]]
+
+
+def _in_order(text: str, parts: list[str]) -> bool:
+    """Returns whether `parts` occur in `text` in this order without overlap. Ignores white space around each part."""
+    position = 0
+    for part in map(str.strip, parts):
+        found = text.find(part, position)
+        if found < 0:
+            return False
+        position = found + len(part)
+    return True
+
+
+def _marked(messages: list[Message]) -> tuple[list[Message], dict[str, tuple[str, int]]]:
+    """Replaces the texts that a template must render by markers.
+
+    Returns the new messages, and {marker: (what the marker replaces, index of the message)}.
+    """
+    marked, markers = [dict(message) for message in messages], {}
+    for i, message in enumerate(messages):
+        if message["content"].strip():
+            marked[i]["content"] = f"content{i}marker"
+            markers[marked[i]["content"]] = "content", i
+    last, marker = len(messages) - 1, "reasoningmarker"
+    thought, tag, _ = messages[last]["content"].partition(END_OF_THINK)
+    if names := _reasoning(messages[last]):
+        marked[last].update(dict.fromkeys(names, marker))
+        markers[marker] = names[0], last
+    elif messages[last]["role"] == "assistant" and tag and thought.replace(THINK, "").strip():
+        marked[last]["content"] = f"{THINK}\n{marker}\n{END_OF_THINK}\n\n{marked[last]['content']}"
+        markers[marker] = "reasoning", last
+    return marked, markers
 
 
 def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:

@@ -16,9 +16,11 @@ from tests.data.support.chats import (  # fmt: skip
     CALL,
     CHATML,
     FORGETFUL,
+    HEAD,
     PAIR,
     PLAIN,
     SEVERAL_ANSWERS,
+    TAIL,
     TOOL,
     TOOLS,
     WITH_BLOCKS,
@@ -204,6 +206,92 @@ def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):
     with pytest.raises(ValueError, match=message):
         encode(chat_encoder, SEVERAL_ANSWERS)
     encode(chat_encoder, PAIR)
+
+
+ASKED = chat_message("user", "2 + 2?")
+ANSWERED_WITH_REASONING = [ASKED, chat_message("assistant", "4.", reasoning_content="Two plus two.")]
+ANSWERED_AFTER_THINKING = [ASKED, chat_message("assistant", "<think>\nTwo plus two.\n</think>\n\n4.")]
+# Renders each content after its last </think>. Renders reasoning_content only if the message is the last one.
+REASONING = HEAD + (
+    "{% if loop.last and message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content.split('</think>')[-1] | trim }}{{ '<|im_end|>' }}"
+) + TAIL  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        pytest.param(
+            CHATML.replace("in messages %}", "in messages if message.role != 'developer' %}"),
+            [chat_message("developer", "be brief."), ASKED, chat_message("assistant", "4.")],
+            "content of a message; .* omits the content of chats.jsonl, line 1, message 0, with role developer"
+            ".* or give it the role system",
+            id="role",
+        ),
+        pytest.param(
+            CHATML.replace("{{ message.content }}", "{{ message.content if not message.tool_calls }}"),
+            [ASKED, chat_message("assistant", "I look.", tool_calls=[CALL])],
+            "omits the content of chats.jsonl, line 1, message 1, with role assistant.* or remove the content",
+            id="content-next-to-tool-calls",
+        ),
+        pytest.param(
+            CHATML.replace("message.content", "message.content[:0]"),
+            [ASKED, chat_message("assistant", "is")],
+            "omits the content of chats.jsonl, line 1, message 0, with role user",
+            id="every-content",
+        ),
+        pytest.param(
+            CHATML,
+            ANSWERED_WITH_REASONING,
+            "omits the reasoning_content of chats.jsonl, line 1, message 1",
+            id="field-with-reasoning",
+        ),
+        pytest.param(
+            REASONING,
+            ANSWERED_AFTER_THINKING,
+            "omits the reasoning of chats.jsonl, line 1, message 1",
+            id="reasoning-in-content",
+        ),
+    ],
+)
+def test_a_template_that_leaves_a_text_out_is_named(tmp_path, template, messages, message):
+    with pytest.raises(ValueError, match=message):
+        encode(encoder(tmp_path, template), {"messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("template", "before"),
+    [
+        pytest.param(REASONING, ANSWERED_WITH_REASONING, id="reasoning-field-of-an-earlier-answer"),
+        pytest.param(REASONING, ANSWERED_AFTER_THINKING, id="reasoning-in-the-content-of-an-earlier-answer"),
+        pytest.param(
+            "{% if messages[0].role != 'system' %}be brief.{% endif %}" + CHATML,
+            [chat_message("system", "be brief.")],
+            id="default-system-prompt",
+        ),
+        pytest.param(
+            CHATML.replace("message.content", "message.content | trim"), [chat_message("system", " x\n")], id="trimmed"
+        ),
+        pytest.param(
+            CHATML.replace("message.content", "message.content | tojson"),
+            [ASKED, chat_message("assistant", "", tool_calls=[CALL]), chat_message("tool", '{"a":\n"ü"}')],
+            id="as-json",
+        ),
+        pytest.param(
+            CHATML,
+            [ASKED, chat_message("assistant", "", tool_calls=[CALL]), chat_message("tool", "")],
+            id="empty-result-of-a-tool",
+        ),
+        pytest.param(
+            "{% if messages[0].content != 'be brief.' %}{{ raise_exception('other text') }}{% endif %}"
+            + CHATML.replace("message.content", "message.content | upper"),
+            [chat_message("system", "be brief.")],
+            id="a-template-that-refuses-other-texts",
+        ),
+    ],
+)
+def test_a_template_may_change_texts_and_omit_the_reasoning_of_earlier_answers(tmp_path, template, before):
+    encode(encoder(tmp_path, template), {"prompt": [*before, chat_message("user", "the")], "completion": "so"})
 
 
 def test_a_template_that_wants_tools_renders_them(tmp_path):
