@@ -96,10 +96,8 @@ class ChatEncoder:
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # a {% generation %} block does not say which message it belongs to
-            begin = self._answer_span(template, chat, trained_on[0], text)[0]
-            # the {% generation %} block may also contain text before the answer, for example the role
-            spans = [(start, stop) for start, stop in spans if stop > begin]
+        elif trained_on != answers:
+            spans = self._spans_from(template, chat, trained_on[0], Rendered(text, spans))
         return Rendered(text, spans)
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
@@ -151,11 +149,35 @@ class ChatEncoder:
                     f"renders it, or {instead}"
                 )
 
+    def _spans_from(self, template: str, chat: Chat, index: int, rendered: Rendered) -> Spans:
+        """Returns the spans of the {% generation %} blocks of chat.messages[index:]. rendered: the whole chat.
+
+        A block does not say which message it belongs to. The method therefore renders the messages before `index`,
+        and skips as many blocks as they have. If an answer can have several blocks, the number of blocks could depend
+        on later messages. Then the text of the chat must begin with the text of the messages before `index`.
+        """
+        # without the generation prompt, some templates end the text with a block that holds the end-of-text token
+        before = self._render(template, chat, chat.messages[:index], add_generation_prompt=True, has_blocks=True)
+        n_answers = sum(message["role"] == "assistant" for message in chat.messages)
+        if len(rendered.spans) != n_answers and not rendered.text.startswith(before.text):
+            raise ValueError(
+                "a chat template must have one {% generation %} block for each answer, or render a message "
+                f"independently of later messages; {self._name}'s does neither for {chat.where}. Set "
+                "data.chat_template=<file> to a copy with one block for each answer"
+            )
+        return rendered.spans[len(before.spans) :]
+
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
         """Returns the span of the answer chat.messages[index] in `text`. The span includes the answer's end token."""
         prompt = self._render(template, chat, chat.messages[:index], add_generation_prompt=True).text
         answered = self._render(template, chat, chat.messages[: index + 1]).text
-        if not (answered.startswith(prompt) and text.startswith(answered)):
+        if not answered.startswith(prompt):
+            raise ValueError(
+                "a chat template must render an answer directly after the text of its prompt, or mark answers with "
+                f"{{% generation %}}; {self._name}'s does neither for {chat.where}, message {index}. Set "
+                "data.chat_template=<file> to a copy with marked answers"
+            )
+        if not text.startswith(answered):
             raise ValueError(
                 "a chat template must render a message independently of later messages, or mark answers with "
                 f"{{% generation %}}; {self._name}'s does neither for {chat.where}, message {index}. It may remove "

@@ -13,6 +13,7 @@ from fa_train.data.tokens.sft import ChatEncoder, starts_in_spans
 from fa_train.data.tokens.store import Documents, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import (  # fmt: skip
+    BODY,
     CALL,
     CHATML,
     FORGETFUL,
@@ -143,6 +144,57 @@ def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before
     chat_encoder = encoder(tmp_path, template)
     ids, loss_mask = encode(chat_encoder, {"prompt": prompt, "completion": "sunny"})
     assert chat_encoder.tokenizer.hf.decode(ids[loss_mask]) == begin + "sunny<|im_end|>"
+
+
+# The generation prompt ends with <think>, but answers need not begin with it, as in the template of DeepSeek-R1.
+THINKING_PROMPT = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}"
+    "<|im_start|>{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|><think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "trained_on"),
+    [
+        pytest.param(THINKING_PROMPT, "<|im_start|>4.<|im_end|>", id="generation-prompt-is-not-in-the-answer"),
+        pytest.param(
+            FORGETFUL.replace(BODY, "{% generation %}" + BODY + "{% endgeneration %}"),
+            "4.<|im_end|>",
+            id="reasoning-of-an-earlier-answer-is-removed",
+        ),
+        pytest.param(
+            WITH_BLOCKS.replace(BODY + "{% endgen", BODY + "{% endgeneration %}{% generation %}.{% endgen")
+            + "{% if not add_generation_prompt %}{% generation %}<pad>{% endgeneration %}{% endif %}",
+            "4.<|im_end|>.<pad>",
+            id="several-blocks-for-an-answer-and-one-at-the-end",
+        ),
+    ],
+)
+def test_only_the_blocks_of_the_completion_are_trained_on(tmp_path, template, trained_on):
+    chat_encoder = encoder(tmp_path, template)
+    ids, loss_mask = encode(chat_encoder, PROMPT_OF_MESSAGES)
+    assert chat_encoder.tokenizer.hf.decode(ids[loss_mask]) == trained_on
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        pytest.param(
+            THINKING_PROMPT.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}.{% endgeneration %}"),
+            r"one {% generation %} block for each answer, or .*chats.jsonl, line 1. Set data.chat_template",
+            id="several-blocks",
+        ),
+        pytest.param(
+            THINKING_PROMPT.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+            r"directly after the text of its prompt, or .*, line 1, message 3. Set .* to a copy with marked answers$",
+            id="no-blocks",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_begin_with_the_generation_prompt_needs_one_block(tmp_path, template, message):
+    with pytest.raises(ValueError, match=message):
+        encode(encoder(tmp_path, template), PROMPT_OF_MESSAGES)
 
 
 def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
