@@ -81,7 +81,7 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            Encoded(np.asarray(ids, np.int32), starts_in_spans(np.asarray(offsets).reshape(-1, 2), chat_spans))
+            Encoded(np.asarray(ids, np.int32), overlaps_spans(np.asarray(offsets).reshape(-1, 2), chat_spans))
             for ids, offsets, chat_spans in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
         ]
 
@@ -265,9 +265,11 @@ def _marked(messages: list[Message]) -> tuple[list[Message], dict[str, tuple[str
     return marked, markers
 
 
-def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Returns a mask of the tokens that start in one of the spans, (length,) bool.
+def overlaps_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+    """Returns a mask of the tokens that have a character in one of the spans, (length,) bool.
 
+    A token can begin with the last space of the prompt and contain the first word of the answer. Such a token is in the
+    mask, as in the assistant mask of transformers. Otherwise an answer of one word could have no label.
     offsets: the start and the end of each token in characters, (length, 2). Some tokenizers do not include leading
     spaces in the offsets, so each token is assumed to start where the previous token ended.
     """
@@ -275,5 +277,6 @@ def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     begins = np.minimum(offsets[:, 0], ends[:-1])
     inside = np.zeros(len(offsets), bool)
     for start, stop in spans:
-        inside |= (begins >= start) & (begins < stop)
+        # a token without characters belongs to the span in which it begins
+        inside |= (begins < stop) & ((offsets[:, 1] > start) | (begins >= start))
     return inside

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 from transformers.utils import chat_template_utils
 
 from fa_train.data.sources.chats import ChatCorpus, parse_chat
-from fa_train.data.tokens.sft import ChatEncoder, starts_in_spans
+from fa_train.data.tokens.sft import ChatEncoder, overlaps_spans
 from fa_train.data.tokens.store import Documents, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import (  # fmt: skip
@@ -103,7 +103,7 @@ def test_lone_surrogates_in_tools_and_calls_are_replaced(tmp_path, arguments):
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
-    """The loss counts a token if its first character belongs to an answer."""
+    """The loss counts a token if one of its characters belongs to an answer."""
     messages = [
         chat_message("user", "the weather \n"),
         chat_message("assistant", answer),
@@ -121,14 +121,14 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
             head, body = "<|im_start|>" + message["role"] + "\n", message["content"] + "<|im_end|>"
             parts = [(head, 0), (body, is_answer), ("\n", 0)]
         whose += b"".join(bytes([mark]) * len(text.encode()) for text, mark in parts)
-    places, begin = [], 0
+    expected, begin = [], 0
     for token in chat_encoder.tokenizer.hf.convert_ids_to_tokens(
         ids
     ):  # tokens are byte-level, so one character is one byte, except in special tokens
-        places.append(begin)
+        expected.append(max(whose[begin : begin + len(token)]))
         begin += len(token)
     assert begin == len(whose)
-    assert [whose[place] for place in places] == loss_mask.astype(int).tolist()
+    assert expected == loss_mask.astype(int).tolist()
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,19 @@ def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before
     chat_encoder = encoder(tmp_path, template)
     ids, loss_mask = encode(chat_encoder, {"prompt": prompt, "completion": "sunny"})
     assert chat_encoder.tokenizer.hf.decode(ids[loss_mask]) == begin + "sunny<|im_end|>"
+
+
+def test_an_answer_of_one_word_has_a_label_if_the_generation_prompt_ends_with_a_space(tmp_path):
+    """The first token of the answer is " sunny", and its space belongs to the prompt. transformers labels it too."""
+    chat_encoder, row = encoder(tmp_path, PLAIN), {"prompt": "the", "completion": "sunny"}
+    encoded, hf = encode(chat_encoder, row), chat_encoder.tokenizer.hf
+    assert runs(chat_encoder, encoded) == [" sunny\n"]
+    marked = "{{ message.role + ': ' }}{% generation %}{{ message.content + '\\n' }}{% endgeneration %}"
+    hf.chat_template = "user: the\n{% for message in messages[1:] %}" + marked + "{% endfor %}"
+    messages = parse_chat(row, "").messages
+    masked = hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert masked["input_ids"] == encoded.tokens.tolist()
+    assert masked["assistant_masks"] == encoded.loss_mask.astype(int).tolist()
 
 
 # The generation prompt ends with <think>, but answers need not begin with it, as in the template of DeepSeek-R1.
@@ -197,17 +210,19 @@ def test_an_answer_that_does_not_begin_with_the_generation_prompt_needs_one_bloc
         encode(encoder(tmp_path, template), PROMPT_OF_MESSAGES)
 
 
-def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
+def test_a_token_across_the_start_of_an_answer_is_trained_on():
     # The text "a:  b" has the tokens "a:" and "  b". The token "  b" starts in the prompt, because the prompt is "a: "
     # and the answer is " b".
-    assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
+    assert overlaps_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, True]
     # in the next two cases, the tokens' offsets do not cover the spaces in front of "b"
-    assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
-    assert starts_in_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
+    assert overlaps_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, True]
+    assert overlaps_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside
-    assert starts_in_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
+    assert overlaps_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
+    # in the next case, the second token has no character, as the spaces that some tokenizers insert
+    assert overlaps_spans(np.array([[0, 3], [3, 3], [3, 5]]), [(3, 5)]).tolist() == [False, True, True]
     # in the next case, two tokens share one character
-    assert starts_in_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
+    assert overlaps_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
 
 
 def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
