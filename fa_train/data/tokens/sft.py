@@ -22,8 +22,10 @@ from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "4"  # the version of the conversion from chats to tokens, which is part of the cache key
+FORMAT = "5"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows, in its order
+THINK, END_OF_THINK = "<think>", "</think>"  # the content of an answer can begin with reasoning between these tags
 Spans = list[tuple[int, int]]
 
 
@@ -38,8 +40,8 @@ class ChatEncoder:
     """Encodes chats with the template in the file `chat_template`, or by default with the tokenizer's template.
 
     Raises: ValueError if there is no chat template, or the tokenizer does not return offsets. `encode_batch` raises
-    ValueError if the template rejects a chat, omits the chat's tools or tool calls, or renders a message differently if
-    more messages follow.
+    ValueError if the template rejects a chat, omits a part of the chat, or renders a message differently if more
+    messages follow.
     """
 
     masked = True
@@ -79,7 +81,7 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            Encoded(np.asarray(ids, np.int32), starts_in_spans(np.asarray(offsets).reshape(-1, 2), chat_spans))
+            Encoded(np.asarray(ids, np.int32), overlaps_spans(np.asarray(offsets).reshape(-1, 2), chat_spans))
             for ids, offsets, chat_spans in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True)
         ]
 
@@ -89,14 +91,13 @@ class ChatEncoder:
         has_blocks = GENERATION.search(template) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
         self._require_tools(template, chat, text)
+        self._require_texts(template, chat, text)
         answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
         trained_on = [i for i in answers if i >= chat.trained_from]
         if not has_blocks:
             spans = [self._answer_span(template, chat, i, text) for i in trained_on]
-        elif trained_on != answers:  # a {% generation %} block does not say which message it belongs to
-            begin = self._answer_span(template, chat, trained_on[0], text)[0]
-            # the {% generation %} block may also contain text before the answer, for example the role
-            spans = [(start, stop) for start, stop in spans if stop > begin]
+        elif trained_on != answers:
+            spans = self._spans_from(template, chat, trained_on[0], Rendered(text, spans))
         return Rendered(text, spans)
 
     def _require_tools(self, template: str, chat: Chat, text: str) -> None:
@@ -124,11 +125,59 @@ class ChatEncoder:
                     f"data.chat_template=<file> to a template that renders them, or remove {name} from the chat"
                 )
 
+    def _require_texts(self, template: str, chat: Chat, text: str) -> None:
+        """Raises: ValueError if the template omits a message's content, or the reasoning of an answer at the end.
+
+        Templates of reasoning models omit the reasoning of earlier answers on purpose.
+        A template may also change a text, for example convert it to JSON. If a text is not found in the rendered chat,
+        the chat is rendered again with markers instead of texts.
+        """
+        if _in_order(text, _texts(chat.messages)):
+            return
+        messages, markers = _marked(chat.messages)
+        try:
+            rendered = self._render(template, chat, messages).text
+        except ValueError:  # rendering fails without the texts, so the template uses the texts
+            return
+        for marker, (name, i) in markers.items():
+            if marker not in rendered:
+                role = messages[i]["role"]
+                instead = "give it the role system" if role == "developer" else f"remove the {name} from the chat"
+                raise ValueError(
+                    f"a chat template must render the {name} of a message; that of {self._name} omits the {name} of "
+                    f"{chat.where}, message {i}, with role {role}. Set data.chat_template=<file> to a template that "
+                    f"renders it, or {instead}"
+                )
+
+    def _spans_from(self, template: str, chat: Chat, index: int, rendered: Rendered) -> Spans:
+        """Returns the spans of the {% generation %} blocks of chat.messages[index:]. rendered: the whole chat.
+
+        A block does not say which message it belongs to. The method therefore renders the messages before `index`,
+        and skips as many blocks as they have. If an answer can have several blocks, the number of blocks could depend
+        on later messages. Then the text of the chat must begin with the text of the messages before `index`.
+        """
+        # without the generation prompt, some templates end the text with a block that holds the end-of-text token
+        before = self._render(template, chat, chat.messages[:index], add_generation_prompt=True, has_blocks=True)
+        n_answers = sum(message["role"] == "assistant" for message in chat.messages)
+        if len(rendered.spans) != n_answers and not rendered.text.startswith(before.text):
+            raise ValueError(
+                "a chat template must have one {% generation %} block for each answer, or render a message "
+                f"independently of later messages; {self._name}'s does neither for {chat.where}. Set "
+                "data.chat_template=<file> to a copy with one block for each answer"
+            )
+        return rendered.spans[len(before.spans) :]
+
     def _answer_span(self, template: str, chat: Chat, index: int, text: str) -> tuple[int, int]:
         """Returns the span of the answer chat.messages[index] in `text`. The span includes the answer's end token."""
         prompt = self._render(template, chat, chat.messages[:index], add_generation_prompt=True).text
         answered = self._render(template, chat, chat.messages[: index + 1]).text
-        if not (answered.startswith(prompt) and text.startswith(answered)):
+        if not answered.startswith(prompt):
+            raise ValueError(
+                "a chat template must render an answer directly after the text of its prompt, or mark answers with "
+                f"{{% generation %}}; {self._name}'s does neither for {chat.where}, message {index}. Set "
+                "data.chat_template=<file> to a copy with marked answers"
+            )
+        if not text.startswith(answered):
             raise ValueError(
                 "a chat template must render a message independently of later messages, or mark answers with "
                 f"{{% generation %}}; {self._name}'s does neither for {chat.where}, message {index}. It may remove "
@@ -170,9 +219,57 @@ class ChatEncoder:
         return tuple(str(token) for token in self._hf.added_tokens_decoder.values())
 
 
-def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Returns a mask of the tokens that start in one of the spans, (length,) bool.
+def _reasoning(message: Message) -> list[str]:
+    """Returns the names of the fields that hold the reasoning of a message. Only an assistant's message has some."""
+    if message["role"] != "assistant":
+        return []
+    return [name for name in REASONING if isinstance(message.get(name), str) and message[name].strip()]
 
+
+def _texts(messages: list[Message]) -> list[str]:
+    """Returns the texts that a template must render: each message's content, and the reasoning of the last message."""
+    *before, last = messages
+    reasoning = [last[name] for name in _reasoning(last)[:1]]
+    return [*(message["content"] for message in before), *reasoning, last["content"]]
+
+
+def _in_order(text: str, parts: list[str]) -> bool:
+    """Returns whether `parts` occur in `text` in this order without overlap. Ignores white space around each part."""
+    position = 0
+    for part in map(str.strip, parts):
+        found = text.find(part, position)
+        if found < 0:
+            return False
+        position = found + len(part)
+    return True
+
+
+def _marked(messages: list[Message]) -> tuple[list[Message], dict[str, tuple[str, int]]]:
+    """Replaces the texts that a template must render by markers.
+
+    Returns the new messages, and {marker: (what the marker replaces, index of the message)}.
+    """
+    marked, markers = [dict(message) for message in messages], {}
+    for i, message in enumerate(messages):
+        if message["content"].strip():
+            marked[i]["content"] = f"content{i}marker"
+            markers[marked[i]["content"]] = "content", i
+    last, marker = len(messages) - 1, "reasoningmarker"
+    thought, tag, _ = messages[last]["content"].partition(END_OF_THINK)
+    if names := _reasoning(messages[last]):
+        marked[last].update(dict.fromkeys(names, marker))
+        markers[marker] = names[0], last
+    elif messages[last]["role"] == "assistant" and tag and thought.replace(THINK, "").strip():
+        marked[last]["content"] = f"{THINK}\n{marker}\n{END_OF_THINK}\n\n{marked[last]['content']}"
+        markers[marker] = "reasoning", last
+    return marked, markers
+
+
+def overlaps_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
+    """Returns a mask of the tokens that have a character in one of the spans, (length,) bool.
+
+    A token can begin with the last space of the prompt and contain the first word of the answer. Such a token is in the
+    mask, as in the assistant mask of transformers. Otherwise an answer of one word could have no label.
     offsets: the start and the end of each token in characters, (length, 2). Some tokenizers do not include leading
     spaces in the offsets, so each token is assumed to start where the previous token ended.
     """
@@ -180,5 +277,6 @@ def starts_in_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     begins = np.minimum(offsets[:, 0], ends[:-1])
     inside = np.zeros(len(offsets), bool)
     for start, stop in spans:
-        inside |= (begins >= start) & (begins < stop)
+        # a token without characters belongs to the span in which it begins
+        inside |= (begins < stop) & ((offsets[:, 1] > start) | (begins >= start))
     return inside

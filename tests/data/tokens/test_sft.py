@@ -9,16 +9,19 @@ from transformers import Qwen2Config
 from transformers.utils import chat_template_utils
 
 from fa_train.data.sources.chats import ChatCorpus, parse_chat
-from fa_train.data.tokens.sft import ChatEncoder, starts_in_spans
+from fa_train.data.tokens.sft import ChatEncoder, overlaps_spans
 from fa_train.data.tokens.store import Documents, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import (  # fmt: skip
+    BODY,
     CALL,
     CHATML,
     FORGETFUL,
+    HEAD,
     PAIR,
     PLAIN,
     SEVERAL_ANSWERS,
+    TAIL,
     TOOL,
     TOOLS,
     WITH_BLOCKS,
@@ -100,7 +103,7 @@ def test_lone_surrogates_in_tools_and_calls_are_replaced(tmp_path, arguments):
 @pytest.mark.parametrize("template", [CHATML, WITH_BLOCKS, PLAIN])
 @pytest.mark.parametrize("answer", ["4.", " 4.", "\n4.\n", "ü∑🙂 ", "Rome is sunny"])
 def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim_offsets, answer):
-    """The loss counts a token if its first character belongs to an answer."""
+    """The loss counts a token if one of its characters belongs to an answer."""
     messages = [
         chat_message("user", "the weather \n"),
         chat_message("assistant", answer),
@@ -118,14 +121,14 @@ def test_the_mask_is_that_of_a_token_by_token_rendering(tmp_path, template, trim
             head, body = "<|im_start|>" + message["role"] + "\n", message["content"] + "<|im_end|>"
             parts = [(head, 0), (body, is_answer), ("\n", 0)]
         whose += b"".join(bytes([mark]) * len(text.encode()) for text, mark in parts)
-    places, begin = [], 0
+    expected, begin = [], 0
     for token in chat_encoder.tokenizer.hf.convert_ids_to_tokens(
         ids
     ):  # tokens are byte-level, so one character is one byte, except in special tokens
-        places.append(begin)
+        expected.append(max(whose[begin : begin + len(token)]))
         begin += len(token)
     assert begin == len(whose)
-    assert [whose[place] for place in places] == loss_mask.astype(int).tolist()
+    assert expected == loss_mask.astype(int).tolist()
 
 
 @pytest.mark.parametrize(
@@ -143,17 +146,83 @@ def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before
     assert chat_encoder.tokenizer.hf.decode(ids[loss_mask]) == begin + "sunny<|im_end|>"
 
 
-def test_a_token_across_the_start_of_an_answer_is_not_trained_on():
+def test_an_answer_of_one_word_has_a_label_if_the_generation_prompt_ends_with_a_space(tmp_path):
+    """The first token of the answer is " sunny", and its space belongs to the prompt. transformers labels it too."""
+    chat_encoder, row = encoder(tmp_path, PLAIN), {"prompt": "the", "completion": "sunny"}
+    encoded, hf = encode(chat_encoder, row), chat_encoder.tokenizer.hf
+    assert runs(chat_encoder, encoded) == [" sunny\n"]
+    marked = "{{ message.role + ': ' }}{% generation %}{{ message.content + '\\n' }}{% endgeneration %}"
+    hf.chat_template = "user: the\n{% for message in messages[1:] %}" + marked + "{% endfor %}"
+    messages = parse_chat(row, "").messages
+    masked = hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert masked["input_ids"] == encoded.tokens.tolist()
+    assert masked["assistant_masks"] == encoded.loss_mask.astype(int).tolist()
+
+
+# The generation prompt ends with <think>, but answers need not begin with it, as in the template of DeepSeek-R1.
+THINKING_PROMPT = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}"
+    "<|im_start|>{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|><think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "trained_on"),
+    [
+        pytest.param(THINKING_PROMPT, "<|im_start|>4.<|im_end|>", id="generation-prompt-is-not-in-the-answer"),
+        pytest.param(
+            FORGETFUL.replace(BODY, "{% generation %}" + BODY + "{% endgeneration %}"),
+            "4.<|im_end|>",
+            id="reasoning-of-an-earlier-answer-is-removed",
+        ),
+        pytest.param(
+            WITH_BLOCKS.replace(BODY + "{% endgen", BODY + "{% endgeneration %}{% generation %}.{% endgen")
+            + "{% if not add_generation_prompt %}{% generation %}<pad>{% endgeneration %}{% endif %}",
+            "4.<|im_end|>.<pad>",
+            id="several-blocks-for-an-answer-and-one-at-the-end",
+        ),
+    ],
+)
+def test_only_the_blocks_of_the_completion_are_trained_on(tmp_path, template, trained_on):
+    chat_encoder = encoder(tmp_path, template)
+    ids, loss_mask = encode(chat_encoder, PROMPT_OF_MESSAGES)
+    assert chat_encoder.tokenizer.hf.decode(ids[loss_mask]) == trained_on
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        pytest.param(
+            THINKING_PROMPT.replace("{% endgeneration %}", "{% endgeneration %}{% generation %}.{% endgeneration %}"),
+            r"one {% generation %} block for each answer, or .*chats.jsonl, line 1. Set data.chat_template",
+            id="several-blocks",
+        ),
+        pytest.param(
+            THINKING_PROMPT.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+            r"directly after the text of its prompt, or .*, line 1, message 3. Set .* to a copy with marked answers$",
+            id="no-blocks",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_begin_with_the_generation_prompt_needs_one_block(tmp_path, template, message):
+    with pytest.raises(ValueError, match=message):
+        encode(encoder(tmp_path, template), PROMPT_OF_MESSAGES)
+
+
+def test_a_token_across_the_start_of_an_answer_is_trained_on():
     # The text "a:  b" has the tokens "a:" and "  b". The token "  b" starts in the prompt, because the prompt is "a: "
     # and the answer is " b".
-    assert starts_in_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, False]
+    assert overlaps_spans(np.array([[0, 2], [2, 5]]), [(3, 5)]).tolist() == [False, True]
     # in the next two cases, the tokens' offsets do not cover the spaces in front of "b"
-    assert starts_in_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, False]
-    assert starts_in_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
+    assert overlaps_spans(np.array([[0, 2], [4, 5]]), [(3, 5)]).tolist() == [False, True]
+    assert overlaps_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside
-    assert starts_in_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
+    assert overlaps_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
+    # in the next case, the second token has no character, as the spaces that some tokenizers insert
+    assert overlaps_spans(np.array([[0, 3], [3, 3], [3, 5]]), [(3, 5)]).tolist() == [False, True, True]
     # in the next case, two tokens share one character
-    assert starts_in_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
+    assert overlaps_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
 
 
 def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
@@ -204,6 +273,92 @@ def test_a_template_that_leaves_tools_out_is_named(tmp_path, template, message):
     with pytest.raises(ValueError, match=message):
         encode(chat_encoder, SEVERAL_ANSWERS)
     encode(chat_encoder, PAIR)
+
+
+ASKED = chat_message("user", "2 + 2?")
+ANSWERED_WITH_REASONING = [ASKED, chat_message("assistant", "4.", reasoning_content="Two plus two.")]
+ANSWERED_AFTER_THINKING = [ASKED, chat_message("assistant", "<think>\nTwo plus two.\n</think>\n\n4.")]
+# Renders each content after its last </think>. Renders reasoning_content only if the message is the last one.
+REASONING = HEAD + (
+    "{% if loop.last and message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content.split('</think>')[-1] | trim }}{{ '<|im_end|>' }}"
+) + TAIL  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        pytest.param(
+            CHATML.replace("in messages %}", "in messages if message.role != 'developer' %}"),
+            [chat_message("developer", "be brief."), ASKED, chat_message("assistant", "4.")],
+            "content of a message; .* omits the content of chats.jsonl, line 1, message 0, with role developer"
+            ".* or give it the role system",
+            id="role",
+        ),
+        pytest.param(
+            CHATML.replace("{{ message.content }}", "{{ message.content if not message.tool_calls }}"),
+            [ASKED, chat_message("assistant", "I look.", tool_calls=[CALL])],
+            "omits the content of chats.jsonl, line 1, message 1, with role assistant.* or remove the content",
+            id="content-next-to-tool-calls",
+        ),
+        pytest.param(
+            CHATML.replace("message.content", "message.content[:0]"),
+            [ASKED, chat_message("assistant", "is")],
+            "omits the content of chats.jsonl, line 1, message 0, with role user",
+            id="every-content",
+        ),
+        pytest.param(
+            CHATML,
+            ANSWERED_WITH_REASONING,
+            "omits the reasoning_content of chats.jsonl, line 1, message 1",
+            id="field-with-reasoning",
+        ),
+        pytest.param(
+            REASONING,
+            ANSWERED_AFTER_THINKING,
+            "omits the reasoning of chats.jsonl, line 1, message 1",
+            id="reasoning-in-content",
+        ),
+    ],
+)
+def test_a_template_that_leaves_a_text_out_is_named(tmp_path, template, messages, message):
+    with pytest.raises(ValueError, match=message):
+        encode(encoder(tmp_path, template), {"messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("template", "before"),
+    [
+        pytest.param(REASONING, ANSWERED_WITH_REASONING, id="reasoning-field-of-an-earlier-answer"),
+        pytest.param(REASONING, ANSWERED_AFTER_THINKING, id="reasoning-in-the-content-of-an-earlier-answer"),
+        pytest.param(
+            "{% if messages[0].role != 'system' %}be brief.{% endif %}" + CHATML,
+            [chat_message("system", "be brief.")],
+            id="default-system-prompt",
+        ),
+        pytest.param(
+            CHATML.replace("message.content", "message.content | trim"), [chat_message("system", " x\n")], id="trimmed"
+        ),
+        pytest.param(
+            CHATML.replace("message.content", "message.content | tojson"),
+            [ASKED, chat_message("assistant", "", tool_calls=[CALL]), chat_message("tool", '{"a":\n"ü"}')],
+            id="as-json",
+        ),
+        pytest.param(
+            CHATML,
+            [ASKED, chat_message("assistant", "", tool_calls=[CALL]), chat_message("tool", "")],
+            id="empty-result-of-a-tool",
+        ),
+        pytest.param(
+            "{% if messages[0].content != 'be brief.' %}{{ raise_exception('other text') }}{% endif %}"
+            + CHATML.replace("message.content", "message.content | upper"),
+            [chat_message("system", "be brief.")],
+            id="a-template-that-refuses-other-texts",
+        ),
+    ],
+)
+def test_a_template_may_change_texts_and_omit_the_reasoning_of_earlier_answers(tmp_path, template, before):
+    encode(encoder(tmp_path, template), {"prompt": [*before, chat_message("user", "the")], "completion": "so"})
 
 
 def test_a_template_that_wants_tools_renders_them(tmp_path):
