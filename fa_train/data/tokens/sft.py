@@ -69,6 +69,23 @@ class ChatEncoder:
         template = repr(self._hf.chat_template), sorted(self._hf.special_tokens_map.items())
         return hashlib.blake2b(f"{FORMAT}{self.tokenizer.identity}{template}".encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def end_id(self) -> int | None:
+        """The first special token after the content of a trained answer, or None if there is none.
+
+        The value is also None if the template rejects a chat of one question and one answer.
+        """
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text, spans = self.render(Chat("a test chat", messages, tools=None, trained_from=0))
+        except ValueError:
+            return None
+        trained = text[: max((stop for _, stop in spans), default=0)]
+        _, content, after = trained.rpartition("answer")
+        found = [token for token in self._special_tokens if content and token.strip() and token in after]
+        first = min(found, key=lambda token: (after.index(token), -len(token)), default=None)
+        return None if first is None else int(self._hf.convert_tokens_to_ids(first))
+
     def encode_batch(self, documents: Sequence[Chat]) -> list[Encoded]:
         texts, spans = zip(*map(self.render, documents), strict=True)
         encoded = self._hf(
