@@ -13,6 +13,7 @@ from yaml import YAMLError
 
 from fa_train import compat
 from fa_train.checkpoints.files import require_checkpoint
+from fa_train.checkpoints.metrics import metrics_of
 from fa_train.checkpoints.saved_config import require_own_targets
 from fa_train.errors import explain
 from fa_train.models.gpt import GPT
@@ -33,6 +34,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     result = run / "result.json"
     metrics = json.loads(result.read_text()) if result.exists() else {}
     model, step = load(checkpoint, cfg, [override.partition("=")[0] for override in overrides])
+    metrics = metrics_of(checkpoint, metrics)
     write(model, step, folder, run.parent.name, cfg, metrics, dtype=dtype, adapter=adapter)
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
 from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
+from fa_train.checkpoints.metrics import metrics_of
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.models.config import ModelConfig
@@ -35,7 +35,7 @@ CARD = """---
 
 # {title}
 
-Trained with fa_train. Losses and tokens are those of the run's last step.
+Trained with fa_train. The tokens and losses are those of the exported step.
 
 | | |
 |---|---|
@@ -54,7 +54,7 @@ def export_run(
 
     Each folder is written under a temporary name, and renamed when it is complete. The folder replaces an earlier
     export of the run. Returns the paths of the written folders.
-    config, metrics: see `write`.
+    config: see `write`. metrics: the newest metrics of the run. See `metrics_of` for what the model card contains.
     Raises: ValueError if anything fails. The error message names the checkpoint, and the checkpoint stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
@@ -63,6 +63,7 @@ def export_run(
     shutil.rmtree(unfinished, ignore_errors=True)  # a folder that an earlier, killed export left
     try:
         model, step = load(checkpoint, build)
+        metrics = metrics_of(checkpoint, metrics)
         base = None if model.origin is None else model.origin.folder
         if base is not None and base.resolve() == folder.resolve():
             raise ValueError(f"{folder} must not be the base model of the run, because an export would delete it")
@@ -116,7 +117,7 @@ def write(
 
     name: the run's name, for the model card.
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
-    metrics: the run's metrics by name, each with its latest value.
+    metrics: the metrics of the model's step, by name.
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
     config.json if that dtype is a key of DTYPES. Any other model keeps the dtype in which it was trained.
     adapter: whether to write only the adapter, in fp32, without merging it.
@@ -240,8 +241,7 @@ def model_card(
         "train/loss": ("Training loss, nats per token", "{:.4f}"),
         "val/loss": ("Validation loss, nats per token", "{:.4f}"),
     }
-    known = {key: value for key, value in metrics.items() if not isnan(value)}
-    rows |= {label: form.format(known[key]) for key, (label, form) in measured.items() if key in known}
+    rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
     library = (
         "peft" if adapter else "transformers"
     )  # if peft is installed, the transformers code in the card also loads an adapter
