@@ -19,7 +19,7 @@ import numpy as np
 
 from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.sources.files import read_text
-from fa_train.data.tokens.encoding import Encoded
+from fa_train.data.tokens.encoding import Encoded, Encoder
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
 FORMAT = "4"  # the version of the conversion from chats to tokens, which is part of the cache key
@@ -32,6 +32,14 @@ class Rendered(NamedTuple):
 
     text: str
     spans: Spans
+
+
+def tokenizer_hashes(encoder: Encoder[Any]) -> dict[str, str]:
+    """Returns hashes of the encoder's vocabulary and, if it encodes chats, of its chat template. Bytes have none."""
+    if not isinstance(encoder.tokenizer, HFTokenizer):
+        return {}
+    of_chats = {"chat_template": encoder.tokenizer.template_hash} if isinstance(encoder, ChatEncoder) else {}
+    return {"vocabulary": encoder.tokenizer.vocabulary_hash} | of_chats
 
 
 class ChatEncoder:

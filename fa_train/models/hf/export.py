@@ -17,6 +17,7 @@ from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
 from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
 from fa_train.checkpoints.metrics import metrics_of
+from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.models.config import ModelConfig
@@ -63,10 +64,11 @@ def export_run(
     shutil.rmtree(unfinished, ignore_errors=True)  # a folder that an earlier, killed export left
     try:
         model, step = load(checkpoint, build)
-        metrics = metrics_of(checkpoint, metrics)
         base = None if model.origin is None else model.origin.folder
         if base is not None and base.resolve() == folder.resolve():
             raise ValueError(f"{folder} must not be the base model of the run, because an export would delete it")
+        require_same_tokenizer(checkpoint, config)
+        metrics = metrics_of(checkpoint, metrics)
         # write the adapter first, because merging removes it from the model
         for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
@@ -198,6 +200,28 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
         )
 
 
+def require_same_tokenizer(checkpoint: Path, config: Mapping[str, Any], chosen: Collection[str] = ()) -> None:
+    """Checks that the vocabulary and the chat template are those of the training. Older checkpoints do not store them.
+
+    config: the run's config, as for `write`. chosen: as for `load`.
+    Raises: CheckpointError if the vocabulary or the chat template has changed. ValueError if there is no tokenizer.
+    """
+    stored = read_parts(checkpoint)[0].get("PackedDataModule", {}).get("tokenizer", {})
+    tokenizer = tokenizer_of(config) if stored else None
+    if not isinstance(tokenizer, HFTokenizer):
+        return
+    own = {"vocabulary": tokenizer.vocabulary_hash, "chat_template": tokenizer.template_hash}
+    data = config["data"]
+    for name, value in stored.items():
+        is_file = name == "chat_template" and data.get("chat_template") is not None
+        key = "chat_template" if is_file else "tokenizer"
+        if own[name] != value and f"data.{key}" not in chosen:
+            raise CheckpointError(
+                f"{checkpoint} must be exported with the {name.replace('_', ' ')} of its training; got another one in "
+                f"{data[key]}. Restore it, or add data.{key}={data[key]} to the command of scripts.export_hf"
+            )
+
+
 def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:
     """Returns the config, with max_seq_len=seq_len if max_seq_len is None.
 
@@ -291,7 +315,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | No
         template = Path(data["chat_template"]).expanduser()
         if not template.is_file():
             raise ValueError(f"data.chat_template must be the run's Jinja file; {template} does not exist")
-        tokenizer.hf.chat_template = template.read_text(encoding="utf-8-sig")
+        tokenizer.hf.chat_template = read_text(template)
     return tokenizer
 
 
