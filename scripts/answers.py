@@ -67,8 +67,10 @@ def answers(
         encoder = ChatEncoder(tokenizer)
         before = [] if system is None else [{"role": "system", "content": system}]
         prompts = [chat_prompt(encoder, [*before, {"role": "user", "content": text}], None) for text in chat]
-    else:  # the tokens include the special tokens that the tokenizer puts before a text
-        prompts = [tokenizer.hf(text).input_ids for text in prompt or ()]
+        stop = stop_tokens(gpt, tokenizer.eos_id, encoder.end_id)
+    else:
+        prompts = [_prompt_tokens(tokenizer, text) for text in prompt or ()]
+        stop = stop_tokens(gpt, tokenizer.eos_id)
     texts = []
     for tokens in prompts:
         ids = generate(
@@ -79,10 +81,20 @@ def answers(
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            stop=stop_tokens(gpt, tokenizer.eos_id),
+            stop=stop,
         )
         texts.append(tokenizer.decode(ids))
     return texts
+
+
+def _prompt_tokens(tokenizer: HFTokenizer, text: str) -> list[int]:
+    """Returns the tokens of a text that the model continues.
+
+    The result includes the special tokens that the tokenizer puts before a text, but no eos that the tokenizer adds.
+    """
+    tokens, own = (list(tokenizer.hf(text, add_special_tokens=special).input_ids) for special in (True, False))
+    adds_eos = len(tokens) > 1 and tokens[-1] == tokenizer.eos_id and tokens[:-1][len(tokens) - 1 - len(own) :] == own
+    return tokens[:-1] if adds_eos else tokens
 
 
 def _require_model(model: str) -> None:

@@ -13,11 +13,12 @@ from yaml import YAMLError
 
 from fa_train import compat
 from fa_train.checkpoints.files import require_checkpoint
+from fa_train.checkpoints.metrics import metrics_of
 from fa_train.checkpoints.saved_config import require_own_targets
 from fa_train.errors import explain
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.export import load as load_checkpoint
-from fa_train.models.hf.export import write
+from fa_train.models.hf.export import require_same_tokenizer, write
 
 PARTS = ("model", "adapter")  # the keys of a run's config that are needed to build the model
 
@@ -32,7 +33,10 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     cfg = saved_config(run, overrides)
     result = run / "result.json"
     metrics = json.loads(result.read_text()) if result.exists() else {}
-    model, step = load(checkpoint, cfg, [override.partition("=")[0] for override in overrides])
+    chosen = [override.partition("=")[0] for override in overrides]
+    model, step = load(checkpoint, cfg, chosen)
+    require_same_tokenizer(checkpoint, cfg, chosen)
+    metrics = metrics_of(checkpoint, metrics)
     write(model, step, folder, run.parent.name, cfg, metrics, dtype=dtype, adapter=adapter)
 
 

@@ -1,6 +1,7 @@
 """Tests experiment=finetune, from chats and a checkpoint to an exported folder, and experiment=extend_context."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +14,13 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from fa_train import training
+from fa_train.evaluation import generation
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.run_config import check
 from scripts import trained_model
+from scripts.answers import answers
 from scripts.bench import compare_finetune
-from tests.data.support.chats import PLAIN, many_chats, write_jsonl
+from tests.data.support.chats import PLAIN, chat_tokenizer, many_chats, write_jsonl
 from tests.support.finetuning import write_base
 from tests.support.training import column, command_line, composed, tiny, write_corpus
 
@@ -100,6 +103,77 @@ def test_the_exported_template_is_the_one_of_the_training(tmp_path):
     with composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg:
         training.train(cfg)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "exported").chat_template == PLAIN
+
+
+@pytest.fixture
+def moved_run(run, tmp_path) -> tuple[Path, Path]:
+    """Returns the checkpoint of a copy of the run, and the copied folder of its base model and tokenizer."""
+    own, base = run.parents[2] / "base", tmp_path / "base"
+    shutil.copytree(own, base)
+    config = Path(shutil.copytree(run, tmp_path / "run")) / ".hydra/config.yaml"
+    config.write_text(config.read_text().replace(str(own), str(base)))
+    [checkpoint] = (tmp_path / "run").rglob("*.ckpt")
+    return checkpoint, base
+
+
+@pytest.mark.parametrize("run", ["none"], indirect=True)
+@pytest.mark.parametrize("changed", ["vocabulary", "chat template"])
+def test_a_tokenizer_that_changed_after_the_training_is_refused(changed, moved_run, tmp_path):
+    checkpoint, base = moved_run
+    trained_model.export(checkpoint, tmp_path / "unchanged", [], None)
+    tokenizer = chat_tokenizer(PLAIN) if changed == "chat template" else chat_tokenizer()
+    tokenizer.add_tokens(["lighthouse"] * (changed == "vocabulary"))
+    tokenizer.save_pretrained(base)
+    message = (
+        rf"\.ckpt must be exported with the {changed} of its training; got another one in {base}. Restore it, or add "
+        rf"data.tokenizer={base} to the command of scripts.export_hf$"
+    )
+    with pytest.raises(ValueError, match=message):
+        trained_model.export(checkpoint, tmp_path / "out", [], None)
+    assert not (tmp_path / "out").exists()
+    trained_model.export(checkpoint, tmp_path / "chosen", [f"data.tokenizer={base}"], None)
+    content = torch.load(checkpoint, weights_only=True)
+    del content["PackedDataModule"]["tokenizer"]
+    torch.save(content, checkpoint)
+    trained_model.export(checkpoint, tmp_path / "older", [], None)
+
+
+def test_a_template_file_that_changes_during_the_training_is_not_exported(tmp_path, monkeypatch):
+    template = tmp_path / "template.jinja"
+    template.write_text(PLAIN)
+    overrides = [f"data.chat_template={template}", "max_steps=1", "trainer.val_check_interval=1"]
+    monkeypatch.setattr(generation.Sample, "__call__", lambda *args: template.write_text(PLAIN + "\n\n{{ 1 }}"))
+    message = rf"must be exported with the chat template of its training; .* add data.chat_template={template} to the"
+    with (
+        composed(tmp_path / "run", *settings(tmp_path), *overrides) as cfg,
+        pytest.raises(ValueError, match=message),
+    ):
+        training.train(cfg)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_the_end_of_an_answer_ends_samples_and_exported_models(adapter, tmp_path, monkeypatch):
+    """The base ends texts at the id 3, and its tokenizer at <pad>. The template ends answers with <|im_end|>."""
+    own = settings(tmp_path)
+    base, tokenizer = tmp_path / "base", chat_tokenizer()
+    tokenizer.eos_token = "<pad>"
+    tokenizer.save_pretrained(base)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    stops: list[set[int]] = []
+    monkeypatch.setattr(generation, "generate", lambda *args, stop, **options: stops.append(stop) or [1])
+    monkeypatch.setattr("scripts.answers.generate", generation.generate)
+    overrides = ["max_steps=1", "trainer.val_check_interval=1", f"adapter={adapter}"]
+    with composed(tmp_path / "run", *own, *overrides) as cfg:
+        training.train(cfg)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/exported")
+    ends = [3, *tokenizer.convert_tokens_to_ids(["<pad>", "<|im_end|>"])]
+    assert exported.generation_config.eos_token_id == ends
+    if adapter == "lora":
+        card = (tmp_path / "run/exported_adapter/README.md").read_text()
+        assert f"\nmodel.generation_config.eos_token_id = {ends}\n" in card
+    answers(str(base), chat=["2 + 2?"], max_new_tokens=1, device="cpu")
+    answers(str(tmp_path / "run/exported"), prompt=["2 + 2?"], max_new_tokens=1, device="cpu")
+    assert len(stops) == 4 and all(stop == {*ends} for stop in stops), "two samples and two answers"
 
 
 def test_an_export_that_fails_leaves_the_checkpoint_and_nothing_half(tmp_path, monkeypatch):

@@ -21,13 +21,14 @@ from fa_train.bounds import PositiveInt
 from fa_train.callbacks.communication import CommunicationTimer, RankComparison, Span
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.checkpoints.architecture import difference
+from fa_train.checkpoints.metrics import LOSSES, TOKENS, VAL_STEP
 from fa_train.errors import DivergedError
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.fsdp import is_sharded
 
 GIB = 2**30
-TOKENS, BATCH_SIZE = "tokens", "batch_size"  # a checkpoint stores the number of trained tokens and batch_size
+BATCH_SIZE = "batch_size"  # a checkpoint stores batch_size under this key
 LR_TOLERANCE = 0.01  # a resumed run prints a warning if its learning rate differs from the checkpoint's by more than 1%
 RECENT_LOGS = 1000  # the number of recent logs over which `summary` takes the median of tokens_per_s
 
@@ -235,7 +236,12 @@ class Monitor(Callback):
             self._timer.end()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint.update({TOKENS: self.tokens_by(trainer.global_step), BATCH_SIZE: self.batch_size})
+        """Stores `tokens`, batch_size, and the losses of the checkpoint's step."""
+        assert isinstance(pl_module, LitGPT)
+        losses = {"train/loss": pl_module.step_loss.item()}
+        if self.val_step == trainer.global_step:
+            losses["val/loss"] = self.latest["val/loss"]
+        checkpoint |= {TOKENS: self.tokens_by(trainer.global_step), LOSSES: losses, BATCH_SIZE: self.batch_size}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continues the count of tokens. Prints a warning if batch_size has changed.
@@ -267,8 +273,12 @@ class Monitor(Callback):
         return None if self.val_step == self.latest_step else self.val_step
 
     def summary(self) -> dict[str, float]:
-        """Returns the newest value of each metric. tokens_per_s is the median of the last `RECENT_LOGS` logs."""
-        return self.latest | ({"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {})
+        """Returns the newest value of each metric. tokens_per_s is the median of the last `RECENT_LOGS` logs.
+
+        If the run has had a validation, the result also has val/step, the step of val/loss.
+        """
+        of_run = {"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {}
+        return self.latest | of_run | ({} if self.val_step is None else {VAL_STEP: self.val_step})
 
     def log_metrics(self, trainer: L.Trainer, step: int, metrics: dict[str, float]) -> None:
         """Logs `metrics` and the metric `tokens`, which is the number of tokens in the first `step` optimizer steps."""

@@ -24,7 +24,7 @@ from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import HFCorpus, StdlibCorpus, TextCorpus, WithValidation, file_counts
 from fa_train.data.sources.synthetic import SyntheticSource
 from fa_train.data.tokens.encoding import TextEncoder
-from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.sft import ChatEncoder, tokenizer_hashes
 from fa_train.data.tokens.store import Documents, TokenizedCorpus
 from fa_train.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from fa_train.early_checks import micro_batches
@@ -204,13 +204,16 @@ class PackedDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
+        The entry `tokenizer` has hashes of the tokenizer, which an export compares.
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
         rows in percent. For a single source, the entry `sources` is empty.
         """
         names = "seed", "seq_len", "packing", "max_doc_len", "long_documents"
         settings = {name: getattr(self, name) for name in names}
         counts = {"rows_per_epoch": self._rows_per_epoch}
-        return {"settings": settings, "counts": counts, "sources": self._sources}
+        encoders = [source.encoder for source in self.sources.values() if isinstance(source, TokenizedCorpus)]
+        hashes = {name: value for encoder in encoders for name, value in tokenizer_hashes(encoder).items()}
+        return {"settings": settings, "counts": counts, "sources": self._sources, "tokenizer": hashes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict

@@ -167,14 +167,15 @@ class Sample:
             return
         messages, tools = sampled
         loaded = load_tokenizer(self.tokenizer)
-        prompt = chat_prompt(ChatEncoder(loaded, self.chat_template), messages, tools)
+        encoder = ChatEncoder(loaded, self.chat_template)
+        prompt = chat_prompt(encoder, messages, tools)
         try:
             lit_gpt.model.require_seq_len(len(prompt) + self.max_new_tokens)
         except ValueError as error:
             trainer.print(f"no sample: its prompt has {len(prompt)} tokens, and {error}")
             return
         with trainer.precision_plugin.forward_context():
-            stop = stop_tokens(lit_gpt.model, loaded.eos_id)
+            stop = stop_tokens(lit_gpt.model, loaded.eos_id, encoder.end_id)
             ids = generate(lit_gpt.model, prompt, max_new_tokens=self.max_new_tokens, stop=stop)
         if not trainer.is_global_zero:
             return
@@ -222,10 +223,10 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
     return list(hf(text, add_special_tokens=False).input_ids)
 
 
-def stop_tokens(model: GPT, eos_id: int | None) -> set[int]:
-    """Returns the tokens that end a text, which are `eos_id` and those that the model's checkpoint names."""
+def stop_tokens(model: GPT, *ends: int | None) -> set[int]:
+    """Returns the tokens that end a text, which are those of `ends` and those that the model's checkpoint names."""
     named = [] if model.origin is None else model.origin.eos_ids
-    return {i for i in (eos_id, *named) if i is not None}
+    return {i for i in (*ends, *named) if i is not None}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fa_kernels import flash_attn_with_kvcache
@@ -253,6 +254,27 @@ def test_the_text_is_transformers(folder, question):
     expected = tokenizer.decode(exact, skip_special_tokens=True)
     [text] = answers(str(folder), max_new_tokens=16, device="cpu", **question)
     assert text == expected != ""
+
+
+@pytest.mark.parametrize(
+    ("added", "kept"),
+    [
+        pytest.param("<|im_start|> $A <|im_end|>", "<|im_start|>", id="before-and-after"),
+        pytest.param("$A <|im_end|>", "", id="after"),
+        pytest.param("<|im_end|> $A", "<|im_end|>", id="before"),
+    ],
+)
+@pytest.mark.parametrize("text", ["the weather", "the weather<|im_end|>"])
+def test_a_prompt_has_no_eos_that_the_tokenizer_adds(added, kept, text, folder, tmp_path, monkeypatch):
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer = chat_tokenizer()
+    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=added, special_tokens=special)
+    tokenizer.save_pretrained(tmp_path / "model")
+    prompts: list[list[int]] = []
+    monkeypatch.setattr("scripts.answers.generate", lambda model, prompt, **options: prompts.append(prompt) or [5])
+    answers(str(tmp_path / "model"), prompt=[text], max_new_tokens=1, device="cpu")
+    assert prompts == [tokenizer(kept + text, add_special_tokens=False).input_ids]
 
 
 def test_the_command_prints_the_answer_or_the_error(folder, monkeypatch, capsys):

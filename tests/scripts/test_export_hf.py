@@ -200,6 +200,16 @@ def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
     assert "| Base model | base |" in card and "base_model:" not in card and "# base, fine-tuned\n" in card
 
 
+def test_the_card_has_the_losses_of_the_checkpoint(scratch, tmp_path):
+    """A later run in the same folder replaces result.json."""
+    run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
+    (run / "result.json").write_text(json.dumps({"tokens": 99999, "train/loss": 99.0, "val/loss": 99.0, "val/step": 3}))
+    for checkpoint, out in ((scratch, tmp_path / "own"), (run / "checkpoints" / scratch.name, tmp_path / "later")):
+        trained_model.export(checkpoint, out, [], None)
+    own, later = ((tmp_path / out / "README.md").read_text() for out in ("own", "later"))
+    assert later.partition("| | |")[2] == own.partition("| | |")[2] and "| Validation loss" in own
+
+
 def test_the_card_links_to_a_base_on_the_hub():
     config = {
         "model": {"pretrained": "HuggingFaceTB/SmolLM2-135M"}, "seq_len": 64, "batch_size": 4, "seed": 0,

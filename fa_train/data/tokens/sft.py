@@ -19,7 +19,7 @@ import numpy as np
 
 from fa_train.data.sources.chats import Chat, Message
 from fa_train.data.sources.files import read_text
-from fa_train.data.tokens.encoding import Encoded
+from fa_train.data.tokens.encoding import Encoded, Encoder
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
 FORMAT = "5"  # the version of the conversion from chats to tokens, which is part of the cache key
@@ -34,6 +34,14 @@ class Rendered(NamedTuple):
 
     text: str
     spans: Spans
+
+
+def tokenizer_hashes(encoder: Encoder[Any]) -> dict[str, str]:
+    """Returns hashes of the encoder's vocabulary and, if it encodes chats, of its chat template. Bytes have none."""
+    if not isinstance(encoder.tokenizer, HFTokenizer):
+        return {}
+    of_chats = {"chat_template": encoder.tokenizer.template_hash} if isinstance(encoder, ChatEncoder) else {}
+    return {"vocabulary": encoder.tokenizer.vocabulary_hash} | of_chats
 
 
 class ChatEncoder:
@@ -70,6 +78,23 @@ class ChatEncoder:
     def identity(self) -> str:
         template = repr(self._hf.chat_template), sorted(self._hf.special_tokens_map.items())
         return hashlib.blake2b(f"{FORMAT}{self.tokenizer.identity}{template}".encode(), digest_size=16).hexdigest()
+
+    @cached_property
+    def end_id(self) -> int | None:
+        """The first special token after the content of a trained answer, or None if there is none.
+
+        The value is also None if the template rejects a chat of one question and one answer.
+        """
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text, spans = self.render(Chat("a test chat", messages, tools=None, trained_from=0))
+        except ValueError:
+            return None
+        trained = text[: max((stop for _, stop in spans), default=0)]
+        _, content, after = trained.rpartition("answer")
+        found = [token for token in self._special_tokens if content and token.strip() and token in after]
+        first = min(found, key=lambda token: (after.index(token), -len(token)), default=None)
+        return None if first is None else int(self._hf.convert_tokens_to_ids(first))
 
     def encode_batch(self, documents: Sequence[Chat]) -> list[Encoded]:
         texts, spans = zip(*map(self.render, documents), strict=True)

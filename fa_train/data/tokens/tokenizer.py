@@ -90,6 +90,17 @@ class HFTokenizer:
         flag = "split_special_tokens" if getattr(self.hf, "split_special_tokens", False) else ""
         return hashlib.blake2b(f"{special}{content}{flag}".encode(), digest_size=16).hexdigest()
 
+    @cached_property
+    def vocabulary_hash(self) -> str:
+        """A hash of the vocabulary, bos and eos. Unlike `identity`, it is the same in all versions of transformers."""
+        content = sorted(self.hf.get_vocab().items()), self.bos_id, self.eos_id
+        return hashlib.blake2b(repr(content).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+    @property
+    def template_hash(self) -> str:
+        """A hash of the chat template."""
+        return hashlib.blake2b(repr(self.hf.chat_template).encode(), digest_size=16).hexdigest()
+
     def _saved_files(self) -> str:
         """Returns the files that a slow tokenizer saves, for example its vocabulary, merges and settings."""
         with TemporaryDirectory() as folder:

@@ -6,9 +6,8 @@ export needs a GPU only for an adapter whose random base weights were drawn on a
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,13 @@ import torch
 from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
 from fa_train.checkpoints.base import PREFIX, REFERENCE, require_fit
 from fa_train.checkpoints.files import CheckpointError, Shapes, all_finite, shapes
+from fa_train.checkpoints.metrics import metrics_of
+from fa_train.data.sources.files import read_text
+from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
-from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, new_config, new_rope, save_pretrained
+from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, eos_ids, new_config, new_rope, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
@@ -33,7 +36,7 @@ CARD = """---
 
 # {title}
 
-Trained with fa_train. Losses and tokens are those of the run's last step.
+Trained with fa_train. The tokens and losses are those of the exported step.
 
 | | |
 |---|---|
@@ -52,7 +55,7 @@ def export_run(
 
     Each folder is written under a temporary name, and renamed when it is complete. The folder replaces an earlier
     export of the run. Returns the paths of the written folders.
-    config, metrics: see `write`.
+    config: see `write`. metrics: the newest metrics of the run. See `metrics_of` for what the model card contains.
     Raises: ValueError if anything fails. The error message names the checkpoint, and the checkpoint stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
@@ -64,6 +67,8 @@ def export_run(
         base = None if model.origin is None else model.origin.folder
         if base is not None and base.resolve() == folder.resolve():
             raise ValueError(f"{folder} must not be the base model of the run, because an export would delete it")
+        require_same_tokenizer(checkpoint, config)
+        metrics = metrics_of(checkpoint, metrics)
         # write the adapter first, because merging removes it from the model
         for target, adapter in [(adapter_folder, True)] * any(adapted(model)) + [(folder, False)]:
             write(model, step, unfinished, run.parent.name, config, metrics, adapter=adapter)
@@ -114,7 +119,7 @@ def write(
 
     name: the run's name, for the model card.
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
-    metrics: the run's metrics by name, each with its latest value.
+    metrics: the metrics of the model's step, by name.
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
     config.json if that dtype is a key of DTYPES. Any other model keeps the dtype in which it was trained.
     adapter: whether to write only the adapter, in fp32, without merging it.
@@ -123,9 +128,15 @@ def write(
     if adapter and dtype is not None:
         raise ValueError(f"--adapter writes float32, so --dtype must not be given; got {dtype}")
     model.config = _with_context_length(model.config, config["seq_len"])
-    tokenizer = tokenizer_of(config)
+    loaded = tokenizer_of(config)
+    tokenizer: SavesTokenizer | None = loaded.hf if isinstance(loaded, HFTokenizer) else loaded
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    rope = new_rope(model) if adapter else None  # for the model card, because an adapter has no config.json
+    end_id = answer_end(loaded) if isinstance(loaded, HFTokenizer) else None
+    ends = [] if end_id is None else [end_id]
+    # for the model card, because an adapter has neither config.json nor generation_config.json
+    rope = new_rope(model) if adapter else None
+    eos = eos_ids(model, tokenizer, ends)
+    new_eos = eos if adapter and model.origin is not None and eos != model.origin.eos_ids else []
     if adapter:
         save_adapter(model, folder, config["model"].get("pretrained"))
         if tokenizer is not None:
@@ -134,10 +145,10 @@ def write(
         if dtype is None and model.origin is not None:
             stored = model.origin.config.get("dtype") or model.origin.config.get("torch_dtype")
             dtype = stored if stored in DTYPES else None
-        save_pretrained(merge(model), folder, tokenizer, dtype=dtype)
+        save_pretrained(merge(model), folder, tokenizer, dtype=dtype, ends=ends)
         parameters = sum(p.numel() for p in model.parameters())
     (folder / "README.md").write_text(
-        model_card(name, config, step, metrics, parameters, adapter, tokenizer is not None, rope)
+        model_card(name, config, step, metrics, parameters, adapter, tokenizer is not None, rope, new_eos)
     )
 
 
@@ -189,6 +200,28 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
         )
 
 
+def require_same_tokenizer(checkpoint: Path, config: Mapping[str, Any], chosen: Collection[str] = ()) -> None:
+    """Checks that the vocabulary and the chat template are those of the training. Older checkpoints do not store them.
+
+    config: the run's config, as for `write`. chosen: as for `load`.
+    Raises: CheckpointError if the vocabulary or the chat template has changed. ValueError if there is no tokenizer.
+    """
+    stored = read_parts(checkpoint)[0].get("PackedDataModule", {}).get("tokenizer", {})
+    tokenizer = tokenizer_of(config) if stored else None
+    if not isinstance(tokenizer, HFTokenizer):
+        return
+    own = {"vocabulary": tokenizer.vocabulary_hash, "chat_template": tokenizer.template_hash}
+    data = config["data"]
+    for name, value in stored.items():
+        is_file = name == "chat_template" and data.get("chat_template") is not None
+        key = "chat_template" if is_file else "tokenizer"
+        if own[name] != value and f"data.{key}" not in chosen:
+            raise CheckpointError(
+                f"{checkpoint} must be exported with the {name.replace('_', ' ')} of its training; got another one in "
+                f"{data[key]}. Restore it, or add data.{key}={data[key]} to the command of scripts.export_hf"
+            )
+
+
 def _with_context_length(config: ModelConfig, seq_len: int) -> ModelConfig:
     """Returns the config, with max_seq_len=seq_len if max_seq_len is None.
 
@@ -206,10 +239,12 @@ def model_card(
     adapter: bool,
     has_tokenizer: bool,
     rope: Mapping[str, Any] | None = None,
+    eos: Sequence[int] = (),
 ) -> str:
     """Returns a model card in Markdown with the training data, the number of training steps, and the losses.
 
     rope: the config fields that the base model of an adapter needs, or None if the base model needs no changes.
+    eos: the tokens that end a text of an adapter's model, or none if they are those of the base model.
     """
     pretrained = config["model"].get("pretrained")
     base = _without_folder(str(pretrained)) if pretrained else None
@@ -230,8 +265,7 @@ def model_card(
         "train/loss": ("Training loss, nats per token", "{:.4f}"),
         "val/loss": ("Validation loss, nats per token", "{:.4f}"),
     }
-    known = {key: value for key, value in metrics.items() if not isnan(value)}
-    rows |= {label: form.format(known[key]) for key, (label, form) in measured.items() if key in known}
+    rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
     library = (
         "peft" if adapter else "transformers"
     )  # if peft is installed, the transformers code in the card also loads an adapter
@@ -239,12 +273,12 @@ def model_card(
     if base is not None and is_hub_name(str(pretrained)):
         header.append(f"base_model: {base}")
     table = [f"| {label} | {value} |" for label, value in rows.items()]
-    code = _loading_code(str(pretrained), has_tokenizer, rope)
+    code = _loading_code(str(pretrained), has_tokenizer, rope, eos)
     return CARD.format(title=title, header="\n".join(header), table="\n".join(table), code=code)
 
 
-def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] | None) -> str:
-    """Returns the Python code that loads the exported folder. rope: as for `model_card`."""
+def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] | None, eos: Sequence[int] = ()) -> str:
+    """Returns the Python code that loads the exported folder. rope, eos: as for `model_card`."""
     names = ["AutoConfig"] * (rope is not None) + ["AutoModelForCausalLM"] + ["AutoTokenizer"] * has_tokenizer
     lines = [f"from transformers import {', '.join(names)}", ""]
     argument = ""
@@ -253,12 +287,14 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
         lines += [f'config = AutoConfig.from_pretrained("{base}")', f"config.get_text_config().update({rope})"]
         argument = ", config=config"
     lines.append(f'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder"{argument})')
+    if eos:
+        lines.append(f"model.generation_config.eos_token_id = {list(eos)}")
     if has_tokenizer:
         lines.append('tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")')
     return "\n".join(lines)
 
 
-def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
+def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | None:
     """Returns the tokenizer of a run's data, with its chat template. Returns None if the data are random tokens.
 
     Raises: ValueError if the tokenizer or the chat template is not found.
@@ -268,23 +304,26 @@ def tokenizer_of(config: Mapping[str, Any]) -> SavesTokenizer | None:
     data = config["data"]
     if data.get("tokenizer") is None:
         return byte_tokenizer()
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(data["tokenizer"])
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        tokenizer = HFTokenizer(data["tokenizer"])
+    except ValueError as error:
         raise ValueError(
-            f"data.tokenizer must be a tokenizer that can be loaded; got {data['tokenizer']} ({reason}). If the run's "
-            "tokenizer is now in another folder, add data.tokenizer=<folder> to the command"
+            f"{str(error).splitlines()[0].rstrip('.')}. If the run's tokenizer is now in another folder, add "
+            "data.tokenizer=<folder> to the command"
         ) from error
     if data.get("chat_template") is not None:
         template = Path(data["chat_template"]).expanduser()
         if not template.is_file():
             raise ValueError(f"data.chat_template must be the run's Jinja file; {template} does not exist")
-        tokenizer.chat_template = template.read_text(encoding="utf-8-sig")
-    saved: SavesTokenizer = tokenizer
-    return saved
+        tokenizer.hf.chat_template = read_text(template)
+    return tokenizer
+
+
+def answer_end(tokenizer: HFTokenizer) -> int | None:
+    """Returns the special token that ends an answer in the tokenizer's chat template, or None if there is none."""
+    if not tokenizer.hf.chat_template or not tokenizer.hf.is_fast:
+        return None
+    return ChatEncoder(tokenizer).end_id
 
 
 def byte_tokenizer() -> SavesTokenizer:

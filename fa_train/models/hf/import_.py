@@ -1,7 +1,7 @@
 """Loads a Hugging Face checkpoint as a GPT, and saves a GPT as a Hugging Face checkpoint."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,8 +146,12 @@ def save_pretrained(
     *,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    ends: Collection[int] = (),
 ) -> None:
     """Saves a model in the format of transformers' AutoModelForCausalLM.from_pretrained.
+
+    generation_config.json names the tokens that end a text: those of the checkpoint from which the model was loaded,
+    the tokenizer's eos_token, and `ends`.
 
     dtype: the dtype of the written weights, or None to keep the dtype of each weight.
     shard_bytes: the maximum size of a weight file in bytes. A tensor that is larger than shard_bytes gets a separate
@@ -168,7 +172,7 @@ def save_pretrained(
     write_weights(model, folder, FAMILIES[config["model_type"]].layout, written, shard_bytes)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-    write_json(folder / "generation_config.json", _generation_config(model, tokenizer))
+    write_json(folder / "generation_config.json", _generation_config(model, tokenizer, ends))
     stored = str(written or model.token_embedding.weight.dtype).removeprefix("torch.")
     dtype_field = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     write_json(folder / "config.json", config | {dtype_field: stored})
@@ -363,16 +367,30 @@ def _signature(model: ModelConfig) -> dict[str, object]:
     }
 
 
-def _generation_config(model: GPT, tokenizer: SavesTokenizer | None) -> dict[str, Any]:
-    if model.origin is not None and model.origin.generation_config is not None:
-        return dict(model.origin.generation_config)
-    known = {} if model.origin is None else model.origin.config
-    own = _token_ids(tokenizer)
-    ids: dict[str, Any] = {name: known.get(name) if own[name] is None else own[name] for name in own}
-    if model.origin is not None:  # a chat can end with other tokens than the tokenizer's eos_token
-        eos = list(dict.fromkeys(i for i in (*model.origin.eos_ids, own["eos_token_id"]) if i is not None))
-        ids["eos_token_id"] = eos if len(eos) > 1 else next(iter(eos), None)
+def _generation_config(model: GPT, tokenizer: SavesTokenizer | None, ends: Collection[int]) -> dict[str, Any]:
+    origin, own = model.origin, _token_ids(tokenizer)
+    known = [] if origin is None else origin.eos_ids
+    eos = eos_ids(model, tokenizer, ends)
+    if origin is not None and origin.generation_config is not None:
+        stored = dict(origin.generation_config)
+        if eos != known or stored.get("eos_token_id") is None:
+            stored |= {"eos_token_id": _one_or_all(eos)} if eos else {}
+            stored.pop("_from_model_config", None)  # transformers 4 would read config.json instead
+        return stored
+    of_base = {} if origin is None else origin.config
+    ids: dict[str, Any] = {name: of_base.get(name) if own[name] is None else own[name] for name in own}
+    ids["eos_token_id"] = _one_or_all(eos)
     return {"_from_model_config": True} | {name: i for name, i in ids.items() if i is not None}
+
+
+def eos_ids(model: GPT, tokenizer: SavesTokenizer | None, ends: Collection[int]) -> list[int]:
+    """Returns the tokens that end a text of an exported model. ends: see `save_pretrained`."""
+    known = [] if model.origin is None else model.origin.eos_ids
+    return list(dict.fromkeys(i for i in (*known, _token_ids(tokenizer)["eos_token_id"], *ends) if i is not None))
+
+
+def _one_or_all(ids: list[int]) -> int | list[int] | None:
+    return ids if len(ids) > 1 else next(iter(ids), None)
 
 
 def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:

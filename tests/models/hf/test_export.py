@@ -154,7 +154,26 @@ def test_every_token_that_ends_a_text_is_exported(own, exported, checkpoint, tmp
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id == exported
 
 
+@pytest.mark.parametrize(
+    ("own", "ends", "exported"),
+    [
+        pytest.param([38], [], [38, 1], id="eos-of-the-tokenizer"),
+        pytest.param(38, [4], [38, 1, 4], id="another-end"),
+        pytest.param([1], [1], [1], id="no-new-token"),
+        pytest.param(None, [4], [1, 4], id="no-end-in-the-checkpoint"),
+    ],
+)
+def test_new_ends_are_added_to_the_generation_config_of_the_base(own, ends, exported, checkpoint, tmp_path):
+    folder = edit_config(checkpoint("llama"), eos_token_id=None)
+    base = {"eos_token_id": own, "temperature": 0.5, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(base))
+    save_pretrained(load_pretrained(folder), tmp_path / "exported", word_tokenizer(), ends=ends)
+    assert json.loads((tmp_path / "exported/generation_config.json").read_text()) == base | {"eos_token_id": exported}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert model.generation_config.eos_token_id == exported
+
+
 def test_a_tokenizer_that_has_moved_is_named(tmp_path):
     config = {"choices": {"data": "text"}, "data": {"tokenizer": f"{tmp_path}/moved"}}
-    with pytest.raises(ValueError, match=rf"data.tokenizer must .*; got {tmp_path}/moved .*<folder>"):
+    with pytest.raises(ValueError, match=rf"data.tokenizer must .*; got {tmp_path}/moved: .*<folder>"):
         tokenizer_of(config)

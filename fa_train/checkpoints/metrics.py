@@ -1,0 +1,28 @@
+"""The metrics of a checkpoint, which all belong to exactly the checkpoint's step."""
+
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+
+from fa_train.parallel.sharded_checkpoint import read_parts
+
+TOKENS, LOSSES = "tokens", "losses"  # a checkpoint stores the number of trained tokens and its losses under these keys
+VAL_STEP = "val/step"  # the step of val/loss in the metrics of a run
+
+
+def metrics_of(checkpoint: Path, result: Mapping[str, float]) -> dict[str, float]:
+    """Returns the tokens, train/loss and val/loss of a checkpoint's step. Omits metrics that are not known.
+
+    A checkpoint can be written before the validation of its step, and then does not store val/loss. In this case,
+    val/loss comes from `result`, but only if all metrics in `result` belong to the checkpoint's step.
+    result: the newest metrics of the checkpoint's run, as in its result.json. result.json can be of a later step, or of
+    another run in the same folder.
+    Raises: CheckpointError if the checkpoint is damaged.
+    """
+    content, _ = read_parts(checkpoint)
+    stored = {name: content[name] for name in (TOKENS,) if name in content} | content.get(LOSSES, {})
+    own, latest = ({k: v for k, v in values.items() if isfinite(v)} for values in (stored, result))
+    is_same = all(own.get(name) == latest.get(name) for name in (TOKENS, "train/loss"))
+    if is_same and latest.get(VAL_STEP) == content["global_step"] and "val/loss" in latest:
+        own["val/loss"] = latest["val/loss"]
+    return own
