@@ -35,7 +35,10 @@ STEPS = 2  # the optimizer has states from the first step on, so the second step
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration to measure: values of train.py's config keys, and the number of micro-batches per step."""
+    """One configuration to measure: values of train.py's config keys, and the number of micro-batches per step.
+
+    gemma: whether the model has the norms and the activation of Gemma 2 and 3.
+    """
 
     model: str
     tokens: int
@@ -46,8 +49,14 @@ class Run:
     optimizer: str = "adamw"
     compiled: bool = False
     micro_batches: int = 1
+    gemma: bool = False
 
 
+GEMMA = (
+    "model.norm=offset_rmsnorm",
+    "model.activation=geglu",
+    "model.family={_target_: fa_train.models.config.Family, post_norms: true}",
+)
 RUNS = [
     Run("gpt2", 8192),
     Run("gpt2", 32768),
@@ -80,6 +89,13 @@ RUNS = [
     Run("llama_1b", 8192, "selective", precision="bf16-true", optimizer="adamw_bf16"),
     Run("llama_1b", 8192, "selective", optimizer="adamw_offload"),
     Run("llama_1b", 131072, "full"),
+    Run("llama_1b", 32768, compiled=True, gemma=True),
+    Run("llama_1b", 65536, "selective", compiled=True, gemma=True),
+    Run("llama_1b", 65536, "full", compiled=True, gemma=True),
+    Run("llama_1b", 65536, "selective", precision="bf16-true", compiled=True, gemma=True),
+    Run("llama_1b", 8192, compiled=True, gemma=True),
+    Run("llama_1b", 32768, gemma=True),
+    Run("llama_1b", 65536, "selective", offload=True, mlp_chunk=16384, compiled=True, gemma=True),
 ]
 
 
@@ -93,6 +109,7 @@ def configuration(run: Run, device: Device) -> DictConfig:
         f"optimizer={run.optimizer}",
         f"lit_gpt.compile_model={run.compiled}",
         f"batch_size={run.micro_batches}",
+        *(GEMMA if run.gemma else ()),
     ]
     attention = "flash" if device == "cuda" else "sdpa"
     return training_config(run.model, attention, run.tokens, STEPS, device, chosen)

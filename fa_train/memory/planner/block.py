@@ -26,6 +26,16 @@ class Block:
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
+        # An OffsetRMSNorm saves its input in fp32 in eager code, and its output in fp32 in compiled code.
+        is_offset = model.norm == "offset_rmsnorm"
+        self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
+        self.normed = self.x if is_offset and not self.eager else self.x_rounded
+        # Compiled code saves attention's output for other purposes, so that attention's post-norm saves no input.
+        of_post_norm = self.norm_input if is_offset and self.eager else self.x_rounded
+        self.attention_post_norm = self.ffn_post_norm = 0
+        if model.extras.post_norms:
+            self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
+            self.ffn_post_norm = of_post_norm + self.statistics
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
@@ -54,7 +64,10 @@ class Block:
 
     def attention_kept(self) -> int:
         """Returns the bytes that the attention half of the block saves, including the block's input."""
-        kept = self.x + self.statistics + self.x_rounded + self.qkv + self.q + self.lse + self.attention_adapters
+        kept = self.norm_input + self.statistics + self.normed + self.qkv + self.q + self.lse + self.attention_adapters
+        kept += self.attention_post_norm
+        if self.norm_input > self.x and self.levers.checkpointing != "none":
+            kept += self.x  # the checkpoint of the block holds the input that the norm has converted to fp32
         if self.model.qk_norm:
             kept += self.q + self.kv  # without qk_norm, q and k share a buffer with v
             kept += self.qk_statistics
@@ -67,7 +80,7 @@ class Block:
         Eager code saves the sum of the block's input and attention's output. Compiled code saves only attention's
         output, and adds it to the block's input again in the backward pass.
         """
-        kept = (self.x if self.eager else self.x_rounded) + self.statistics + self.x_rounded
+        kept = (self.norm_input if self.eager else self.x_rounded) + self.statistics + self.normed + self.ffn_post_norm
         if self.levers.mlp_chunk and not keeps_up(self.plan):
             # TorchChunkedFFN saves slices of the norm's output that are not rounded yet
             return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
@@ -102,7 +115,7 @@ class Block:
         """Returns how many of a block's saved bytes are offloaded to the host."""
         if not self.levers.offloads_all:
             return self.x if self.levers.offload else 0
-        stays = 2 * self.statistics + self.lse + self.attention_adapters
+        stays = (4 if self.model.extras.post_norms else 2) * self.statistics + self.lse + self.attention_adapters
         stays += 0 if self.levers.mlp_chunk else self.ffn_adapters
         if self.model.qk_norm:
             stays += self.qk_statistics + (0 if worth_a_copy(self.kv, self.run.tokens, self.model.dim) else self.kv)
@@ -122,6 +135,8 @@ class Block:
         if self.levers.checkpointing != "none":
             waiting = self.x + (self.x_rounded if self.run.mixed else 0)  # the gradient of the block's output
             ffn = self.kept() + self._argument()  # the activations and the last matmul are not recomputed
+            if self.model.extras.post_norms:  # the output of the last matmul is the post-norm's input
+                ffn = self._ffn_forward()
             parts = {"attention": self._attention_forward(), "FFN": ffn}
             recomputed = {f"{part} again": waiting + nbytes for part, nbytes in parts.items()}
         return recomputed | {
@@ -168,7 +183,7 @@ class Block:
         return self._gathered() + 2 * (self._gathered() - own) if self.run.context > 1 else 0
 
     def _ffn_forward(self) -> int:
-        held = self.kept() + self._argument()
+        held = self.kept() - self.ffn_post_norm + self._argument()
         if self.levers.mlp_chunk or self.run.adapters:
             return held + self.x_rounded + self._chunk_forward()
         return held + max(self.activated(), self.hidden + self.x_rounded)
@@ -184,11 +199,12 @@ class Block:
         return self._ffn_rounded() + self._chunk(self.run.tokens) * operands
 
     def _ffn_backward(self) -> int:
-        """Returns the peak bytes of the FFN's backward."""
-        held = self.kept() + self.x
+        """Returns the peak bytes of the FFN's backward, which frees what the post-norm has saved."""
+        held = self.kept() - self.ffn_post_norm + self.x
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
             held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v after the FFN's backward
-        rounded = self.x_rounded if self.run.mixed else 0  # the gradient of the FFN's output
+        # The gradient of the FFN's output. In other cases, it is the same tensor as the gradient of the block's output.
+        rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
         if self.run.adapters:  # the activations get one gradient through the frozen weight, and one through LoRA's A
             chunk = self._chunk(self.run.tokens)
             if not self.levers.mlp_chunk:

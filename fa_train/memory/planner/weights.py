@@ -10,7 +10,7 @@ NF4_BYTES = (
 
 def block_sizes(model: ModelConfig) -> list[int]:
     """Returns the number of elements of each parameter of one block: first the matrices, then the vectors."""
-    vectors = [model.dim] * 2 * _vectors_of_norm(model)
+    vectors = [model.dim] * (4 if model.extras.post_norms else 2) * _vectors_of_norm(model)
     vectors += [model.query_dim + 2 * model.kv_dim] if model.qkv_bias else []
     vectors += [model.dim] if model.out_bias else []
     vectors += [model.up_dim, model.dim] if model.ffn_bias else []

@@ -33,6 +33,9 @@ from tests.memory.support.plans import EVERY_CASE, GPT2, LLAMA_1B, SMALL, build,
 from tests.memory.support.simulated import as_on_a_gpu, kept_by_compiled_block, simulate
 from tests.support.marks import slow_if
 
+# the norms and the activation of Gemma 2 and 3
+GEMMA: dict[str, Any] = {"norm": "offset_rmsnorm", "activation": "geglu", "family": Family(post_norms=True)}
+
 
 def name_of(measured: dict[str, Any]) -> str:
     plan = recorded(measured["plan"])
@@ -142,6 +145,8 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
             ("qk-norm", changed(LLAMA_1B, qk_norm=True), ("selective",)),
             ("bf16", changed(LLAMA_1B, precision="bf16-true"), ("full",)),
             ("ffn-chunks", changed(LLAMA_1B, mlp_chunk=512), ("none",)),
+            ("post-norms", changed(LLAMA_1B, family=Family(post_norms=True)), ("none",)),
+            ("gemma", changed(LLAMA_1B, **GEMMA), ("none",)),
         )
         for checkpointing in ("none", "selective", "full")
         if EVERY_CASE or checkpointing in ci
@@ -223,6 +228,9 @@ CASES: dict[str, dict[str, Any]] = {
     "layernorm-bias": {"norm": "layernorm", "bias": True},
     "qk-norm": {"qk_norm": True},
     "learned-positions": {"positions": "learned", "max_seq_len": 32768},
+    "post-norms": {"family": Family(post_norms=True)},
+    "post-norms-fp32": {"precision": "32-true", "family": Family(post_norms=True)},
+    "post-norms-bf16": {"precision": "bf16-true", "family": Family(post_norms=True)},
     "one-layer": {"n_layers": 1},
     "last-chunk-shorter": {"mlp_chunk": 20000},
     "attention-most": {"mlp_chunk": 8192, "ffn_dim": 1024, "qk_norm": True},
@@ -325,6 +333,21 @@ def test_a_block_frees_the_result_of_its_first_projection_before_its_second():
 def test_predictions_are_the_simulated_peaks_of_every_combination(levers):
     plan = with_levers(changed(GPT2, n_layers=3, seq_len=65536), levers)
     assert predicted_peak(plan) == pytest.approx(simulated_peak(plan), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("levers", [Levers("none", False, None), Levers("selective", True, 8192)], ids=str)
+def test_predictions_are_the_simulated_peaks_of_gemma(levers, precision):
+    plan = changed(LLAMA_1B, n_layers=4, vocab_size=259, seq_len=32768, accumulates=True, precision=precision, **GEMMA)
+    assert predicted_peak(with_levers(plan, levers)) == pytest.approx(
+        simulated_peak(with_levers(plan, levers)), rel=0.05
+    )
+
+
+def test_a_post_norm_has_weights():
+    plan = changed(LLAMA_1B, family=Family(post_norms=True))
+    assert sum(parameter_sizes(plan.model)) == sum(parameter_sizes(LLAMA_1B.model)) + 2 * 2048 * 16
 
 
 @pytest.mark.parametrize("mlp_chunk", [None, 64], ids=["ffn-whole", "ffn-chunks"])
