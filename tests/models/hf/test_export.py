@@ -93,6 +93,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "arcee": {"activation": "gelu"},
     "llama-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_seq_len": 32},
     "gpt2": {"norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True, "n_kv_heads": None},
+    "qwen3-own-head-dim": {"qk_norm": True, "n_heads": 3, "head_dim": 8},  # the model's dim, 32, is no multiple of 3
 }
 
 
@@ -113,17 +114,36 @@ def test_own_models_are_exported(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "cause"),
     [
-        pytest.param({"norm": "layernorm"}, id="layernorm-and-rope"),
-        pytest.param({"positions": "none"}, id="no-positions"),
-        pytest.param({"qk_norm": True, "activation": "gelu"}, id="qk-norm-and-gelu"),
-        pytest.param({"family": Family(windows=(4, None))}, id="windows"),
-        pytest.param({"family": Family(softmax_scale=0.5)}, id="scale"),
+        pytest.param({"norm": "layernorm"}, r"\. The model differs from llama in: norm", id="layernorm-and-rope"),
+        pytest.param({"positions": "none"}, r"\. The model differs from gpt2 in: .*positions.*", id="no-positions"),
+        pytest.param(
+            {"qk_norm": True, "activation": "gelu"},
+            r"\. The model differs from arcee in: qk_norm",
+            id="qk-norm-and-gelu",
+        ),
+        pytest.param(
+            {"family": Family(windows=(4, None))}, r"\. The model differs from llama in: family\.windows", id="windows"
+        ),
+        pytest.param(
+            {"family": Family(softmax_scale=0.5)},
+            r"\. The model differs from llama in: family\.softmax_scale",
+            id="scale",
+        ),
+        *(
+            pytest.param(
+                NATIVE[name] | {"n_heads": 3, "head_dim": 8},
+                r" dim=32 n_heads=3 head_dim=8\. In llama, arcee and gpt2, dim must be a multiple of n_heads",
+                id=f"{name}-n_heads",
+            )
+            for name in ("llama", "gpt2")
+        ),
+        pytest.param(NATIVE["gpt2"] | {"head_dim": 8}, " dim=32 n_heads=2 head_dim=8", id="gpt2-head_dim"),
     ],
 )
-def test_a_model_of_no_family_is_not_exported(arguments, tmp_path):
-    with pytest.raises(ValueError, match=r"an export needs the architecture of llama .*; got norm="):
+def test_a_model_of_no_family_is_not_exported(arguments, cause, tmp_path):
+    with pytest.raises(ValueError, match=rf"^an export needs the architecture of llama .*; got norm=.*{cause}$"):
         save_pretrained(build(**arguments), tmp_path)
     assert not (tmp_path / "config.json").exists()
 
