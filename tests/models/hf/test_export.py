@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from fa_train.config_options import CONF
 from fa_train.models.attention import naive_attention
 from fa_train.models.config import Family
 from fa_train.models.hf.export import tokenizer_of
@@ -191,6 +193,26 @@ def test_new_ends_are_added_to_the_generation_config_of_the_base(own, ends, expo
     assert json.loads((tmp_path / "exported/generation_config.json").read_text()) == base | {"eos_token_id": exported}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert model.generation_config.eos_token_id == exported
+
+
+@pytest.mark.parametrize("option", ["hf", "mix", "stdlib", "text"])
+def test_bytes_are_the_tokens_of_the_projects_own_data(option):
+    content = OmegaConf.load(CONF / f"data/{option}.yaml")
+    tokenizer = tokenizer_of({"data": {"_target_": content._target_, "tokenizer": content.get("tokenizer")}})
+    assert tokenizer is not None and tokenizer("A").input_ids == [65]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param({"_target_": "my_module.data"}, id="own-function"),
+        pytest.param({"_target_": "my_module.data", "tokenizer": None}, id="own-function-with-null"),
+        pytest.param({"_target_": "my_module.data", "tokenizer": {"_target_": "my_module.Tokenizer"}}, id="own-node"),
+        pytest.param({"_target_": OmegaConf.load(CONF / "data/synthetic.yaml")._target_}, id="random-tokens"),
+    ],
+)
+def test_data_without_a_known_tokenizer_are_exported_without_one(data):
+    assert tokenizer_of({"choices": {"data": "mine"}, "data": data}) is None
 
 
 def test_a_tokenizer_that_has_moved_is_named(tmp_path):
