@@ -49,7 +49,8 @@ def answers(
             export(path, exported, [], dtype)
             if not (exported / "tokenizer_config.json").is_file():
                 raise ValueError(
-                    f"the argument model must be a model with a tokenizer; got {model}, which was trained without one"
+                    f"the argument model must be a model with a tokenizer; got {model}, whose data have no tokenizer "
+                    "or do not name it in data.tokenizer"
                 )
             return answers(
                 str(exported), prompt=prompt, chat=chat, system=system, max_new_tokens=max_new_tokens,

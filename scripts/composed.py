@@ -1,6 +1,8 @@
 """Composes the config of train.py for scripts that need only parts of that config."""
 
+import argparse
 from collections.abc import Collection
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
@@ -10,12 +12,14 @@ from fa_train.config_options import CONF
 from fa_train.run_config import check, wandb_tags
 
 
-def composed(overrides: list[str], unread: Collection[str] = ()) -> DictConfig:
+def composed(arguments: list[str], unread: Collection[str] = ()) -> DictConfig:
     """Composes and checks the config. The result is what train.py composes on a machine with a GPU.
 
+    arguments: overrides of train.py, and optionally --config-dir.
     unread: keys that need no value, because the script does not read them.
-    Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
+    Raises: ValueError, HydraException or OmegaConfBaseException if an argument is wrong.
     """
+    overrides = _overrides(arguments)
     OmegaConf.register_new_resolver("auto_preset", lambda: "gpu", replace=True)
     if not OmegaConf.has_resolver("sweep_group"):  # train.py also registers it
         OmegaConf.register_new_resolver("sweep_group", lambda: None)
@@ -31,3 +35,25 @@ def composed(overrides: list[str], unread: Collection[str] = ()) -> DictConfig:
             OmegaConf.update(cfg, key, "unread")
     check(cfg)
     return cfg
+
+
+def _overrides(arguments: list[str]) -> list[str]:
+    """Replaces --config-dir with the override that has the same effect, because Hydra's `compose` takes no options.
+
+    Raises: ValueError if the folder does not exist, or for any other option.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    try:
+        given, overrides = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError("--config-dir must be a folder with config files; got nothing") from error
+    for override in overrides:
+        if override.startswith("-"):
+            raise ValueError(f"the arguments must be overrides of train.py or --config-dir; got {override}")
+    folder = given.config_dir
+    if folder is None:
+        return overrides
+    if not folder.is_dir():
+        raise ValueError(f"--config-dir must be a folder with config files; got {folder}")
+    return [f"hydra.searchpath=['file://{folder.absolute()}']", *overrides]

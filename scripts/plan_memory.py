@@ -3,10 +3,10 @@
     python -m scripts.plan_memory model=llama_1b seq_len=131072 memory=selective    # llama_1b.
     python -m scripts.plan_memory model=llama_8b seq_len=65536 trainer.precision=bf16-true memory=auto gpu_gib=80  # 8B.
 
-The script takes the overrides of train.py. The default is preset=gpu. gpu_gib and host_gib set the GPU memory and the
-host memory of one process, in GiB. The default of gpu_gib is the memory of this machine's GPU, or 139.8 without a GPU
-(an H200). The default of host_gib is the host memory of this machine, divided by trainer.devices. With memory=auto, the
-script prints the longest seq_len for which at least one combination of memory levers fits.
+The script takes the overrides of train.py, and --config-dir. The default is preset=gpu. gpu_gib and host_gib set the
+GPU memory and the host memory of one process, in GiB. The default of gpu_gib is the memory of this machine's GPU, or
+139.8 without a GPU (an H200). The default of host_gib is the host memory of this machine, divided by trainer.devices.
+With memory=auto, the script prints the longest seq_len for which at least one combination of memory levers fits.
 """
 
 import sys

@@ -4,9 +4,9 @@ If train.py then runs with the same overrides, it finds the prepared data.
 
     python -m scripts.prepare_data data=sft data.path=chats.jsonl data.tokenizer=path/or/hub-name workers=8    # chats.
 
-The script takes all overrides of train.py, but only those of data and seq_len matter. `workers` is the number of
-processes that tokenise; the default is one per core. The files do not depend on `workers`. If the script is killed or
-runs out of disk space, the same command continues after the last finished shard.
+The script takes all overrides of train.py, and --config-dir. Only the overrides of data and seq_len matter. `workers`
+is the number of processes that tokenise; the default is one per core. The files do not depend on `workers`. If the
+script is killed or runs out of disk space, the same command continues after the last finished shard.
 """
 
 import os

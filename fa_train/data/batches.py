@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fa_train.data.mixing import MixedRows, Mixture, interleave
 from fa_train.data.packing.balance import deal
@@ -196,9 +196,11 @@ class TimedLoader(DataLoader[Batch]):
             yield batch
 
 
-class RangeSampler(Sampler[int]):
+class RangeSampler(DistributedSampler[int]):
     """Yields the indices from start to stop - 1.
 
+    The base class is only a mark. With several ranks, Lightning replaces samplers of other classes by default, so that
+    ranks get different indices. All ranks need the same indices, because MicroBatches depends on the rank.
     The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning expects the
     length of the whole run, which includes the batches before a resume.
     """

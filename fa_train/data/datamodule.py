@@ -180,6 +180,32 @@ class PackedDataModule(L.LightningDataModule):
             files=None if files is None else files.text(),
         )
 
+    def setup(self, stage: str) -> None:
+        """Raises: ValueError if a setting of the trainer would change a step's number of rows, or repeat rows."""
+        trainer = self._running_trainer()
+        if stage != "fit":
+            return
+        accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic and trainer.accumulate_grad_batches != accumulation:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches must be {accumulation}, the number of micro-batches per step and "
+                f"process for batch_size={self.batch_size}; got {trainer.accumulate_grad_batches}"
+            )
+        if trainer.max_epochs == 1:  # no epoch follows that could repeat rows
+            return
+        limit = trainer.limit_train_batches
+        if isinstance(limit, int) or limit != 1.0:
+            raise ValueError(
+                f"trainer.limit_train_batches must be 1.0 unless trainer.max_epochs is 1; got {limit}. Set max_steps "
+                "instead"
+            )
+        if not 0 <= trainer.max_steps <= self.max_steps:
+            raise ValueError(
+                f"trainer.max_steps must be 0 to {self.max_steps}, which is max_steps of the data, unless "
+                f"trainer.max_epochs is 1; got {trainer.max_steps}. More steps would repeat the same rows"
+            )
+
     def train_dataloader(self) -> TimedLoader:
         trainer = self._running_trainer()
         model = getattr(trainer.lightning_module, "model", None)

@@ -6,9 +6,11 @@ Each layer caches its keys and values. The forward pass for a new token therefor
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +32,7 @@ from fa_train.parallel.context.attention import unshared
 @torch.no_grad()
 def generate(
     model: GPT,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | np.ndarray | Tensor,
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -42,6 +44,7 @@ def generate(
 ) -> list[int]:
     """Generates at most max_new_tokens tokens after `prompt`.
 
+    prompt: token ids, as a sequence, a NumPy array or a tensor of one dimension.
     temperature: divides the logits. If temperature is 0, the most likely token is chosen.
     top_k: samples from the top_k most likely tokens, or from all tokens if top_k is None.
     top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least top_p.
@@ -50,8 +53,10 @@ def generate(
     seed: on the same device, the same seed gives the same tokens. torch's global random state does not change.
     cached: whether to use a KV cache. Without a cache, all tokens are computed again for each new token. A model with
     rope_type=dynamic never uses the cache, because its rotations depend on the total length.
-    Raises: ValueError if an argument is out of range, or the text could exceed the model's learned positions.
+    Raises: ValueError if an argument is out of range, or the text could exceed the model's learned positions. Raises
+    TypeError if a token is not an integer.
     """
+    prompt = [index(token) for token in (prompt.tolist() if isinstance(prompt, np.ndarray | Tensor) else prompt)]
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
     longest = len(prompt) + max_new_tokens
     model.require_seq_len(longest)
@@ -237,7 +242,7 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
     rank processes all tokens, even if strategy.context divides the tokens of a training stream among several ranks.
     capacity: the maximum number of tokens in each layer's cache, or None for no cache.
     """
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     layers = [block.attention for block in model.blocks if isinstance(block, Block)]
     attentions = [layer.attention for layer in layers]
     last_only = model.head.register_forward_pre_hook(lambda head, inputs: (inputs[0][-1:],))
@@ -250,7 +255,8 @@ def _evaluating(model: GPT, capacity: int | None) -> Iterator[None]:
             yield
     finally:
         last_only.remove()
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
         for layer, attention in zip(layers, attentions, strict=True):
             layer.attention = attention
 

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -102,11 +103,22 @@ def test_a_model_that_shares_streams_in_training_generates_alone(cached):
 
 def test_the_model_and_torchs_random_numbers_stay_as_they_were():
     model = small().train()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
     before, state = model(torch.tensor(PROMPT)), torch.get_rng_state()
     generate(model, PROMPT, max_new_tokens=3, temperature=1.0)
-    assert model.training and torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes and torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(model(torch.tensor(PROMPT)), before, rtol=0, atol=0)
     assert all(block.attention.attention is naive_attention for block in model.blocks)
+
+
+@pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor])
+def test_a_prompt_may_be_an_array(convert):
+    assert generate(small(), convert(PROMPT), max_new_tokens=3) == continuation(small(), 3)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        generate(small(), convert(PROMPT)[:0], max_new_tokens=3)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        generate(small(), convert([1.5, 2.0]), max_new_tokens=3)
 
 
 def test_a_compiled_model_is_not_compiled_for_each_length():
@@ -370,7 +382,7 @@ def test_there_is_no_sample_if_its_prompt_exceeds_learned_positions(folder, tmp_
 def test_a_checkpoint_of_a_run_without_a_tokenizer_cannot_answer(tmp_path):
     folder = start_and_finish(tmp_path, *tiny(tmp_path, "max_steps=1", "model=llama_1b", "data=synthetic"))
     [checkpoint] = folder.rglob("*.ckpt")
-    with pytest.raises(ValueError, match=f"got {checkpoint}, which was trained without one"):
+    with pytest.raises(ValueError, match=f"got {checkpoint}, whose data have no tokenizer or"):
         answers(str(checkpoint), prompt=["hi"], max_new_tokens=1, device="cpu")
 
 

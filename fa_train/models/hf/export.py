@@ -28,6 +28,8 @@ from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 ROPE_KEYS = ("model.rope_scaling", "model.rope_theta", "model.max_seq_len")
+# values of data._target_ that use bytes as tokens if data.tokenizer is null
+WITH_BYTES = {f"fa_train.data.datamodule.{name}_data" for name in ("stdlib", "text", "hf", "mix")}
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
 Build = Callable[[int], GPT]
 CARD = """---
@@ -295,17 +297,19 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | None:
-    """Returns the tokenizer of a run's data, with its chat template. Returns None if the data are random tokens.
+    """Returns the tokenizer of a run's data, with its chat template.
 
+    Returns None if the data are random tokens, or come from a function of the user and data.tokenizer is no name.
     Raises: ValueError if the tokenizer or the chat template is not found.
     """
-    if config["choices"]["data"] == "synthetic":
-        return None
     data = config["data"]
-    if data.get("tokenizer") is None:
+    name = data.get("tokenizer")
+    if name is None and data.get("_target_") in WITH_BYTES:
         return byte_tokenizer()
+    if not isinstance(name, str):
+        return None
     try:
-        tokenizer = HFTokenizer(data["tokenizer"])
+        tokenizer = HFTokenizer(name)
     except ValueError as error:
         raise ValueError(
             f"{str(error).splitlines()[0].rstrip('.')}. If the run's tokenizer is now in another folder, add "

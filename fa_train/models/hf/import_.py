@@ -298,35 +298,47 @@ def new_config(model: ModelConfig, tokenizer: SavesTokenizer | None) -> dict[str
     """
     from transformers import __version__
 
+    own, differing = _signature(model), dict[str, list[str]]()
     for candidate in _candidates(model, _token_ids(tokenizer)):
-        described = ModelConfig(**_arguments(candidate, Path("config.json")))
-        if _signature(described) == _signature(model):
-            architecture = FAMILIES[candidate["model_type"]].architecture
+        family = candidate["model_type"]
+        described = _signature(ModelConfig(**_arguments(candidate, Path("config.json"))))
+        if described == own:
+            architecture = FAMILIES[family].architecture
             return {"architectures": [architecture], **candidate, "transformers_version": __version__}
+        differing[family] = [name for name in own if described[name] != own[name]]
+    if model.dim % model.n_heads:
+        cause = ". In llama, arcee and gpt2, dim must be a multiple of n_heads"
+    elif differing:
+        closest = min(differing, key=lambda family: len(differing[family]))
+        cause = f". The model differs from {closest} in: {', '.join(differing[closest])}"
+    else:
+        cause = ""
     raise ValueError(
         "an export needs the architecture of llama (norm=rmsnorm positions=rope activation=swiglu), qwen3 (llama with "
         "qk_norm=true), arcee (llama with activation=gelu) or gpt2 (norm=layernorm positions=learned activation=gelu "
-        f"bias=true); got norm={model.norm} positions={model.positions} activation={model.activation} "
-        f"bias={str(model.bias).lower()} qk_norm={str(model.qk_norm).lower()}"
+        f"bias=true, and dim = n_heads * head_dim); got norm={model.norm} positions={model.positions} "
+        f"activation={model.activation} bias={str(model.bias).lower()} qk_norm={str(model.qk_norm).lower()} "
+        f"dim={model.dim} n_heads={model.n_heads} head_dim={model.heads.dim}{cause}"
     )
 
 
 def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
     """Yields a config.json with the model's sizes for each family that may be able to express the model."""
     common = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tied, **token_ids}
-    yield common | {
-        "model_type": "gpt2",
-        "n_embd": model.dim,
-        "n_layer": model.n_layers,
-        "n_head": model.n_heads,
-        "n_inner": model.ffn_dim,
-        "n_positions": model.max_seq_len or 1,
-        "layer_norm_epsilon": model.norm_eps,
-        # without these fields, transformers would apply dropout in training
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
+    if model.dim == model.query_dim:  # gpt2 has no field for another head_dim
+        yield common | {
+            "model_type": "gpt2",
+            "n_embd": model.dim,
+            "n_layer": model.n_layers,
+            "n_head": model.n_heads,
+            "n_inner": model.ffn_dim,
+            "n_positions": model.max_seq_len or 1,
+            "layer_norm_epsilon": model.norm_eps,
+            # without these fields, transformers would apply dropout in training
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
     rope = model.ropes[0]
     if rope is None:
         return
@@ -344,26 +356,32 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
     }
     if model.max_seq_len is not None:
         llama["max_position_embeddings"] = model.max_seq_len
-    with_ffn_bias = llama | {"mlp_bias": model.ffn_bias}
-    yield with_ffn_bias | {"model_type": "llama", "hidden_act": "silu"}
-    yield with_ffn_bias | {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh"}
+    if model.dim % model.n_heads == 0:  # transformers requires it for llama and arcee, although they have head_dim
+        with_ffn_bias = llama | {"mlp_bias": model.ffn_bias}
+        yield with_ffn_bias | {"model_type": "llama", "hidden_act": "silu"}
+        yield with_ffn_bias | {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh"}
     yield llama | {"model_type": "qwen3", "hidden_act": "silu"}
 
 
 def _signature(model: ModelConfig) -> dict[str, object]:
-    """Returns all settings that determine what a model computes from its weights."""
+    """Returns all settings that determine what a model computes from its weights. An error message names the keys."""
     norm_bias = model.bias if model.norm == "layernorm" else False
     family = model.extras
     return {
         "sizes": (model.vocab_size, model.n_layers, model.dim, model.ffn_dim, model.tied),
         "heads": model.heads,
         "biases": (model.qkv_bias, model.out_bias, model.ffn_bias, norm_bias),
-        "norms": (model.norm, model.norm_eps, model.qk_norm, family.post_norms),
+        "norm": (model.norm, model.norm_eps),
+        "qk_norm": model.qk_norm,
         "positions": (model.positions, model.max_seq_len if model.positions == "learned" else None),
-        "ropes": model.ropes,
-        "windows": model.windows,
+        "RoPE": model.ropes,
         "activation": model.activation,
-        "scores": (family.softmax_scale, family.softcap, family.logit_softcap, family.embedding_scale),
+        "family.windows": model.windows,
+        "family.softmax_scale": family.softmax_scale,
+        "family.softcap": family.softcap,
+        "family.logit_softcap": family.logit_softcap,
+        "family.embedding_scale": family.embedding_scale,
+        "family.post_norms": family.post_norms,
     }
 
 

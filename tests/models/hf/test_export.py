@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from fa_train.config_options import CONF
 from fa_train.models.attention import naive_attention
 from fa_train.models.config import Family
 from fa_train.models.hf.export import tokenizer_of
@@ -93,6 +95,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "arcee": {"activation": "gelu"},
     "llama-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_seq_len": 32},
     "gpt2": {"norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True, "n_kv_heads": None},
+    "qwen3-own-head-dim": {"qk_norm": True, "n_heads": 3, "head_dim": 8},  # the model's dim, 32, is no multiple of 3
 }
 
 
@@ -113,17 +116,36 @@ def test_own_models_are_exported(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "cause"),
     [
-        pytest.param({"norm": "layernorm"}, id="layernorm-and-rope"),
-        pytest.param({"positions": "none"}, id="no-positions"),
-        pytest.param({"qk_norm": True, "activation": "gelu"}, id="qk-norm-and-gelu"),
-        pytest.param({"family": Family(windows=(4, None))}, id="windows"),
-        pytest.param({"family": Family(softmax_scale=0.5)}, id="scale"),
+        pytest.param({"norm": "layernorm"}, r"\. The model differs from llama in: norm", id="layernorm-and-rope"),
+        pytest.param({"positions": "none"}, r"\. The model differs from gpt2 in: .*positions.*", id="no-positions"),
+        pytest.param(
+            {"qk_norm": True, "activation": "gelu"},
+            r"\. The model differs from arcee in: qk_norm",
+            id="qk-norm-and-gelu",
+        ),
+        pytest.param(
+            {"family": Family(windows=(4, None))}, r"\. The model differs from llama in: family\.windows", id="windows"
+        ),
+        pytest.param(
+            {"family": Family(softmax_scale=0.5)},
+            r"\. The model differs from llama in: family\.softmax_scale",
+            id="scale",
+        ),
+        *(
+            pytest.param(
+                NATIVE[name] | {"n_heads": 3, "head_dim": 8},
+                r" dim=32 n_heads=3 head_dim=8\. In llama, arcee and gpt2, dim must be a multiple of n_heads",
+                id=f"{name}-n_heads",
+            )
+            for name in ("llama", "gpt2")
+        ),
+        pytest.param(NATIVE["gpt2"] | {"head_dim": 8}, " dim=32 n_heads=2 head_dim=8", id="gpt2-head_dim"),
     ],
 )
-def test_a_model_of_no_family_is_not_exported(arguments, tmp_path):
-    with pytest.raises(ValueError, match=r"an export needs the architecture of llama .*; got norm="):
+def test_a_model_of_no_family_is_not_exported(arguments, cause, tmp_path):
+    with pytest.raises(ValueError, match=rf"^an export needs the architecture of llama .*; got norm=.*{cause}$"):
         save_pretrained(build(**arguments), tmp_path)
     assert not (tmp_path / "config.json").exists()
 
@@ -171,6 +193,26 @@ def test_new_ends_are_added_to_the_generation_config_of_the_base(own, ends, expo
     assert json.loads((tmp_path / "exported/generation_config.json").read_text()) == base | {"eos_token_id": exported}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert model.generation_config.eos_token_id == exported
+
+
+@pytest.mark.parametrize("option", ["hf", "mix", "stdlib", "text"])
+def test_bytes_are_the_tokens_of_the_projects_own_data(option):
+    content = OmegaConf.load(CONF / f"data/{option}.yaml")
+    tokenizer = tokenizer_of({"data": {"_target_": content._target_, "tokenizer": content.get("tokenizer")}})
+    assert tokenizer is not None and tokenizer("A").input_ids == [65]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param({"_target_": "my_module.data"}, id="own-function"),
+        pytest.param({"_target_": "my_module.data", "tokenizer": None}, id="own-function-with-null"),
+        pytest.param({"_target_": "my_module.data", "tokenizer": {"_target_": "my_module.Tokenizer"}}, id="own-node"),
+        pytest.param({"_target_": OmegaConf.load(CONF / "data/synthetic.yaml")._target_}, id="random-tokens"),
+    ],
+)
+def test_data_without_a_known_tokenizer_are_exported_without_one(data):
+    assert tokenizer_of({"choices": {"data": "mine"}, "data": data}) is None
 
 
 def test_a_tokenizer_that_has_moved_is_named(tmp_path):
