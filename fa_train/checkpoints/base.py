@@ -22,18 +22,18 @@ PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 
 
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
-    """Replaces frozen weights in LitGPT's checkpoint with a reference to the base model.
+    """Replaces the weights that LoRA has frozen in LitGPT's checkpoint with a reference to the base model.
 
-    The reference holds the base model's name, hash and vocabulary size. If the model has no frozen weights, drop_base
-    does not change `checkpoint`.
+    The reference holds the base model's name, hash and vocabulary size. If LoRA has frozen no weights, drop_base does
+    not change `checkpoint`. Weights that were frozen in another way may have been trained before, so they are kept.
     device: the device that drew the base model's random weights. CPUs and GPUs draw different weights from the same
     seed.
     """
-    frozen = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
-    if not frozen:
+    if not model.base_weights:
         return
-    for name in frozen:
-        checkpoint["state_dict"].pop(PREFIX + name, None)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in model.base_weights and not parameter.requires_grad:
+            checkpoint["state_dict"].pop(PREFIX + name, None)
     checkpoint[REFERENCE] = {
         "name": name_of(model),
         "sha256": base_hash(model),
@@ -90,7 +90,12 @@ def require_same_weights(model: GPT, stored: Shapes, content: Mapping[str, Any],
     # A checkpoint may store the weight of a tied head twice, or only under the embedding's name.
     if model.config.tied:
         stored = {name: shape for name, shape in stored.items() if name != f"{PREFIX}head.weight"}
-    own = {name: p for name, p in model.named_parameters() if p.requires_grad or reference is None}
+    own = {
+        name: p
+        for name, p in model.named_parameters()
+        # earlier versions left out every frozen weight, not only the weights in `base_weights`
+        if p.requires_grad or reference is None or (name not in model.base_weights and PREFIX + name in stored)
+    }
     require_same_shapes({PREFIX + name: shape for name, shape in shapes(own).items()}, stored, checkpoint)
 
 

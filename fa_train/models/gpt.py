@@ -73,6 +73,8 @@ class GPT(nn.Module):
 
     origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
     random_base_hash: str | None = None  # the hash of the frozen weights, set by LoRA if these weights are random
+    # the names of the weights that LoRA has frozen; checkpoints leave these weights out while they are frozen
+    base_weights: frozenset[str] = frozenset()
 
     def __init__(
         self, *, attention: Attention, loss: LinearCrossEntropy, memory: Memory | None = None, **config: Any

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.checkpoints.base import hash_weights
@@ -124,6 +125,10 @@ class LoRA:
                 linear = model.get_submodule(path)
                 assert isinstance(linear, nn.Linear)
                 setattr(model.get_submodule(parent), attribute, LoRALinear(linear, path, wanted, settings))
+        model.base_weights = frozenset(
+            name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad
+        )
+        model.register_load_state_dict_pre_hook(_keep_loaded_base)
         model.choose_ffns()
         model.add_source(init_adapters if settings.path is None else partial(load_adapter, folder=Path(settings.path)))
         return model
@@ -430,6 +435,20 @@ def _hash_random_base(model: GPT) -> None:
     this rank's rows.
     """
     model.random_base_hash = hash_weights(model.drawn_weights())
+
+
+def _keep_loaded_base(model: GPT, weights: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
+    """Makes checkpoints hold all weights if load_state_dict replaces the base model by other weights.
+
+    torch calls this function before load_state_dict copies `weights`. The keys of `weights` start with `prefix`.
+    """
+    for name, own in model.named_parameters():
+        loaded = weights.get(prefix + name) if name in model.base_weights else None
+        if loaded is None or isinstance(own, DTensor):  # the resume of a sharded run loads no other base model
+            continue
+        if own.is_meta or not torch.equal(own, loaded.to(own)):
+            model.base_weights = frozenset()
+            return
 
 
 def _linears(model: GPT) -> dict[str, dict[str, Place]]:

@@ -47,6 +47,7 @@ pytestmark = [
 ]
 RANKS = ("strategy=fsdp", "trainer.devices=2")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
+FROZEN = ("+callbacks.freeze._target_=tests.checkpoints.support.callbacks.FreezeAfterStepTwo",)
 CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
 
 
@@ -124,6 +125,8 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER)
     for run, start in (("two_from_two_adapters", "sharded_adapter"), ("two_from_one_adapter", "adapter")):
         train_in(shared / run, shared, *RANKS, *ADAPTER, f"ckpt_path={shared}/{start}/{step_three}")
+    train_in(shared / "sharded_frozen", shared, *RANKS, *FROZEN)
+    train_in(shared / "two_from_two_frozen", shared, *RANKS, *FROZEN, f"ckpt_path={shared}/sharded_frozen/{step_three}")
     for case in ("evil_item", "evil_metadata"):
         if rank == 0:
             shutil.copytree(shared / "sharded" / step_three, shared / f"{case}.ckpt")
@@ -245,6 +248,18 @@ def test_a_sharded_checkpoint_of_an_adapter_holds_no_base(shared, adapter_run, t
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("adapter", "sharded_adapter"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_sharded_checkpoint_holds_weights_that_are_frozen_without_an_adapter(shared, two_ranks, tmp_path):
+    assert_goes_on(two_ranks / "two_from_two_frozen", two_ranks / "sharded_frozen")
+    three, six = (
+        load_sharded(two_ranks / f"sharded_frozen/checkpoints/step_000000{step}.ckpt")["state_dict"] for step in (3, 6)
+    )
+    embedding = "model.token_embedding.weight"
+    assert three.keys() == six.keys() and torch.equal(three[embedding], six[embedding])
+    trained_model.export(two_ranks / "sharded_frozen/checkpoints/step_0000006.ckpt", tmp_path / "exported", [], None)
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert any(torch.equal(weight, six[embedding]) for weight in exported.values())
 
 
 @pytest.mark.parametrize("in_metadata", [True, False], ids=["metadata", "item"])

@@ -1,9 +1,11 @@
-"""Callbacks for tests of checkpoints: one replaces validation losses, and one simulates a full disk."""
+"""Callbacks for tests of checkpoints: they replace validation losses, simulate a full disk, or freeze weights."""
 
 import errno
 
 import torch
 from lightning.pytorch.callbacks import Callback
+
+from fa_train.models.gpt import GPT
 
 
 class Losses(Callback):
@@ -35,3 +37,14 @@ class FullDisk(Callback):
     def fail(self, content, file) -> None:
         file.write(b"PK half of a checkpoint")
         raise OSError(errno.EFBIG, "File too large")
+
+
+def freeze_embedding(model: GPT) -> GPT:
+    model.token_embedding.weight.requires_grad_(False)
+    return model
+
+
+class FreezeAfterStepTwo(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.global_step >= 2:
+            freeze_embedding(pl_module.model)
