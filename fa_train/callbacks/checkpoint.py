@@ -1,6 +1,7 @@
 """A callback that saves and removes a run's checkpoints, and a function that exports the last checkpoint."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,20 +117,34 @@ class Checkpoint(CheckpointCallback):
     ) -> None:
         if self._save_in_flight is not None and self._background is not None and self._background.done_everywhere():
             self._finish(trainer)
-        if self._is_due(trainer) and not (self.keep_best and _validation_follows(trainer)):
-            self._save(trainer, pl_module)
+        # a last step that is not due waits too, because a checkpoint stores the latest val/loss
+        waits = self.keep_best or not self._is_due(trainer)
+        if not (waits and _validation_follows(trainer)):
+            self._save_if_due(trainer, pl_module)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.keep_best or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
-        loss = trainer.callback_metrics["val/loss"].item()  # equal on all ranks
+        loss = trainer.callback_metrics["val/loss"].item() if self.keep_best else math.inf  # equal on all ranks
         if loss < self.best_model_score:
             self._save_best(trainer, pl_module, loss)
+        else:
+            self._save_if_due(trainer, pl_module)
+
+    def _save_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == trainer.max_steps:  # in on_train_end, other callbacks may change the weights
+            self._save_last(trainer, pl_module)
         elif self._is_due(trainer):
             self._save(trainer, pl_module)
 
     def _is_due(self, trainer: L.Trainer) -> bool:
         return trainer.global_step % self.every_n_train_steps == 0
+
+    def _save_last(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        try:
+            self._end_background(trainer)
+        finally:  # the last step is saved even if an earlier step could not be saved
+            self._save(trainer, pl_module)
 
     def _save_best(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: float) -> None:
         lowest, self.best_model_score = self.best_model_score, loss  # set first, because _save stores best_model_score
@@ -148,10 +163,7 @@ class Checkpoint(CheckpointCallback):
         self.best_model_score = state_dict.get("best_model_score", self.best_model_score)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        try:
-            self._end_background(trainer)
-        finally:  # the last step is saved even if an earlier step could not be saved
-            self._save(trainer, pl_module)
+        self._save_last(trainer, pl_module)  # does nothing if the last step is already saved
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Several ranks can save only if all are at the same step. After a signal, GracefulInterrupt stops all ranks at

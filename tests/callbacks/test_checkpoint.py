@@ -78,6 +78,18 @@ def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
     assert column(rest, "train/loss") == expected
 
 
+@pytest.mark.parametrize("interval", [2, 3], ids=["no-last-validation", "last-validation"])
+def test_a_finished_run_with_averaged_weights_is_extended_from_the_weights_of_its_last_step(interval, tmp_path):
+    averaged = "+callbacks.average._target_=lightning.pytorch.callbacks.EMAWeightAveraging"
+    _, whole = run(tmp_path, averaged, "max_steps=5", name="whole")
+    validated = f"trainer.val_check_interval={interval}"
+    _, first = run(tmp_path, averaged, "max_steps=3", "scheduler.max_steps=5", validated, name="first")
+    resume = f"ckpt_path={first}/checkpoints/step_0000003.ckpt"
+    _, rest = run(tmp_path, averaged, "max_steps=5", resume, name="rest")
+    losses = column(whole, "train/loss")
+    assert column(rest, "train/loss") == {step: losses[step] for step in (4, 5)}
+
+
 def test_a_resumed_run_without_time_left_exports_its_checkpoint(tmp_path):
     _, first = run(tmp_path, "max_steps=2", "model=llama_1b", name="first")
     resume = f"ckpt_path={first}/checkpoints/step_0000002.ckpt"
