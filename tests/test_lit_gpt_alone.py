@@ -17,6 +17,7 @@ from fa_train.callbacks.monitor import Monitor
 from fa_train.callbacks.progress import StepProgress
 from fa_train.lit_gpt import SKIPPED, SKIPPED_IN_A_ROW, LitGPT
 from fa_train.models.gpt import GPT
+from fa_train.optim.adamw import adamw_8bit
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_is_validated_without_training(trained, tmp_path):
 def test_a_checkpoint_is_loaded_without_a_trainer(trained, capsys):
     lit, path = trained
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1, norm_eps=1e-3)
-    other = {"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=0.1)}  # its state is not loaded
+    other = {"optimizer": adamw_8bit}  # a run could not resume with it, but nothing loads the optimizer's state
     loaded = LitGPT.load_from_checkpoint(path, **arguments(model) | other)
     for name, weight in lit.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
@@ -128,12 +129,12 @@ def test_a_checkpoint_is_loaded_without_a_trainer(trained, capsys):
 
 def test_progress_may_come_before_monitor(tmp_path, capsys):
     callbacks = [StepProgress(), Monitor(seq_len=24, batch_size=1, max_skipped_steps=None)]
-    settings = {"callbacks": callbacks, "enable_progress_bar": True, "max_steps": 2, "log_every_n_steps": 1}
+    settings = {"callbacks": callbacks, "enable_progress_bar": True, "max_steps": 3, "log_every_n_steps": 1}
     lit = LitGPT(**arguments(small()))
-    trainer_in(tmp_path, val_check_interval=1, **settings).fit(lit, loader(batches(2)), loader(batches(1)))
+    trainer_in(tmp_path, val_check_interval=2, **settings).fit(lit, loader(batches(3)), loader(batches(1)))
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [(line[0], line[1].split()[0]) for line in lines] == [
-        ("step 1/2", "loss"), ("step 1/2", "val"), ("step 2/2", "loss"), ("step 2/2", "val"),
+        ("step 1/3", "loss"), ("step 2/3", "loss"), ("step 2/3", "val"), ("step 3/3", "loss"),
     ]  # fmt: skip
 
 
