@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +24,7 @@ from fa_train.memory.planner.plan import require_precision
 from fa_train.models.float8 import Float8, use_float8
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapter_values
-from fa_train.optim.resume import require_same_kind
+from fa_train.optim.resume import keep_own_settings, require_same_kind
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
 SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores both counts under these keys
@@ -38,6 +39,9 @@ class LitGPT(L.LightningModule):
     Each optimizer step sets three tensors on the device, which are computed over all micro-batches and all ranks.
     `step_loss` is the loss in nats per label. `step_grad_norm` is the gradient norm before clipping. `total_pairs` is
     the result of attention_pairs, summed over all steps since the run started or was resumed.
+    The micro-batches of a step may have different numbers of tokens. A subclass that computes another loss overrides
+    `loss_sum`, which training and validation use. Lightning's Tuner needs update_attr=False in lr_find, because
+    `optimizer` determines the learning rate.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
     Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. `use_float8` can
     raise further errors.
@@ -55,12 +59,9 @@ class LitGPT(L.LightningModule):
         super().__init__()
         self.model = model
         self.optimizer, self.scheduler, self.seed = optimizer, scheduler, seed
-        self.micro_batch_tokens = 0
         self.step_loss = self.step_grad_norm = torch.tensor(float("nan"))
         self._skips_before = (0, 0)  # the checkpoint's `SKIPPED` and `SKIPPED_IN_A_ROW`, or 0 in a new run
-        self.total_pairs: Tensor
-        self._sums: Tensor  # the step's loss, number of labels and attention_pairs, summed in fp64
-        self._val_sums: Tensor  # the loss and the number of labels, summed over the validation
+        self._start_sums(self.device)
         if float8 is not None:
             use_float8(model, float8)
         if compile_model:
@@ -70,9 +71,15 @@ class LitGPT(L.LightningModule):
         require_precision(str(self.trainer.precision))
         if self.trainer.gradient_clip_algorithm == "value":
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
+        if stage == TrainerFn.FITTING:  # Lightning's tuners train before on_fit_start
+            self._start_sums(self.trainer.strategy.root_device)
+        else:
+            self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.trainer.strategy.root_device)
 
     def configure_model(self) -> None:
         """Shards the model if the run has a FullyShardedStrategy. Lightning may call this method more than once."""
+        if not self._has_trainer():
+            return
         strategy = self.trainer.strategy
         if isinstance(strategy, FullyShardedStrategy) and not is_sharded(self.model):
             if strategy.context > 1:
@@ -81,13 +88,31 @@ class LitGPT(L.LightningModule):
             strategy.shard(self.model, str(self.trainer.precision))
 
     def on_fit_start(self) -> None:
+        self._start_sums(self.device)
+
+    def _start_sums(self, device: torch.device) -> None:
+        """Sets all sums and counts of a run to their initial values."""
+        self.micro_batch_tokens = 0  # the number of tokens of rank 0's first micro-batch, or 0 before it
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16
-        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        self.total_pairs = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self.skipped_steps, self._skipped_in_a_row = torch.tensor(self._skips_before, device=self.device)
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # a step's loss, labels and attention_pairs
+        self.total_pairs = torch.zeros((), dtype=torch.float64, device=device)
+        self._val_sums = torch.zeros(2, dtype=torch.float64, device=device)  # a validation's loss and labels
+        self._start_skips(device)
         # longest_skip covers this run alone, so that a run can resume after more skips than max_skipped_steps
         self.longest_skip = torch.zeros_like(self.skipped_steps)
+
+    def _start_skips(self, device: torch.device) -> None:
+        self.skipped_steps, self._skipped_in_a_row = torch.tensor(self._skips_before, device=device)
+
+    def _has_trainer(self) -> bool:
+        """Returns False in load_from_checkpoint, in which Lightning calls some hooks without a trainer."""
+        try:
+            return self.trainer is not None
+        except RuntimeError:
+            return False
+
+    def _is_fitting(self) -> bool:
+        return self._has_trainer() and self.trainer.state.fn == TrainerFn.FITTING
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Returns the loss in nats, summed over the labels of a batch."""
@@ -105,10 +130,12 @@ class LitGPT(L.LightningModule):
         # fraction of the pairs
         pairs = attention_pairs(self.model.windows, batch["cu_seqlens"].diff()) / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), pairs])
-        self.micro_batch_tokens = labels.numel()
-        # The loss is divided by the number of tokens, because the number of labels in the step is not yet known. After
-        # the last micro-batch, `configure_gradient_clipping` rescales the gradients.
-        return loss / labels.numel()
+        # The loss is divided by a number of tokens, because the number of labels in the step is not yet known. After
+        # the last micro-batch, `configure_gradient_clipping` rescales the gradients. The divisor must be the same for
+        # all micro-batches of a step on all ranks, because their gradients are added before they are rescaled.
+        if not self.micro_batch_tokens:
+            self.micro_batch_tokens = self.trainer.strategy.broadcast(max(labels.numel(), 1))
+        return loss / self.micro_batch_tokens
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -118,7 +145,13 @@ class LitGPT(L.LightningModule):
         If the gradients contain NaN or infinity, the step is skipped.
 
         Lightning calls this hook between the backward pass and the optimizer's update.
+        Raises: ValueError if no micro-batch was passed to LitGPT.training_step.
         """
+        if not self.micro_batch_tokens:
+            raise ValueError(
+                f"{type(self).__name__}.training_step must call LitGPT.training_step, which counts tokens and labels; "
+                "got no call. To compute another loss, override loss_sum instead of training_step"
+            )
         loss, labels, pairs = self._of_all_ranks(self._sums)
         self._sums.zero_()
         self.step_loss = loss / labels  # the loss is NaN in a step without labels
@@ -174,11 +207,12 @@ class LitGPT(L.LightningModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Updates the weights and then frees the gradients.
+        """Updates the weights, and then frees the gradients and removes their scale from the optimizer.
 
         Without this method, Lightning would keep the gradients during the next forward pass.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        forget_scale(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
         optimizer.zero_grad(set_to_none=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -187,14 +221,14 @@ class LitGPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss, labels = self._of_all_ranks(self._val_sums)
         self._val_sums.zero_()
-        self.log("val/loss", loss / labels, logger=False)  # NaN without labels; Monitor logs val/loss
+        # NaN without labels. In trainer.fit, Monitor logs val/loss. trainer.validate returns what the logger gets.
+        self.log("val/loss", loss / labels, logger=not self._is_fitting())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.optimizer(self.model)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.scheduler(optimizer), "interval": "step"},
-        }
+        scheduler = self.scheduler(optimizer)
+        keep_own_settings(optimizer, scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the frozen base model's weights to the checkpoint, and continues the counts of skipped steps.
@@ -206,12 +240,15 @@ class LitGPT(L.LightningModule):
         """
         restore_base(self.model, checkpoint)
         self._skips_before = checkpoint.get(SKIPPED, 0), checkpoint.get(SKIPPED_IN_A_ROW, 0)
+        self._start_skips(self.skipped_steps.device)  # FullyShardedStrategy loads a checkpoint after on_fit_start
         changes = differences("model", self.model.config.values(), checkpoint.get(ARCHITECTURE))
         changes += differences("adapter", adapter_values(self.model), checkpoint.get(ADAPTER))
+        show = self.trainer.print if self._has_trainer() else print
         for change in changes:
-            self.trainer.print(f"warning: {change}")
-        for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
-            require_same_kind(self.optimizer, saved)
+            show(f"warning: {change}")
+        if self._is_fitting():
+            for saved in checkpoint.get("optimizer_states", []):  # FullyShardedStrategy has removed them
+                require_same_kind(self.optimizer, saved)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Removes the frozen base model from a checkpoint, and resets Lightning's counters to the last optimizer step.
@@ -251,3 +288,9 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
         optimizer.zero_grad(set_to_none=True)  # an optimizer skips parameters without gradient
     else:
         torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+
+
+def forget_scale(optimizer: Optimizer) -> None:
+    """Removes the values that `scale_or_skip` has set, so that a later `optimizer.step()` does not use them."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]

@@ -69,6 +69,7 @@ class Monitor(Callback):
     and host_gib are means over the ranks. <name>_max is the largest value among the ranks.
     Units: losses in nats per label, tokens_per_s over all devices, *_ms in milliseconds per step, *_gib in GiB.
     peak_gib and reserved_gib are measured on rank 0.
+    Raises: ValueError if the trained module is not a LitGPT.
     """
 
     def __init__(self, seq_len: PositiveInt, batch_size: PositiveInt, max_skipped_steps: PositiveInt | None) -> None:
@@ -90,6 +91,8 @@ class Monitor(Callback):
         self._timer: CommunicationTimer | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not isinstance(pl_module, LitGPT):
+            raise ValueError(f"the module that Monitor measures must be a LitGPT; got {type(pl_module).__name__}")
         gc.collect()  # in a sweep, an earlier run may have left GPU memory in a reference cycle
         if pl_module.device.type == "cuda":
             torch.cuda.empty_cache()

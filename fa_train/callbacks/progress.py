@@ -53,17 +53,18 @@ class StepProgress(ProgressBar):
         self._show(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._show(trainer)  # Monitor has already logged the training step
+        self._show(trainer)  # Monitor may have logged the training step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:
             return
         self._show(trainer)
         if self._lines:
-            val = describe({"val/loss": monitor_of(trainer).latest["val/loss"]})
+            val = describe({"val/loss": trainer.callback_metrics["val/loss"].item()})
             print(f"step {trainer.global_step}/{trainer.max_steps}  {val}", flush=True)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        monitor_of(trainer).log_reading(trainer)  # Monitor may come later in the list of callbacks
         self._show(trainer)
         self._bar.stop()
 

@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from fa_train.bounds import Betas, NonNegativeFloat, PositiveFloat
-from fa_train.optim.resume import with_own_settings
 
 
 def adamw(
@@ -24,9 +23,7 @@ def adamw(
 
     Weight decay applies to matrices and token embeddings, but not to norms, biases or position embeddings.
     """
-    optimizer = AdamW(parameter_groups(model, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=fused)
-    optimizer.register_load_state_dict_pre_hook(with_own_settings)
-    return optimizer
+    return AdamW(parameter_groups(model, weight_decay), lr=lr, betas=_pair(betas), eps=eps, fused=fused)
 
 
 def adamw_8bit(
@@ -47,7 +44,7 @@ def adamw_8bit(
     """
     from fa_train.optim.low_memory import EightBitAdamW
 
-    optimizer = EightBitAdamW(
+    return EightBitAdamW(
         parameter_groups(model, weight_decay),
         lr=lr,
         betas=_pair(betas),
@@ -55,8 +52,6 @@ def adamw_8bit(
         weight_decay=weight_decay,
         bf16_stochastic_round=stochastic_rounding,
     )
-    optimizer.register_load_state_dict_pre_hook(with_own_settings)
-    return optimizer
 
 
 def adamw_bf16(
@@ -69,11 +64,9 @@ def adamw_bf16(
     from fa_train.optim.low_memory import RoundingAdamW
 
     groups = _bf16_groups(model, weight_decay, "adamw_bf16")
-    optimizer = RoundingAdamW(
+    return RoundingAdamW(
         groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay, bf16_stochastic_round=True
     )
-    optimizer.register_load_state_dict_pre_hook(with_own_settings)
-    return optimizer
 
 
 def adamw_master(
@@ -86,9 +79,7 @@ def adamw_master(
     from fa_train.optim.master_weights import MasterWeightsAdamW
 
     groups = _bf16_groups(model, weight_decay, "adamw_master")
-    optimizer = MasterWeightsAdamW(groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay)
-    optimizer.register_load_state_dict_pre_hook(with_own_settings)
-    return optimizer
+    return MasterWeightsAdamW(groups, lr=lr, betas=_pair(betas), eps=eps, weight_decay=weight_decay)
 
 
 def adamw_offload(

@@ -1,25 +1,87 @@
-"""Restores optimizers from checkpoints.
+"""Restores optimizers and learning-rate schedules from checkpoints.
 
-A restored optimizer has the settings of the new run, such as lr, and not the settings of the checkpoint. The optimizers
-in `KINDS` reject a checkpoint that another kind of optimizer wrote.
+A restored optimizer has the settings of the new run, such as lr, and not the settings of the checkpoint. A restored
+schedule has the settings of the new run too, and continues at the checkpoint's step. The optimizers in `KINDS` reject a
+checkpoint that another kind of optimizer wrote.
 """
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from functools import partialmethod
+from typing import Any, cast
 
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
+
+
+def keep_own_settings(optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    """Makes an optimizer and its scheduler keep their settings when they load a checkpoint.
+
+    A scheduler of torch loads only the number of its steps, and repeats these steps with its own settings. A scheduler
+    with its own load_state_dict is not changed, and neither is an optimizer that does not call Optimizer.__init__, such
+    as torchao's CPUOffloadOptimizer.
+    """
+    with suppress(AttributeError):
+        optimizer.register_load_state_dict_pre_hook(with_own_settings)
+    kind: Any = type(scheduler)
+    is_torch = isinstance(scheduler, LRScheduler) and kind.load_state_dict.__module__ == LRScheduler.__module__
+    if is_torch and not isinstance(scheduler, ReduceLROnPlateau):  # its steps depend on a metric
+        # a new class is used, because a new attribute of the scheduler would be part of its state_dict
+        changed = {"load_state_dict": partialmethod(_repeat_steps, kind.load_state_dict)}
+        scheduler.__class__ = cast(Any, type(kind.__name__, (kind,), changed))
 
 
 def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state_dict `saved` with the optimizer's current settings, such as lr and betas.
 
-    Moments and step counts do not change.
+    Moments and step counts do not change. Some optimizers keep values that change in each step among their settings,
+    such as d of Prodigy. These values do not change either: they have defaults, but are not arguments of the class.
+    Raises: ValueError if a setting needs a state that the checkpoint does not contain.
     """
-    own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    constructors = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
+    arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
+    values = set(optimizer.defaults) - arguments
+    own = [
+        {name: value for name, value in group.items() if name != "params" and name not in values}
+        for group in optimizer.param_groups
+    ]
     if len(own) != len(saved["param_groups"]):
         return saved  # torch raises an error
+    for group, settings in zip(saved["param_groups"], own, strict=True):
+        for name in NEED_STATE if isinstance(optimizer, Adam | RMSprop) else ():
+            if settings.get(name) and not group.get(name, True):
+                raise ValueError(
+                    f"optimizer.{name} must be {group[name]}, as in the checkpoint, which lacks the state that "
+                    f"another value needs; got {settings[name]}"
+                )
     groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
     return saved | {"param_groups": groups}
+
+
+def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:
+    """Steps until the scheduler has made as many steps as `saved`.
+
+    load: the scheduler's own load_state_dict. It is used to go back to an earlier step of the same run, which only
+    Lightning's tuners do.
+    """
+    missing = _steps(saved) - _steps(scheduler.state_dict())
+    if missing < 0:
+        load(scheduler, saved)
+    for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        for _ in range(missing):
+            scheduler.step()
+
+
+def _steps(saved: Mapping[str, Any]) -> int:
+    """Returns the number of steps in the state_dict of a scheduler. ChainedScheduler has none of its own."""
+    return int(saved["last_epoch"]) if "last_epoch" in saved else _steps(saved["_schedulers"][0])
 
 
 KINDS = (
@@ -34,10 +96,10 @@ KINDS = (
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
     """Checks that the configured optimizer can load the state_dict `saved`.
 
-    configured: a function named in `KINDS`, or a functools.partial of it. Any other optimizer is not checked.
+    configured: a function named in `KINDS`, or a functools.partial of it. Any other callable is not checked.
     Raises: ValueError if another optimizer wrote `saved`.
     """
-    own = getattr(configured, "func", configured).__name__
+    own = getattr(getattr(configured, "func", configured), "__name__", None)
     if own not in KINDS:
         return  # the state of a user's optimizer has an unknown format
     written_by = kinds_that_write(saved)

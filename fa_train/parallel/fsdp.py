@@ -190,7 +190,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
             self._require_same_optimizer(saved)
         set_model_state_dict(self.model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=True):
+        # a validation has no optimizers
+        for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=bool(self.optimizers)):
             own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
             groups = [group | {"params": [own[i] for i in group["params"]]} for group in saved["param_groups"]]
             like: Any = get_optimizer_state_dict(self.model, optimizer)["state"]
@@ -204,7 +205,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
         return checkpoint
 
     def _require_same_optimizer(self, saved: Mapping[str, Any]) -> None:
-        require_same_kind(cast(Any, self.lightning_module).optimizer, saved)
+        if self.optimizers:
+            require_same_kind(cast(Any, self.lightning_module).optimizer, saved)
 
     @property
     def _gpt(self) -> GPT:

@@ -1,0 +1,140 @@
+"""Optimizers and schedulers of users continue with the settings of the resumed run, not with the checkpoint's."""
+
+import inspect
+import warnings
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+from fa_train.optim.resume import keep_own_settings, require_same_kind
+
+OPTIMIZERS = sorted(
+    (kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)),
+    key=lambda kind: kind.__name__,
+)
+OPTIMIZERS.remove(optim.Optimizer)
+OTHER = {"lr": 0.5, "weight_decay": 0.3, "betas": (0.8, 0.9), "dampening": 0.2, "maximize": True, "foreach": False}
+STOPPED, STEPS = 4, 9  # the checkpoint's step, and the steps of a whole run
+
+SCHEDULERS = {
+    "StepLR": lambda o, n: lr_scheduler.StepLR(o, n),
+    "MultiStepLR": lambda o, n: lr_scheduler.MultiStepLR(o, [n, n + 2]),
+    "ConstantLR": lambda o, n: lr_scheduler.ConstantLR(o, total_iters=n),
+    "LinearLR": lambda o, n: lr_scheduler.LinearLR(o, total_iters=n),
+    "ExponentialLR": lambda o, n: lr_scheduler.ExponentialLR(o, 1 - 1 / (2 * n)),
+    "PolynomialLR": lambda o, n: lr_scheduler.PolynomialLR(o, 2 * n),
+    "CosineAnnealingLR": lambda o, n: lr_scheduler.CosineAnnealingLR(o, n),
+    "CosineAnnealingWarmRestarts": lambda o, n: lr_scheduler.CosineAnnealingWarmRestarts(o, n),
+    "LambdaLR": lambda o, n: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + n)),
+    "MultiplicativeLR": lambda o, n: lr_scheduler.MultiplicativeLR(o, lambda step: 1 - 1 / (step + n)),
+    "OneCycleLR": lambda o, n: lr_scheduler.OneCycleLR(o, 0.3, total_steps=5 * n),
+    "CyclicLR": lambda o, n: lr_scheduler.CyclicLR(o, 0.01, 0.3, n),
+    "SequentialLR": lambda o, n: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=n), lr_scheduler.CosineAnnealingLR(o, 9)], [n]
+    ),
+    "ChainedScheduler": lambda o, n: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.StepLR(o, n), lr_scheduler.ExponentialLR(o, 0.9)], o
+    ),
+}
+
+
+class SelfTuning(optim.SGD):
+    """Keeps a value that changes in each step in its groups, as Prodigy keeps d."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+        self.defaults["distance"] = 0.0
+        for group in self.param_groups:
+            group["distance"] = 0.0
+
+
+def of(kind, **settings):
+    """Returns an optimizer with those of the settings that `kind` has."""
+    given = {name: value for name, value in settings.items() if name in inspect.signature(kind.__init__).parameters}
+    return kind([nn.Parameter(torch.ones(2, 2))], **given)
+
+
+def constant(optimizer):
+    return lr_scheduler.ConstantLR(optimizer, 1.0)
+
+
+def settings_of(optimizer):
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def rates(optimizer, scheduler, steps):
+    """Returns the learning rate and the momentum of each step."""
+    found = []
+    for _ in range(steps):
+        found.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch_keeps_its_settings(kind):
+    saved, resumed = of(kind, lr=0.1), of(kind, **OTHER)
+    keep_own_settings(resumed, constant(resumed))
+    before = settings_of(resumed)
+    assert before != settings_of(saved)
+    resumed.load_state_dict(saved.state_dict())
+    assert settings_of(resumed) == before
+
+
+def test_values_that_change_in_each_step_are_restored():
+    saved, resumed = SelfTuning([nn.Parameter(torch.ones(2))]), SelfTuning([nn.Parameter(torch.ones(2))], lr=0.5)
+    saved.param_groups[0]["distance"] = 7.0
+    keep_own_settings(resumed, constant(resumed))
+    resumed.load_state_dict(saved.state_dict())
+    assert (resumed.param_groups[0]["distance"], resumed.param_groups[0]["lr"]) == (7.0, 0.5)
+
+
+def test_momentum_may_start_in_a_resumed_run():
+    resumed = of(optim.SGD, momentum=0.9)
+    keep_own_settings(resumed, constant(resumed))
+    resumed.load_state_dict(of(optim.SGD).state_dict())
+    assert resumed.param_groups[0]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [(optim.AdamW, "amsgrad", True), (optim.RMSprop, "momentum", 0.9), (optim.RMSprop, "centered", True)],
+)
+def test_a_setting_that_needs_more_state_is_refused(kind, name, value):
+    resumed = of(kind, lr=0.1, **{name: value})
+    keep_own_settings(resumed, constant(resumed))
+    with pytest.raises(ValueError, match=rf"optimizer.{name} must be (False|0), as in the checkpoint.*; got {value}"):
+        resumed.load_state_dict(of(kind, lr=0.1).state_dict())
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_follows_its_settings(name):
+    """A resumed run has the learning rates of a whole run with the same settings, whatever the checkpoint's were."""
+    first, whole, resumed = (of(optim.SGD, lr=lr, momentum=0.9) for lr in (0.1, 0.2, 0.2))
+    schedules = [SCHEDULERS[name](optimizer, n) for optimizer, n in ((first, 3), (whole, 5), (resumed, 5))]
+    rates(first, schedules[0], STOPPED)
+    expected = rates(whole, schedules[1], STEPS)
+    kind = type(schedules[2])
+    keep_own_settings(resumed, schedules[2])
+    assert isinstance(schedules[2], kind) and type(schedules[2]).__name__ == kind.__name__
+    stored, fresh = deepcopy(schedules[0].state_dict()), deepcopy(schedules[2].state_dict())
+    assert stored.keys() == fresh.keys()
+    resumed.load_state_dict(first.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        schedules[2].load_state_dict(stored)
+    assert rates(resumed, schedules[2], STEPS - STOPPED) == expected[STOPPED:]
+    schedules[2].load_state_dict(fresh)  # as Lightning's tuners do
+    assert resumed.param_groups[0]["lr"] == expected[0][0]
+
+
+def test_an_optimizer_may_be_made_by_an_object():
+    class Factory:
+        def __call__(self, model):
+            return optim.SGD(model.parameters())
+
+    require_same_kind(Factory(), of(optim.SGD).state_dict())
