@@ -93,8 +93,9 @@ def load(checkpoint: Path, cfg: DictConfig, chosen: Collection[str] = ()) -> tup
 
 
 def _run_folder(checkpoint: Path) -> Path:
-    """Returns the run's folder RUN of a checkpoint in RUN/checkpoints, or in the `dirpath` of the run's config.
+    """Returns the run's folder RUN of a checkpoint in RUN/checkpoints or RUN/NAME.
 
+    NAME is the last part of the path `callbacks.checkpoint.dirpath` in the run's config.
     Folders further up are not searched, because they could hold the config of another run.
     Raises: ValueError if the checkpoint is not in such a folder.
     """
@@ -106,8 +107,8 @@ def _run_folder(checkpoint: Path) -> Path:
     if not config.exists() or folder.name not in ("checkpoints", _dirpath_name(config)):
         raise ValueError(
             f"{checkpoint} must be in its run's folder, as RUN/checkpoints/{checkpoint.name} next to "
-            f"RUN/.hydra/config.yaml; got a checkpoint in {folder}. Move the checkpoint there, or copy both the "
-            "checkpoint and the run's .hydra to a new folder in this way"
+            f"RUN/.hydra/config.yaml; got a checkpoint in {folder}. Move the checkpoint to RUN/checkpoints, or make a "
+            "new folder with copies of the checkpoint (in its subfolder checkpoints) and of RUN/.hydra"
         )
     return folder.parent
 

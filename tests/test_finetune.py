@@ -125,7 +125,7 @@ def test_a_tokenizer_that_changed_after_the_training_is_refused(changed, moved_r
     tokenizer.add_tokens(["lighthouse"] * (changed == "vocabulary"))
     tokenizer.save_pretrained(base)
     message = (
-        rf"\.ckpt must be exported with the {changed} of its training; got another one in {base}. Restore it, or add "
+        rf"\.ckpt must be exported with the {changed} of its training; the one in {base} is different. .* add "
         rf"data.tokenizer={base} to the command of scripts.export_hf$"
     )
     with pytest.raises(ValueError, match=message):
@@ -153,7 +153,7 @@ def test_a_template_file_that_changes_during_the_training_is_not_exported(tmp_pa
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_the_end_of_an_answer_ends_samples_and_exported_models(adapter, tmp_path, monkeypatch):
-    """The base ends texts at the id 3, and its tokenizer at <pad>. The template ends answers with <|im_end|>."""
+    """The base model's eos is the id 3, and its tokenizer's eos is <pad>. The template ends answers with <|im_end|>."""
     own = settings(tmp_path)
     base, tokenizer = tmp_path / "base", chat_tokenizer()
     tokenizer.eos_token = "<pad>"

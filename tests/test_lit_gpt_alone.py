@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -60,7 +60,7 @@ def trainer_in(folder: Path, **settings: Any) -> L.Trainer:
 
 
 def loader(rows: list[dict[str, Tensor]]) -> DataLoader:
-    return DataLoader(rows, batch_size=None)
+    return DataLoader(cast(Any, rows), batch_size=None)
 
 
 def first_tokens(row: dict[str, Tensor], number: int) -> dict[str, Tensor]:

@@ -117,7 +117,8 @@ class Checkpoint(CheckpointCallback):
     ) -> None:
         if self._save_in_flight is not None and self._background is not None and self._background.done_everywhere():
             self._finish(trainer)
-        # a last step that is not due waits too, because a checkpoint stores the latest val/loss
+        # The last step is saved even if it is not due. It is then saved after its validation, so that the checkpoint
+        # can store val/loss. With keep_best, all steps are saved after their validation.
         waits = self.keep_best or not self._is_due(trainer)
         if not (waits and _validation_follows(trainer)):
             self._save_if_due(trainer, pl_module)

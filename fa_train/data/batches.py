@@ -90,9 +90,10 @@ class PackedRows:
         documents = sum(report.documents for report in reports)
         dropped = sum(report.documents_dropped for report in reports)
         raise ValueError(
-            f"a validation must have at least one label; its {self.counted:,} rows have none. Of {documents:,} "
-            f"held-out documents ({tokens:,} tokens), data.long_documents drops {dropped:,}. If labels were cut off or "
-            f"documents dropped, raise seq_len={data.seq_len} or data.max_doc_len. data.val_rows=0 turns validation off"
+            f"the validation must have at least one label; got {self.counted:,} rows without labels. Of {documents:,} "
+            f"held-out documents ({tokens:,} tokens), data.long_documents dropped {dropped:,}. If documents were "
+            f"dropped or truncated, increase seq_len (now {data.seq_len}) or data.max_doc_len. data.val_rows=0 turns "
+            "validation off"
         )
 
     def batch(self, first: int, count: int) -> Batch:
@@ -199,8 +200,9 @@ class TimedLoader(DataLoader[Batch]):
 class RangeSampler(DistributedSampler[int]):
     """Yields the indices from start to stop - 1.
 
-    The base class is only a mark. With several ranks, Lightning replaces samplers of other classes by default, so that
-    ranks get different indices. All ranks need the same indices, because MicroBatches depends on the rank.
+    All ranks need the same indices, because MicroBatches depends on the rank. With several ranks, Lightning by default
+    replaces the sampler, so that ranks get different indices. Lightning does not replace a DistributedSampler, so
+    RangeSampler is a subclass of it.
     The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning expects the
     length of the whole run, which includes the batches before a resume.
     """

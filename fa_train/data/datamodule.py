@@ -192,18 +192,18 @@ class PackedDataModule(L.LightningDataModule):
                 f"trainer.accumulate_grad_batches must be {accumulation}, the number of micro-batches per step and "
                 f"process for batch_size={self.batch_size}; got {trainer.accumulate_grad_batches}"
             )
-        if trainer.max_epochs == 1:  # no epoch follows that could repeat rows
+        if trainer.max_epochs == 1:  # there is no second epoch, which could repeat rows
             return
         limit = trainer.limit_train_batches
         if isinstance(limit, int) or limit != 1.0:
             raise ValueError(
-                f"trainer.limit_train_batches must be 1.0 unless trainer.max_epochs is 1; got {limit}. Set max_steps "
-                "instead"
+                f"trainer.limit_train_batches must be 1.0 unless trainer.max_epochs is 1; got {limit}. To train for "
+                "fewer steps, set max_steps of the trainer"
             )
         if not 0 <= trainer.max_steps <= self.max_steps:
             raise ValueError(
-                f"trainer.max_steps must be 0 to {self.max_steps}, which is max_steps of the data, unless "
-                f"trainer.max_epochs is 1; got {trainer.max_steps}. More steps would repeat the same rows"
+                f"trainer.max_steps must be from 0 to {self.max_steps}, the max_steps of the data module; got "
+                f"{trainer.max_steps}. More steps would repeat rows. If trainer.max_epochs is 1, any number is allowed"
             )
 
     def train_dataloader(self) -> TimedLoader:
@@ -283,10 +283,10 @@ class PackedDataModule(L.LightningDataModule):
         # others.
         n_micro_batches = math.ceil(rows.counted / (self.micro_batch_size * dataset.world_size))
         limit = self._running_trainer().limit_val_batches
-        if isinstance(limit, float) and 0 < limit * n_micro_batches < 1:  # Lightning would raise no ValueError
+        if isinstance(limit, float) and 0 < limit * n_micro_batches < 1:  # Lightning's own error is no ValueError
             raise ValueError(
-                "trainer.limit_val_batches must be an integer, or a fraction that is at least one of the validation's "
-                f"{n_micro_batches} micro-batches; got {limit}"
+                f"trainer.limit_val_batches must be an integer, or a fraction of at least 1/{n_micro_batches}, because "
+                f"the validation has {n_micro_batches} micro-batches; got {limit}"
             )
         return self._loader(dataset, RangeSampler(0, n_micro_batches))
 

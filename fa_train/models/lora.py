@@ -444,7 +444,7 @@ def _keep_loaded_base(model: GPT, weights: Mapping[str, Tensor], prefix: str, *a
     """
     for name, own in model.named_parameters():
         loaded = weights.get(prefix + name) if name in model.base_weights else None
-        if loaded is None or isinstance(own, DTensor):  # the resume of a sharded run loads no other base model
+        if loaded is None or isinstance(own, DTensor):  # a resumed sharded run loads no other base model
             continue
         if own.is_meta or not torch.equal(own, loaded.to(own)):
             model.base_weights = frozenset()

@@ -53,7 +53,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
         "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RUN_ID": "train.py", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "HYDRA_FULL_ERROR": str(int(SHOW_TRACEBACK)),  # the user's choice, which train.py overwrites in this process
+        "HYDRA_FULL_ERROR": str(int(SHOW_TRACEBACK)),  # as the user set it; train.py sets it to 1 in this process
     }  # fmt: skip
     environments = {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     commands = dict.fromkeys(environments, ("-u", sys.argv[0], *arguments))
@@ -119,7 +119,8 @@ def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
 def _exits(ranks: PContext, failed: Mapping[int, ProcessFailure]) -> list[ProcessFailure]:
     """Returns the reports of ranks that called sys.exit(0). Other ranks can fail because of such an exit.
 
-    failed: the failures of all other ranks. A rank that trained until the end has no error file.
+    failed: the failures that the launcher saw, {rank: failure}. The result does not repeat them.
+    A rank that trained until the end has no error file.
     """
     files = {rank: file for rank, file in ranks.error_files.items() if rank not in failed and os.path.isfile(file)}
     return [ProcessFailure(rank, ranks.pids()[rank], 0, file) for rank, file in files.items()]

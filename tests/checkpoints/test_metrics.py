@@ -56,7 +56,7 @@ def test_an_older_checkpoint_has_no_losses(tmp_path):
     ],
 )
 def test_every_checkpoint_of_a_run_has_the_losses_of_its_step(keep_best, max_steps, validated, tmp_path):
-    """The rows of metrics.csv are the truth."""
+    """Compares the losses of each checkpoint with those in metrics.csv."""
     own = {
         "max_steps": max_steps, "trainer.val_check_interval": 2, "callbacks.checkpoint.every_n_train_steps": 1,
         "callbacks.checkpoint.save_top_k": -1, "callbacks.checkpoint.keep_best": keep_best,

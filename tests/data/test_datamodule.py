@@ -311,7 +311,7 @@ def test_a_validation_without_a_label_is_refused_before_training(policy, n_rows,
     given = str(tmp_path / "train.jsonl"), str(tmp_path / "tokenizer"), None, str(tmp_path / "cache")
     options = OPTIONS | {"seq_len": 64, "packing": "best_fit", "long_documents": policy}
     data = sft_data(*given, str(tmp_path / "val.jsonl"), **options)
-    message = f"at least one label; its {n_rows} rows have none. Of 3 held-out documents .* drops {n_dropped}"
+    message = f"at least one label; got {n_rows} rows without labels. Of 3 held-out documents .* dropped {n_dropped}"
     recorder = Recorder()
     for start in (data.holds_out, lambda: fit(tmp_path, recorder, data)):
         with pytest.raises(ValueError, match=message):

@@ -41,18 +41,18 @@ def rows_of(batches):
         ),
         pytest.param(
             dict(max_steps=STEPS + 1, accumulate_grad_batches=4),
-            r"trainer\.max_steps must be 0 to 3, .* unless trainer\.max_epochs is 1; got 4\. More steps would repeat",
+            r"trainer\.max_steps must be from 0 to 3, .*; got 4\. More steps would repeat",
             id="more-steps",
         ),
         pytest.param(
             dict(max_epochs=2, accumulate_grad_batches=4),
-            r"trainer\.max_steps must be 0 to 3, .*; got -1",
+            r"trainer\.max_steps must be from 0 to 3, .*; got -1",
             id="two-epochs",
         ),
         *(
             pytest.param(
                 dict(max_steps=STEPS, accumulate_grad_batches=4, limit_train_batches=limit),
-                rf"trainer\.limit_train_batches must be 1\.0 unless trainer\.max_epochs is 1; got {limit}\. Set max_st",
+                rf"trainer\.limit_train_batches must be 1\.0 unless trainer\.max_epochs is 1; got {limit}\. To train",
                 id=f"limit-{limit}",
             )
             for limit in (1, 0.5)

@@ -145,7 +145,10 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
     ],
 )
 def test_a_rank_reports_that_it_calls_sys_exit(code, status, message, tmp_path, environment, capsys):
-    """With status 0, other ranks may call sys.exit(0) too. A status above 128 follows from a signal."""
+    """A call of sys.exit(0) leaves the status at 0, because all ranks may call it.
+
+    The status 143 means that SIGTERM has ended the rank, so the rank reports nothing.
+    """
     environment.setattr(os, "_exit", sys.exit)
     environment.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0.json"))
     with pytest.raises(SystemExit) as end, failures_reported((ValueError,)):
@@ -161,7 +164,10 @@ def test_a_rank_reports_that_it_calls_sys_exit(code, status, message, tmp_path, 
 
 
 def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
-    """Launches three ranks that `ended` stands in for. Returns the environment variables of each rank."""
+    """Calls `launch` for three ranks, but starts no processes. Returns the environment variables of each rank.
+
+    ended: a mock of the processes.
+    """
     environment.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore what `launch` sets
     started = Mock(return_value=ended)
     environment.setattr(launch, "start_processes", started)
@@ -172,7 +178,7 @@ def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
 
 @pytest.mark.parametrize("status", [0, -15], ids=["ended", "killed"])
 def test_a_rank_that_calls_sys_exit_explains_the_failures_of_others(status, tmp_path, environment):
-    """The launcher may see the end of a rank that calls sys.exit(0), or end this rank itself."""
+    """Rank 1 calls sys.exit(0). It ends by itself with status 0, or the launcher kills it before it has ended."""
     reports = [LOST, {"kind": "exit", "message": "called sys.exit(0)"}]
     lost, left = (failure(tmp_path, rank, 1, **report) for rank, report in enumerate(reports))
     failed = {0: lost} | ({} if status == 0 else {1: left})

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.processes import REPOSITORY
 
-# {script: (arguments, a part of the output)}. The arguments of a script with late imports must reach these imports.
+# {script: (arguments, a part of the output)}. Some scripts import modules only inside functions. The arguments of such
+# a script must make it run these imports.
 SCRIPTS = {
     "ablate_memory": (["--help"], "usage: ablate_memory.py"),
     "export_hf": (["nowhere.ckpt", "out"], "error: nowhere.ckpt does not exist"),

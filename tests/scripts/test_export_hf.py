@@ -244,7 +244,7 @@ def test_mistakes_are_named(scratch, tmp_path):
     shutil.copy(scratch, alone)
     with pytest.raises(ValueError, match=r"alone.ckpt must be in its run's folder"):
         trained_model.export(alone, tmp_path / "out", [], None)
-    other = Path(shutil.copytree(scratch.parents[1], tmp_path / "other"))  # another run, as far as the script knows
+    other = Path(shutil.copytree(scratch.parents[1], tmp_path / "other"))  # a copy that serves as another run
     for folder in (other, other / "copied", other / "checkpoints" / "copied", other / "new" / "checkpoints"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "alone.ckpt").hardlink_to(alone)

@@ -128,7 +128,10 @@ class PackingReport:
         ]
 
     def _label_lines(self, which: str = "") -> list[str]:
-        """Returns lines about the labels of chats. which: a word before "labels" and "chats", with a space after it."""
+        """Returns lines about the labels of chats.
+
+        which: the text that is put before the words "labels" and "chats", for example "held-out ".
+        """
         if self.labels is None:
             return []
         lost = self.labels.labels_in - self.labels.labels_packed

@@ -19,8 +19,8 @@ import pyarrow.parquet
 
 CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must not be larger
 WILDCARDS = frozenset("*?[")
-KINDS_SHOWN = 6  # the number of kinds of skipped files that a line names
-RECOVERED = "lost+found"  # a folder at the root of a disk, which only root can read; it holds what fsck recovers
+KINDS_SHOWN = 6  # FileCounts.text names at most this many kinds of skipped files
+RECOVERED = "lost+found"  # where fsck puts recovered files, at the top of a disk; only the user root can read it
 # A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
 # The last group is missing if no quote ends the value. White space may follow the last quote.
 QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("[ \t]*+(?![^,\r\n]))?')
@@ -100,7 +100,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
         others = [p for p in files if suffix_of(p) != ".csv"] or files
         skipped[".csv"] += len(files) - len(others)
         files = others
-    counts = FileCounts(len(files), +skipped)  # + removes the kinds that do not occur
+    counts = FileCounts(len(files), +skipped)  # the unary + removes kinds with the count 0
     if not files:
         raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
     return root, files, counts
@@ -129,7 +129,10 @@ def _sort_out(paths: Iterable[Path], suffixes: Sequence[str]) -> tuple[set[Path]
 
 
 def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
-    """Returns the sorted paths, with only one path to each file. A path without links below root has priority."""
+    """Returns the sorted paths, with only one path to each file.
+
+    If several paths lead to a file, the function chooses a path that has no links below `root`, if there is one.
+    """
     chosen: dict[str, Path] = {}
     top = os.path.realpath(root)
     for path in sorted(paths):
@@ -142,7 +145,8 @@ def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
 def _matching(folder: Path, pattern: Sequence[str], hidden: set[Path]) -> Iterator[Path]:
     """Yields the paths below a folder that match a pattern, such as ("**", "*.txt").
 
-    Adds to `hidden` the paths that are skipped because a name begins with a dot, but its part of the pattern does not.
+    A wildcard does not match a dot at the start of a name. The paths that are skipped for this reason are added to
+    `hidden`.
     Path.glob is not used, because it skips folders that cannot be read, and does not follow links in `**`.
     """
     part, *rest = pattern

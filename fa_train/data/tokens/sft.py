@@ -24,7 +24,7 @@ from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
 FORMAT = "5"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the names that transformers knows, in its order
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields that transformers reads, in its order
 THINK, END_OF_THINK = "<think>", "</think>"  # the content of an answer can begin with reasoning between these tags
 Spans = list[tuple[int, int]]
 
@@ -162,16 +162,17 @@ class ChatEncoder:
         messages, markers = _marked(chat.messages)
         try:
             rendered = self._render(template, chat, messages).text
-        except ValueError:  # rendering fails without the texts, so the template uses the texts
+        except ValueError:  # the template rejects the markers, so it reads the texts that they replace
             return
         for marker, (name, i) in markers.items():
             if marker not in rendered:
                 role = messages[i]["role"]
-                instead = "give it the role system" if role == "developer" else f"remove the {name} from the chat"
+                is_developer = role == "developer"
+                instead = "give the message the role system" if is_developer else f"remove the {name} from the message"
                 raise ValueError(
-                    f"a chat template must render the {name} of a message; that of {self._name} omits the {name} of "
-                    f"{chat.where}, message {i}, with role {role}. Set data.chat_template=<file> to a template that "
-                    f"renders it, or {instead}"
+                    f"a chat template must render the {name} of every message; the template of {self._name} omits the "
+                    f"{name} of {chat.where}, message {i}, with role {role}. Set data.chat_template=<file> to a "
+                    f"template that renders it, or {instead}"
                 )
 
     def _spans_from(self, template: str, chat: Chat, index: int, rendered: Rendered) -> Spans:
@@ -245,7 +246,7 @@ class ChatEncoder:
 
 
 def _reasoning(message: Message) -> list[str]:
-    """Returns the names of the fields that hold the reasoning of a message. Only an assistant's message has some."""
+    """Returns the names of the fields that hold the reasoning of a message. Empty if the role is not assistant."""
     if message["role"] != "assistant":
         return []
     return [name for name in REASONING if isinstance(message.get(name), str) and message[name].strip()]

@@ -219,8 +219,9 @@ def require_same_tokenizer(checkpoint: Path, config: Mapping[str, Any], chosen: 
         key = "chat_template" if is_file else "tokenizer"
         if own[name] != value and f"data.{key}" not in chosen:
             raise CheckpointError(
-                f"{checkpoint} must be exported with the {name.replace('_', ' ')} of its training; got another one in "
-                f"{data[key]}. Restore it, or add data.{key}={data[key]} to the command of scripts.export_hf"
+                f"{checkpoint} must be exported with the {name.replace('_', ' ')} of its training; the one in "
+                f"{data[key]} is different. Restore the old one. To export with the new one, add "
+                f"data.{key}={data[key]} to the command of scripts.export_hf"
             )
 
 
@@ -246,7 +247,7 @@ def model_card(
     """Returns a model card in Markdown with the training data, the number of training steps, and the losses.
 
     rope: the config fields that the base model of an adapter needs, or None if the base model needs no changes.
-    eos: the tokens that end a text of an adapter's model, or none if they are those of the base model.
+    eos: the tokens that end a text, if the model is an adapter and its base model has other ones. Otherwise empty.
     """
     pretrained = config["model"].get("pretrained")
     base = _without_folder(str(pretrained)) if pretrained else None

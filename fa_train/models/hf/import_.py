@@ -325,7 +325,7 @@ def new_config(model: ModelConfig, tokenizer: SavesTokenizer | None) -> dict[str
 def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iterator[dict[str, Any]]:
     """Yields a config.json with the model's sizes for each family that may be able to express the model."""
     common = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tied, **token_ids}
-    if model.dim == model.query_dim:  # gpt2 has no field for another head_dim
+    if model.dim == model.query_dim:  # gpt2 has no field for head_dim, so head_dim is dim / n_heads
         yield common | {
             "model_type": "gpt2",
             "n_embd": model.dim,
@@ -356,7 +356,7 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
     }
     if model.max_seq_len is not None:
         llama["max_position_embeddings"] = model.max_seq_len
-    if model.dim % model.n_heads == 0:  # transformers requires it for llama and arcee, although they have head_dim
+    if model.dim % model.n_heads == 0:  # transformers refuses other llama and arcee models, even with head_dim
         with_ffn_bias = llama | {"mlp_bias": model.ffn_bias}
         yield with_ffn_bias | {"model_type": "llama", "hidden_act": "silu"}
         yield with_ffn_bias | {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh"}
@@ -364,7 +364,10 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
 
 
 def _signature(model: ModelConfig) -> dict[str, object]:
-    """Returns all settings that determine what a model computes from its weights. An error message names the keys."""
+    """Returns all settings that determine what a model computes from its weights.
+
+    If no family matches the model, the error message names the keys whose values differ.
+    """
     norm_bias = model.bias if model.norm == "layernorm" else False
     family = model.extras
     return {
@@ -393,7 +396,7 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None, ends: Colle
         stored = dict(origin.generation_config)
         if eos != known or stored.get("eos_token_id") is None:
             stored |= {"eos_token_id": _one_or_all(eos)} if eos else {}
-            stored.pop("_from_model_config", None)  # transformers 4 would read config.json instead
+            stored.pop("_from_model_config", None)  # with this key, transformers 4 reads config.json
         return stored
     of_base = {} if origin is None else origin.config
     ids: dict[str, Any] = {name: of_base.get(name) if own[name] is None else own[name] for name in own}

@@ -219,7 +219,7 @@ def test_a_token_across_the_start_of_an_answer_is_trained_on():
     assert overlaps_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside
     assert overlaps_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
-    # in the next case, the second token has no character, as the spaces that some tokenizers insert
+    # In the next case, the second token has no character. Some tokenizers insert a space that has no character.
     assert overlaps_spans(np.array([[0, 3], [3, 3], [3, 5]]), [(3, 5)]).tolist() == [False, True, True]
     # in the next case, two tokens share one character
     assert overlaps_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
@@ -291,8 +291,8 @@ REASONING = HEAD + (
         pytest.param(
             CHATML.replace("in messages %}", "in messages if message.role != 'developer' %}"),
             [chat_message("developer", "be brief."), ASKED, chat_message("assistant", "4.")],
-            "content of a message; .* omits the content of chats.jsonl, line 1, message 0, with role developer"
-            ".* or give it the role system",
+            "content of every message; .* omits the content of chats.jsonl, line 1, message 0, with role developer"
+            ".* or give the message the role system",
             id="role",
         ),
         pytest.param(

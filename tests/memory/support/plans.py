@@ -12,7 +12,7 @@ from fa_train.memory.memory import Levers, Memory
 from fa_train.memory.planner.plan import Adapters, Plan, RunSize
 from fa_train.memory.planner.predict import GIB
 from fa_train.models.attention import Attention, flash_attention
-from fa_train.models.config import ModelConfig
+from fa_train.models.config import Family, ModelConfig
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRA, adapters_of
 
@@ -80,7 +80,10 @@ def recorded(plan: Mapping[str, Mapping[str, Any]]) -> Plan:
     run = dict(plan["run"])
     if run["adapters"] is not None:
         run["adapters"] = Adapters(**run["adapters"] | {"sizes": tuple(run["adapters"]["sizes"])})
-    return Plan(ModelConfig(**plan["model"]), Levers(**plan["levers"]), RunSize(**run))
+    model = dict(plan["model"])
+    if model["family"] is not None:
+        model["family"] = Family(**model["family"])
+    return Plan(ModelConfig(**model), Levers(**plan["levers"]), RunSize(**run))
 
 
 def build(plan: Plan, attention: Attention = flash_attention) -> GPT:

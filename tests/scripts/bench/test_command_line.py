@@ -1,4 +1,4 @@
-"""A benchmark that SIGTERM ends also ends the process of the case that is running."""
+"""If SIGTERM ends a benchmark, the benchmark also ends the process of the running case."""
 
 import os
 import signal
@@ -11,7 +11,10 @@ from scripts.bench.command_line import sigterm_raises
 
 
 class Running:
-    """The process of a case, during which SIGTERM arrives. `killed` has the process groups that were killed."""
+    """Replaces the process of a case. While it runs, the benchmark gets SIGTERM.
+
+    killed: the process groups that were killed, with the signals.
+    """
 
     pid = 2**22 + 1  # Linux has no process with this pid
     killed: ClassVar[list[tuple[int, int]]] = []
