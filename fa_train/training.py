@@ -173,9 +173,9 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule, done: int) -> None:
     """Prints a line if the run has no validation. If optimized_metric is a metric of the validation, raises an error.
 
-    If optimized_metric is a metric of the validation, the function tokenises the data, unless they are in the cache, to
-    find out whether any data are held out. With any other optimized_metric, the function does not read the data. If no
-    data are held out, the data module later prints a line, when the data module creates the validation dataloader.
+    If optimized_metric is a metric of the validation, the function must know whether any data are held out. To
+    find out, it tokenises the data that are not yet in the cache. With any other optimized_metric, the function does
+    not read the data. If no data are held out, the data module prints a line when it creates the validation dataloader.
     done: the number of optimizer steps in the checkpoint that the run resumes, or 0 for a new run.
     Raises: ValueError if optimized_metric needs a validation, but the run has none.
     """

@@ -220,7 +220,7 @@ def test_the_limit_is_a_setting(limit, ends, tmp_path):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory) -> Path:
-    """A run of 5 steps, in which steps 2, 4 and 5 are skipped. Returns its checkpoint of step 5."""
+    """A run of 5 steps, in which steps 2, 4 and 5 are skipped. Returns the checkpoint that the run saved at step 5."""
     folder = tmp_path_factory.mktemp("stopped")
     run(folder / "run", folder, "max_steps=5", *bad_steps(1, 3, 4), settings=SAVING)
     [path] = folder.rglob("step_0000005.ckpt")

@@ -56,7 +56,7 @@ def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
 def test_a_second_multirun_in_a_folder_keeps_the_first_file_and_shows_no_old_result(tmp_path, capsys):
     finish(SweepTable(), tmp_path, 0, ["seed=0"], {"train/loss": 1.5})
     print_tables()
-    os.utime(tmp_path / "0" / "result.json", (1e9, 1e9))  # as if the first multirun had been earlier
+    os.utime(tmp_path / "0" / "result.json", (1e9, 1e9))  # older than the files of the second multirun
     callback = SweepTable()
     callback.on_job_start(job_config(tmp_path, 0))
     finish(callback, tmp_path, 0, ["seed=1"], error=ValueError("no rows"))

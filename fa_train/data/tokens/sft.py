@@ -271,7 +271,7 @@ def _in_order(text: str, parts: list[str]) -> bool:
 
 
 def _marked(messages: list[Message]) -> tuple[list[Message], dict[str, tuple[str, int]]]:
-    """Replaces the texts that a template must render by markers.
+    """Puts markers in the place of the texts that a template must render.
 
     Returns the new messages, and {marker: (what the marker replaces, index of the message)}.
     """

@@ -4,7 +4,7 @@ fa_train.parallel.context.traffic chooses one of three ways to compute attention
 - One run without an exchange: if no query sees keys of other ranks, attention runs once over the rank's own keys.
 - Two runs: if few queries of each rank see keys of other ranks (crossing queries), and the stream has enough attention
   work per rank, attention runs twice. The first run processes the queries that see only the rank's own keys, while the
-  rank receives keys of other ranks. The second run processes the crossing queries.
+  rank receives keys of other ranks. The second run processes the crossing queries, after the keys have arrived.
 - One run after an exchange: in all other cases, attention runs once for all queries, after the rank has received keys
   of other ranks. The first and the last kernel of the backward pass run during exchanges, if memory allows it
   (`overlaps`).
