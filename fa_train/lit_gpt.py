@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fa_train.bounds import Seed
 from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
-from fa_train.checkpoints.base import drop_base, restore_base
+from fa_train.checkpoints.base import REFERENCE, drop_base, restore_base
 from fa_train.data.packing.collate import Batch
 from fa_train.flops import attention_pairs
 from fa_train.memory.loss import IGNORE_INDEX
@@ -239,6 +239,8 @@ class LitGPT(L.LightningModule):
         model.
         """
         restore_base(self.model, checkpoint)
+        if REFERENCE not in checkpoint:  # the checkpoint holds all weights, so the next checkpoints must hold them too
+            self.model.base_weights = frozenset()
         self._skips_before = checkpoint.get(SKIPPED, 0), checkpoint.get(SKIPPED_IN_A_ROW, 0)
         self._start_skips(self.skipped_steps.device)  # FullyShardedStrategy loads a checkpoint after on_fit_start
         changes = differences("model", self.model.config.values(), checkpoint.get(ARCHITECTURE))

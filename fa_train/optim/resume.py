@@ -7,13 +7,15 @@ checkpoint that another kind of optimizer wrote.
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, cast
 
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from fa_train.optim.schedule import LearningRateSchedule
 
 NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
 
@@ -22,22 +24,28 @@ def keep_own_settings(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     """Makes an optimizer and its scheduler keep their settings when they load a checkpoint.
 
     A scheduler of torch loads only the number of its steps, and repeats these steps with its own settings. A scheduler
-    with its own load_state_dict is not changed, and neither is an optimizer that does not call Optimizer.__init__, such
-    as torchao's CPUOffloadOptimizer.
+    with its own load_state_dict is not changed, and continues with the checkpoint's lr. An optimizer that does not call
+    Optimizer.__init__, such as torchao's CPUOffloadOptimizer, is not changed either.
     """
-    with suppress(AttributeError):
-        optimizer.register_load_state_dict_pre_hook(with_own_settings)
     kind: Any = type(scheduler)
     is_torch = isinstance(scheduler, LRScheduler) and kind.load_state_dict.__module__ == LRScheduler.__module__
-    if is_torch and not isinstance(scheduler, ReduceLROnPlateau):  # its steps depend on a metric
+    repeats = is_torch and not isinstance(scheduler, ReduceLROnPlateau)  # its steps depend on a metric
+    sets_lr = repeats or isinstance(scheduler, LearningRateSchedule)
+    kept_from_checkpoint = {"params"} if sets_lr else {"params", "lr"}
+    # FSDP2 makes an optimizer step before it loads a checkpoint, and a step can add values such as a step count
+    names = [group.keys() - kept_from_checkpoint for group in optimizer.param_groups]
+    with suppress(AttributeError):
+        optimizer.register_load_state_dict_pre_hook(partial(with_own_settings, names=names))
+    if repeats:
         # a new class is used, because a new attribute of the scheduler would be part of its state_dict
         changed = {"load_state_dict": partialmethod(_repeat_steps, kind.load_state_dict)}
         scheduler.__class__ = cast(Any, type(kind.__name__, (kind,), changed))
 
 
-def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequence[Collection[str]]) -> dict[str, Any]:
     """Returns the state_dict `saved` with the optimizer's current settings, such as lr and betas.
 
+    names: the names of the settings of each parameter group.
     Moments and step counts do not change. Some optimizers keep values that change in each step among their settings,
     such as d of Prodigy. These values do not change either: they have defaults, but are not arguments of the class.
     Raises: ValueError if a setting needs a state that the checkpoint does not contain.
@@ -46,8 +54,8 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, 
     arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
     values = set(optimizer.defaults) - arguments
     own = [
-        {name: value for name, value in group.items() if name != "params" and name not in values}
-        for group in optimizer.param_groups
+        {name: group[name] for name in chosen if name in group and name not in values}
+        for group, chosen in zip(optimizer.param_groups, names, strict=False)
     ]
     if len(own) != len(saved["param_groups"]):
         return saved  # torch raises an error

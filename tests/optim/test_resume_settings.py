@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
 from fa_train.optim.resume import keep_own_settings, require_same_kind
 
@@ -91,6 +92,28 @@ def test_values_that_change_in_each_step_are_restored():
     keep_own_settings(resumed, constant(resumed))
     resumed.load_state_dict(saved.state_dict())
     assert (resumed.param_groups[0]["distance"], resumed.param_groups[0]["lr"]) == (7.0, 0.5)
+
+
+def test_a_count_that_a_step_has_added_is_restored():
+    saved, resumed = of(optim.SGD, lr=0.1), of(optim.SGD, lr=0.5)
+    keep_own_settings(resumed, constant(resumed))
+    for optimizer, count in ((saved, 50), (resumed, 1)):
+        optimizer.param_groups[0]["step"] = count
+    resumed.load_state_dict(saved.state_dict())
+    assert (resumed.param_groups[0]["step"], resumed.param_groups[0]["lr"]) == (50, 0.5)
+
+
+@pytest.mark.parametrize(
+    "scheduler", [lambda o: SWALR(o, 0.01, 3), lr_scheduler.ReduceLROnPlateau], ids=["SWA", "plateau"]
+)
+def test_a_scheduler_that_does_not_repeat_its_steps_keeps_the_checkpoints_rate(scheduler):
+    saved, resumed = of(optim.SGD, lr=0.1), of(optim.SGD, lr=0.5)
+    schedules = scheduler(saved), scheduler(resumed)
+    saved.param_groups[0]["lr"] = 0.02
+    keep_own_settings(resumed, schedules[1])
+    resumed.load_state_dict(saved.state_dict())
+    schedules[1].load_state_dict(schedules[0].state_dict())
+    assert resumed.param_groups[0]["lr"] == 0.02
 
 
 def test_momentum_may_start_in_a_resumed_run():

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,8 +136,9 @@ def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
     """
     chosen: dict[str, Path] = {}
     top = os.path.realpath(root)
+    real_folder = cache(os.path.realpath)  # reading the links of a whole path takes long on some disks
     for path in sorted(paths):
-        real = os.path.realpath(path)
+        real = os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
         if real not in chosen or real == os.path.join(top, path.relative_to(root)):
             chosen[real] = path
     return sorted(chosen.values())
