@@ -88,7 +88,10 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
 
 
 def _steps(saved: Mapping[str, Any]) -> int:
-    """Returns the number of steps in the state_dict of a scheduler. ChainedScheduler has none of its own."""
+    """Returns the number of steps in the state_dict of a scheduler.
+
+    The state_dict of a ChainedScheduler has no such number, so the number of its first scheduler is returned.
+    """
     return int(saved["last_epoch"]) if "last_epoch" in saved else _steps(saved["_schedulers"][0])
 
 
