@@ -93,7 +93,7 @@ def load(checkpoint: Path, cfg: DictConfig, chosen: Collection[str] = ()) -> tup
 
 
 def _run_folder(checkpoint: Path) -> Path:
-    """Returns the run's folder RUN of a checkpoint in RUN/checkpoints or RUN/NAME.
+    """Returns the folder RUN of a run. The checkpoint must be in RUN/checkpoints or in RUN/NAME.
 
     NAME is the last part of the path `callbacks.checkpoint.dirpath` in the run's config.
     Folders further up are not searched, because they could hold the config of another run.

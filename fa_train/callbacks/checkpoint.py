@@ -117,8 +117,8 @@ class Checkpoint(CheckpointCallback):
     ) -> None:
         if self._save_in_flight is not None and self._background is not None and self._background.done_everywhere():
             self._finish(trainer)
-        # The last step is saved even if it is not due. It is then saved after its validation, so that the checkpoint
-        # can store val/loss. With keep_best, all steps are saved after their validation.
+        # The last step is saved even if it is not due. If a validation follows, the last step is saved after the
+        # validation, to store val/loss. With keep_best, every checkpoint is saved after the validation of its step.
         waits = self.keep_best or not self._is_due(trainer)
         if not (waits and _validation_follows(trainer)):
             self._save_if_due(trainer, pl_module)

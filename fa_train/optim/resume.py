@@ -32,7 +32,7 @@ def keep_own_settings(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     repeats = is_torch and not isinstance(scheduler, ReduceLROnPlateau)  # its steps depend on a metric
     sets_lr = repeats or isinstance(scheduler, LearningRateSchedule)
     kept_from_checkpoint = {"params"} if sets_lr else {"params", "lr"}
-    # FSDP2 makes an optimizer step before it loads a checkpoint, and a step can add values such as a step count
+    # before FSDP2 loads a checkpoint, it makes an optimizer step, which can add entries such as a step count
     names = [group.keys() - kept_from_checkpoint for group in optimizer.param_groups]
     with suppress(AttributeError):
         optimizer.register_load_state_dict_pre_hook(partial(with_own_settings, names=names))

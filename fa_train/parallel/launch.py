@@ -119,7 +119,7 @@ def _fail(failures: Sequence[ProcessFailure], signum: int) -> None:
 def _exits(ranks: PContext, failed: Mapping[int, ProcessFailure]) -> list[ProcessFailure]:
     """Returns the reports of ranks that called sys.exit(0). Other ranks can fail because of such an exit.
 
-    failed: the failures that the launcher saw, {rank: failure}. The result does not repeat them.
+    failed: the failures that the launcher saw, {rank: failure}. The result does not contain the ranks in `failed`.
     A rank that trained until the end has no error file.
     """
     files = {rank: file for rank, file in ranks.error_files.items() if rank not in failed and os.path.isfile(file)}

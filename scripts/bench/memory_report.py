@@ -33,7 +33,7 @@ def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
     """Returns how much slower a step with all levers of `row` is than a step with all of these levers except `lever`.
 
     For example, 0.1 means that a step takes 10% longer with `lever` than without. Returns None if `row` does not use
-    `lever` or has no step time. Also returns None if `rows` has no step with all levers of `row` except `lever`.
+    `lever` or has no step time. Also returns None if no row in `rows` has exactly the levers of `row` without `lever`.
     """
     other = levers_of(row.combination).without(lever)
     without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)

@@ -53,7 +53,7 @@ class SelfTuning(optim.SGD):
 
 
 def of(kind, **settings):
-    """Returns an optimizer of the class `kind`. Leaves out settings that `kind` does not take."""
+    """Returns an optimizer of the class `kind`. Leaves out settings that the class does not accept."""
     given = {name: value for name, value in settings.items() if name in inspect.signature(kind.__init__).parameters}
     return kind([nn.Parameter(torch.ones(2, 2))], **given)
 

@@ -130,7 +130,7 @@ class PackingReport:
     def _label_lines(self, which: str = "") -> list[str]:
         """Returns lines about the labels of chats.
 
-        which: the text that is put before the words "labels" and "chats", for example "held-out ".
+        which: a prefix of the words "labels" and "chats" in the lines, for example "held-out ".
         """
         if self.labels is None:
             return []

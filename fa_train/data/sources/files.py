@@ -101,7 +101,7 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
         others = [p for p in files if suffix_of(p) != ".csv"] or files
         skipped[".csv"] += len(files) - len(others)
         files = others
-    counts = FileCounts(len(files), +skipped)  # the unary + removes kinds with the count 0
+    counts = FileCounts(len(files), +skipped)  # the + removes the kinds of the Counter whose count is 0
     if not files:
         raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
     return root, files, counts
@@ -136,7 +136,7 @@ def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
     """
     chosen: dict[str, Path] = {}
     top = os.path.realpath(root)
-    real_folder = cache(os.path.realpath)  # reading the links of a whole path takes long on some disks
+    real_folder = cache(os.path.realpath)  # on some disks, it takes long to resolve all links in a path
     for path in sorted(paths):
         real = os.path.realpath(path) if path.is_symlink() else os.path.join(real_folder(path.parent), path.name)
         if real not in chosen or real == os.path.join(top, path.relative_to(root)):

@@ -162,7 +162,7 @@ class ChatEncoder:
         messages, markers = _marked(chat.messages)
         try:
             rendered = self._render(template, chat, messages).text
-        except ValueError:  # the template rejects the markers, so it reads the texts that they replace
+        except ValueError:  # the template rejects the markers, so it needs the contents of the texts
             return
         for marker, (name, i) in markers.items():
             if marker not in rendered:

@@ -26,7 +26,8 @@ class Block:
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
-        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, its output has the dtype of x.
+        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output in
+        # the dtype of x.
         is_offset = model.norm == "offset_rmsnorm"
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
         self.normed = self.x if is_offset and not self.eager else self.x_rounded
@@ -67,7 +68,7 @@ class Block:
         kept = self.norm_input + self.statistics + self.normed + self.qkv + self.q + self.lse + self.attention_adapters
         kept += self.attention_post_norm
         if self.norm_input > self.x and self.levers.checkpointing != "none":
-            kept += self.x  # the block's checkpoint also keeps the input as it was before the norm converted it
+            kept += self.x  # activation checkpointing also keeps the block's input before its conversion to fp32
         if self.model.qk_norm:
             kept += self.q + self.kv  # without qk_norm, q and k share a buffer with v
             kept += self.qk_statistics
@@ -203,9 +204,9 @@ class Block:
         held = self.kept() - self.ffn_post_norm + self.x
         if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
             held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v after the FFN's backward
-            if self.model.extras.post_norms:  # measured on an H200 with torch 2.11
+            if self.model.extras.post_norms:  # fitted to peaks that were measured on an H200 with torch 2.11
                 held += 2 * self.x_rounded
-        # the gradient of the FFN's output, or 0 if it is the same tensor as the gradient of the block's output
+        # the size of the gradient of the FFN's output, or 0 if the gradient of the block's output is the same tensor
         rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
         if self.run.adapters:  # the activations get one gradient through the frozen weight, and one through LoRA's A
             chunk = self._chunk(self.run.tokens)

@@ -247,7 +247,7 @@ def model_card(
     """Returns a model card in Markdown with the training data, the number of training steps, and the losses.
 
     rope: the config fields that the base model of an adapter needs, or None if the base model needs no changes.
-    eos: the tokens that end a text, if the model is an adapter and its base model has other ones. Otherwise empty.
+    eos: the end tokens of an adapter, if they differ from those of its base model. Otherwise empty.
     """
     pretrained = config["model"].get("pretrained")
     base = _without_folder(str(pretrained)) if pretrained else None

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fa_kernels import flash_attn_func
 from fa_kernels.flash_attention import backend, checks, ops
+from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
 
@@ -129,6 +130,15 @@ def test_a_schedule_of_another_batch_is_refused(tokens, observed, device):
                 with pytest.raises(ValueError, match=sizes):
                     flash_attn_packed(queries, keys, keys, schedule)
         flash_attn_packed(k, k, k, schedule)
+
+
+def test_calls_with_schedules_of_other_lengths_have_other_keys(device):
+    """A replayed call does not check its schedule, so a recording must not serve a schedule of another length."""
+    x, features = torch.randn(20, 2, 16, device=device), Features(1.0, 0.0, None, [])
+    full = causal_schedule(None, 20, device)
+    others = causal_schedule(None, 19, device), full._replace(query_start=full.query_start[:0])
+    keys = {backend._forward_call(x, x, x, schedule, features, x.dtype)[0] for schedule in (full, *others)}
+    assert len(keys) == 3
 
 
 def test_a_schedule_without_gradients_is_refused_in_a_backward_pass(device):

@@ -11,7 +11,7 @@ from scripts.bench.command_line import sigterm_raises
 
 
 class Running:
-    """Replaces the process of a case. While it runs, the benchmark gets SIGTERM.
+    """A fake process of a case. While this process runs, SIGTERM is sent to the benchmark.
 
     killed: the process groups that were killed, with the signals.
     """

@@ -100,7 +100,7 @@ class Prepared(NamedTuple):
 
 def prepare(o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, needs: Needs) -> Prepared:
     """Creates the tensors of `Prepared` in one kernel launch.
-    needs: which of its optional tensors the result holds. It always holds the tensor `rows`.
+    needs: which optional tensors the result holds. The tensor `rows` is always there.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
     and the last dimension of do has stride 1.
