@@ -26,8 +26,8 @@ class Block:
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
-        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output in
-        # the dtype of x.
+        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output
+        # in the dtype of x.
         is_offset = model.norm == "offset_rmsnorm"
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
         self.normed = self.x if is_offset and not self.eager else self.x_rounded

@@ -136,7 +136,7 @@ def test_calls_with_schedules_of_other_lengths_have_other_keys(device):
     """A replayed call does not check its schedule, so a recording must not serve a schedule of another length."""
     x, features = torch.randn(20, 2, 16, device=device), Features(1.0, 0.0, None, [])
     full = causal_schedule(None, 20, device)
-    others = causal_schedule(None, 19, device), full._replace(query_start=full.query_start[:0])
+    others = full._replace(key_start=full.key_start[:19]), full._replace(query_start=full.query_start[:0])
     keys = {backend._forward_call(x, x, x, schedule, features, x.dtype)[0] for schedule in (full, *others)}
     assert len(keys) == 3
 
