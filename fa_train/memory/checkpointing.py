@@ -10,6 +10,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 import fa_kernels.flash_attention.ops  # noqa: F401  registers torch.ops.flash_attention
@@ -65,7 +66,9 @@ def _keep_all(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _keep_input(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return recomputed(block, x)
+    # without a policy, torch 2.11 would save the output of a compiled autograd.Function, for example of TiledFFN
+    contexts = _KEEP_NOTHING if torch.compiler.is_compiling() else noop_context_fn
+    return recomputed(block, x, contexts=contexts)
 
 
 def _keep_input_and_attention(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -79,4 +82,11 @@ def _keep_attention(
     return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _recompute_all(
+    context: SelectiveCheckpointContext, operator: Callable[..., Any], *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 _KEEP_ATTENTION = partial(create_selective_checkpoint_contexts, _keep_attention)
+_KEEP_NOTHING = partial(create_selective_checkpoint_contexts, _recompute_all)

@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.checkpoints.base import hash_weights
-from fa_train.memory.planner.plan import Adapters
+from fa_train.memory.planner.plan import LINEARS, Adapters
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json
 from fa_train.models.initial import Constant, Uniform, initialise
-from fa_train.models.nf4 import NF4_PARTS, NF4Linear, nf4_weight, quantized
+from fa_train.models.nf4 import NF4_PARTS, nf4_linear, nf4_weight, quantized
 from fa_train.models.shards import own_rows
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -200,8 +200,8 @@ class LoRALinear(nn.Linear):
         """Returns the weight without adapters, (out_features, in_features), in the dtype before quantization."""
         if not self.nf4:
             return self.weight
-        codes = [self.weight, *(self.nf4[name] for name in NF4_PARTS)]
-        return nf4_weight(*codes, self.out_features, self.in_features)
+        parts = [self.weight, *(self.nf4[name] for name in NF4_PARTS)]
+        return nf4_weight(parts, self.out_features, self.in_features, self.nf4["nf4"].dtype)
 
     def merged(self) -> nn.Linear:
         """Returns an nn.Linear with the adapters added to its weight.
@@ -219,7 +219,7 @@ class LoRALinear(nn.Linear):
     def _base(self, x: Tensor) -> Tensor:
         if not self.nf4:
             return F.linear(x, self.weight, self.bias)
-        y: Tensor = NF4Linear.apply(x, self.weight, *(self.nf4[name] for name in NF4_PARTS), self.out_features)
+        y: Tensor = nf4_linear(x, self.weight, *(self.nf4[name] for name in NF4_PARTS), self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
@@ -274,13 +274,15 @@ def adapters_of(model: GPT) -> Adapters | None:
     Sizes that differ between blocks, such as Adapters.ffn_rank, are the maximum over all blocks.
     """
     sizes, quantized, has_dropout = [], False, False
+    with_adapters: set[str] = set()
     # {(block, "attention" or "ffn"): [sum of the LoRA ranks, number of elements of the joined matrices A and B]}
     found: dict[tuple[str, str], list[int]] = {}
     for path, linear in adapted(model):
-        _, block, part, _ = path.split(".")
+        _, block, part, name = path.split(".")
         quantized |= bool(linear.nf4)
         has_dropout |= linear.settings.lora_dropout > 0
         sizes += [p.numel() for p in (*linear.lora_A.values(), *linear.lora_B.values())]
+        with_adapters |= {name} if linear.lora_A else set()
         rank = sum(a.shape[0] for a in linear.lora_A.values())
         so_far = found.setdefault((block, part), [0, 0])
         so_far[0] += rank
@@ -291,7 +293,8 @@ def adapters_of(model: GPT) -> Adapters | None:
         [max((values[i] for (_, part), values in found.items() if part == wanted), default=0) for i in (0, 1)]
         for wanted in ("attention", "ffn")
     )
-    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantized, has_dropout)
+    names = tuple(name for name in LINEARS if name in with_adapters)
+    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantized, has_dropout, names)
 
 
 def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:

@@ -1,12 +1,14 @@
 """Linear layers whose frozen weights have 4 bits per element, in torchao's NF4 format (arXiv:2305.14314)."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa_kernels.nf4 import dequantize
 from fa_train.private_names import TESTED
 
 BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and the largest number of scales per second-level scale
@@ -14,56 +16,81 @@ BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and the largest number of s
 NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
 
-class NF4Linear(torch.autograd.Function):
-    """Computes x W^T and saves W in 4 bits. The backward pass dequantizes W again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        *codes, out_features = arguments
-        ctx.save_for_backward(*codes)
-        ctx.out_features, ctx.in_features = out_features, x.shape[-1]
-        return F.linear(x, nf4_weight(*codes, out_features, x.shape[-1]).to(x.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight = nf4_weight(*ctx.saved_tensors, ctx.out_features, ctx.in_features)
-        return dy @ weight.to(dy.dtype), None, None, None, None, None, None
-
-
-@torch.library.custom_op("fa_train::nf4_weight", mutates_args=())
-def nf4_weight(
-    quantized_data: Tensor,
+# nf4_linear and its backward are operators because torch.compile cannot trace torchao's tensor class. The dequantized
+# weight exists only inside an operator, so compiled code cannot keep the weight from the forward to the backward pass.
+@torch.library.custom_op("fa_train::nf4_linear", mutates_args=())
+def nf4_linear(
+    x: Tensor,
+    codes: Tensor,
     quantized_scalers: Tensor,
     quantization_factor: Tensor,
     scaler_mean: Tensor,
     nf4: Tensor,
     out_features: int,
+) -> Tensor:
+    """Computes x W^T. The backward pass dequantizes W again.
+
+    Shapes: x (..., in_features) -> (..., out_features). The other tensors are the parts of W, as in `nf4_weight`.
+    """
+    parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
+    return F.linear(x, nf4_weight(parts, out_features, x.shape[-1], x.dtype))
+
+
+@nf4_linear.register_fake
+def _nf4_linear_fake(x: Tensor, *arguments: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], arguments[-1])
+
+
+@torch.library.custom_op("fa_train::nf4_linear_backward", mutates_args=())
+def nf4_linear_backward(
+    dy: Tensor,
+    codes: Tensor,
+    quantized_scalers: Tensor,
+    quantization_factor: Tensor,
+    scaler_mean: Tensor,
+    nf4: Tensor,
     in_features: int,
 ) -> Tensor:
-    """Dequantizes a weight to (out_features, in_features). The result has the dtype of `nf4`.
+    """Computes dy W, the gradient of x in `nf4_linear`. Shapes: dy (..., out_features) -> (..., in_features)."""
+    parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
+    return dy @ nf4_weight(parts, dy.shape[-1], in_features, dy.dtype)
 
-    nf4_weight is a custom operator because torch.compile cannot trace torchao's tensor class.
+
+@nf4_linear_backward.register_fake
+def _nf4_linear_backward_fake(dy: Tensor, *arguments: Any) -> Tensor:
+    return dy.new_empty(*dy.shape[:-1], arguments[-1])
+
+
+def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, *parts, _ = inputs
+    ctx.in_features = x.shape[-1]
+    ctx.save_for_backward(*parts)
+
+
+def _gradient_of_x(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return nf4_linear_backward(dy, *ctx.saved_tensors, ctx.in_features), None, None, None, None, None, None
+
+
+nf4_linear.register_autograd(_gradient_of_x, setup_context=_save_parts)
+
+
+def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    """Dequantizes a weight to (out_features, in_features) in `dtype`.
+
+    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao does it.
+    parts: the 4-bit codes, and the tensors of NF4_PARTS in their order.
     """
+    codes, quantized_scalers, quantization_factor, scaler_mean, nf4 = parts
+    scales = quantized_scalers, quantization_factor, scaler_mean
+    if codes.is_cuda:
+        return dequantize(codes, *scales, nf4, dtype).view(out_features, in_features)
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
 
     shape, n_blocks = torch.Size((out_features, in_features)), quantized_scalers.numel()
     meta = SubclassTensorArgs(shape, (in_features, 1), 0, nf4.dtype, nf4.device, False)
     block, scaler_block = shape.numel() // n_blocks, n_blocks // quantization_factor.numel()
-    scales = (quantized_scalers, quantization_factor, scaler_mean)
-    return NF4Tensor(meta, block, n_blocks, scaler_block, *scales, quantized_data, nf4).get_original_weight()
-
-
-@nf4_weight.register_fake
-def _nf4_weight_fake(
-    quantized_data: Tensor,
-    quantized_scalers: Tensor,
-    quantization_factor: Tensor,
-    scaler_mean: Tensor,
-    nf4: Tensor,
-    out_features: int,
-    in_features: int,
-) -> Tensor:
-    return nf4.new_empty(out_features, in_features)
+    weight: Tensor = NF4Tensor(meta, block, n_blocks, scaler_block, *scales, codes, nf4).get_original_weight().to(dtype)
+    return weight
 
 
 def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:

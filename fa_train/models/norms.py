@@ -37,8 +37,9 @@ def build_norm(config: ModelConfig, dim: int) -> NormModule:
 
 def add_and_norm(x: Tensor, added: Tensor, norm: nn.Module, *, keep_sum: bool) -> tuple[Tensor, Tensor]:
     """Returns x + added and norm(x + added), (total, dim) each. keep_sum: see fa_kernels.rmsnorm.add_rms_norm."""
-    if type(norm) is nn.RMSNorm and type(norm.weight) is nn.Parameter and norm.eps is not None:
-        return add_rms_norm(x, added, norm.weight, norm.eps, compute_dtype(x), keep_sum=keep_sum)
+    if isinstance(norm, nn.RMSNorm | OffsetRMSNorm) and type(norm.weight) is nn.Parameter and norm.eps is not None:
+        weight = 1.0 + norm.weight.float() if isinstance(norm, OffsetRMSNorm) else norm.weight
+        return add_rms_norm(x, added, weight, norm.eps, compute_dtype(x), keep_sum=keep_sum)
     x = x + added
     return x, norm(x)
 

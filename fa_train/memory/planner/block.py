@@ -2,10 +2,8 @@
 
 from fa_kernels.flash_attention.backend import backward_workspace
 from fa_train.memory.offload import worth_a_copy
-from fa_train.memory.planner.plan import Plan
+from fa_train.memory.planner.plan import LINEARS, Plan
 from fa_train.parallel.context.traffic import STEPS
-
-DEQUANTIZATION_BYTES = 20  # temporary bytes per element while torchao 0.18 dequantizes to fp32
 
 
 class Block:
@@ -27,22 +25,31 @@ class Block:
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
         # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output
-        # in the dtype of x.
+        # in the dtype of x, unless it is fused with the residual addition before it (GPT.may_add_later).
         is_offset = model.norm == "offset_rmsnorm"
+        is_fused = not self.eager and self.levers.checkpointing == "none" and self.levers.offload is not True
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
-        self.normed = self.x if is_offset and not self.eager else self.x_rounded
+        self.converts = self.norm_input > self.x  # whether norms convert their input to fp32
+        self.normed = self.x if is_offset and not self.eager and not is_fused else self.x_rounded
+        if is_offset and is_fused:
+            self.normed += model.dim * 4  # the sum 1 + weight
         # Compiled code saves attention's output for other purposes, so that attention's post-norm saves no input.
         of_post_norm = self.norm_input if is_offset and self.eager else self.x_rounded
         self.attention_post_norm = self.ffn_post_norm = 0
         if model.extras.post_norms:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
+            if is_fused and self.levers.mlp_chunk:  # counted without a derivation; a test compares it with torch 2.13
+                self.attention_post_norm += self.x_rounded
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
         self.gradient_bytes = c if run.ranks > 1 else run.weight_bytes
         self.qkv_weight, self.out_weight, self.up_weight, self.down_weight = model.block_matrices
         a = run.adapters
+        # With frozen weights, autograd saves the input of a linear layer only if the layer has an adapter.
+        self.saves_input = {name: a is None or name in a.adapted for name in LINEARS}
+        self.plain_ffn = a is None or a.plain_ffn
         self.attention_adapters = (t * a.attention_rank + a.attention_joined) * c if a else 0
         self.ffn_adapters = (t * a.ffn_rank + a.ffn_joined) * c if a else 0
 
@@ -54,25 +61,25 @@ class Block:
         """
         if not self.rounds_weights or (self.run.adapters and self.run.adapters.quantized):
             return 0
-        ffn = 0 if self.levers.mlp_chunk else self.up_weight + (self.down_weight if self.run.adapters else 0)
+        ffn = 0 if self.levers.mlp_chunk else self.up_weight + (0 if self.plain_ffn else self.down_weight)
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
 
     def rounded_down(self) -> int:
         """Returns the bytes of autocast's copy of the FFN's last weight. The backward pass copies this weight again."""
-        if self.run.adapters or self.levers.mlp_chunk or not self.rounds_weights:
+        if not self.plain_ffn or self.levers.mlp_chunk or not self.rounds_weights:
             return 0
         return self.down_weight * self.run.compute_bytes
 
     def attention_kept(self) -> int:
         """Returns the bytes that the attention half of the block saves, including the block's input."""
-        kept = self.norm_input + self.statistics + self.normed + self.qkv + self.q + self.lse + self.attention_adapters
-        kept += self.attention_post_norm
-        if self.norm_input > self.x and self.levers.checkpointing != "none":
+        kept = self.norm_input + self.statistics + self.qkv + self.q + self.lse + self.attention_adapters
+        kept += (self.normed if self.saves_input["qkv"] else 0) + self.attention_post_norm
+        if self.converts and self.levers.checkpointing != "none":
             kept += self.x  # activation checkpointing also keeps the block's input before its conversion to fp32
         if self.model.qk_norm:
             kept += self.q + self.kv  # without qk_norm, q and k share a buffer with v
             kept += self.qk_statistics
-            kept += self.q_full + self.kv_full if self.run.mixed and self.eager else 0
+            kept += self.q_full + self.kv_full if (self.run.mixed and self.eager) or self.converts else 0
         return kept
 
     def ffn_kept(self) -> int:
@@ -81,10 +88,11 @@ class Block:
         Eager code saves the sum of the block's input and attention's output. Compiled code saves only attention's
         output, and adds it to the block's input again in the backward pass.
         """
-        kept = (self.norm_input if self.eager else self.x_rounded) + self.statistics + self.normed + self.ffn_post_norm
+        kept = (self.norm_input if self.eager else self.x_rounded) + self.statistics + self.ffn_post_norm
+        kept += self.normed if self.saves_input["up"] or self.levers.mlp_chunk else 0
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # TorchChunkedFFN saves slices of the norm's output that are not rounded yet
-            return kept + (self.x - self.x_rounded if self.is_torch_chunked() else 0)
+            # in eager mode, TorchChunkedFFN saves slices of the norm's output that are not rounded yet
+            return kept + (self.x - self.x_rounded if self.is_torch_chunked() and self.eager else 0)
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
     def activated(self) -> int:
@@ -95,8 +103,10 @@ class Block:
         return self.hidden * (2 if self.model.gated and self.eager else 1)
 
     def activated_kept(self) -> int:
-        """Returns the bytes of saved activations. Without adapters, the backward pass recomputes the activations."""
-        return self.activated() if self.run.adapters else 0
+        """Returns the bytes of saved activations. RecomputedFFN computes the activations again in the backward pass."""
+        if self.plain_ffn:
+            return 0
+        return self.activated() - (0 if self.saves_input["down"] else self.hidden)
 
     def kept(self) -> int:
         """Returns the bytes that autograd saves for a block without activation checkpointing."""
@@ -110,7 +120,7 @@ class Block:
 
     def is_torch_chunked(self) -> bool:
         """Returns whether the FFN is fa_train.models.ffn.TorchChunkedFFN."""
-        return self.levers.mlp_chunk is not None and (self.run.adapters is not None or self.model.activation == "geglu")
+        return self.levers.mlp_chunk is not None and (not self.plain_ffn or self.model.activation == "geglu")
 
     def offloaded(self) -> int:
         """Returns how many of a block's saved bytes are offloaded to the host."""
@@ -135,6 +145,7 @@ class Block:
         recomputed = {}
         if self.levers.checkpointing != "none":
             waiting = self.x + (self.x_rounded if self.run.mixed else 0)  # the gradient of the block's output
+            waiting += self.norm_input if self.converts and self.ffn_post_norm else 0  # the same gradient in fp32
             ffn = self.kept() + self._argument()  # the activations and the last matmul are not recomputed
             if self.model.extras.post_norms:  # the output of the last matmul is the post-norm's input
                 ffn = self._ffn_forward()
@@ -185,7 +196,9 @@ class Block:
 
     def _ffn_forward(self) -> int:
         held = self.kept() - self.ffn_post_norm + self._argument()
-        if self.levers.mlp_chunk or self.run.adapters:
+        if self.converts and self.ffn_post_norm:  # the FFN's input and output, and the post-norm's output in fp32
+            held = max(held, self.kept() + self.x + self.norm_input - self._chunk_forward())
+        if self.levers.mlp_chunk or not self.plain_ffn:
             return held + self.x_rounded + self._chunk_forward()
         return held + max(self.activated(), self.hidden + self.x_rounded)
 
@@ -208,31 +221,59 @@ class Block:
                 held += 2 * self.x_rounded
         # the size of the gradient of the FFN's output, or 0 if the gradient of the block's output is the same tensor
         rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
-        if self.run.adapters:  # the activations get one gradient through the frozen weight, and one through LoRA's A
-            chunk = self._chunk(self.run.tokens)
-            if not self.levers.mlp_chunk:
-                return held + 2 * chunk + self._dequantized()
-            recomputed = (5 if self.model.gated else 3) * chunk + self._ffn_rounded() + self.ffn_adapters
-            return held + rounded + recomputed + 2 * chunk + self._dequantized()
+        if not self.plain_ffn:
+            if self.levers.mlp_chunk:
+                return held + self._chunked_adapters_backward(rounded)
+            return held + self._gradients_of_ffn(self.hidden, self.x_rounded)
         if not self.levers.mlp_chunk:  # the backward pass recreates autocast's copy of the FFN's last weight
             recomputed = self.activated() + self.rounded_down()
-            of_operand = rounded + recomputed + self.hidden + self.down_weight * self.run.compute_bytes
+            d_weight = 0 if self.run.adapters else self.down_weight * self.run.compute_bytes
+            of_operand = rounded + recomputed + self.hidden + d_weight
             # the gradient of the last weight: compiled code holds it until the block's backward ends
             in_place = self.eager and self.run.gradients_in_place and self.run.ranks == 1
-            its_own = 0 if in_place else self.down_weight * self.gradient_bytes
+            its_own = 0 if in_place or self.run.adapters else self.down_weight * self.gradient_bytes
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
-        weights = (self.up_weight + self.down_weight) * 4
+        weights = 0 if self.run.adapters else (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(self.run.tokens)
         if self.is_torch_chunked():  # `7 * chunk` counts recomputed tensors and gradients
             return held + rounded + 7 * chunk + self._ffn_rounded() + weights
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk
-        if self.run.compute_bytes == 4:  # only fp32 products need a temporary tensor
+        if self.run.compute_bytes == 4 and weights:  # only fp32 products need a temporary tensor
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
         if self.gradient_bytes != 4:  # the fp32 sums of weight gradients are rounded after the loop
             chunks = max(chunks, weights // 2)
         return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
+
+    def _gradients_of_ffn(self, hidden: int, x_rounded: int) -> int:
+        """Returns the bytes that the backward of an FFN with frozen weights allocates, besides its saved tensors.
+
+        If `down` has an adapter, the activations get two gradients: one through the frozen weight, and one through
+        LoRA's A. The sum of the two gradients is a third tensor. By then, the activations themselves are freed.
+        hidden, x_rounded: the bytes of the activations and of the input, for all tokens or for one chunk.
+        """
+        weights, is_adapted = self._dequantized(), self.saves_input["down"]
+        of_activations = hidden + max(hidden, weights["down"]) + (hidden if is_adapted else 0)
+        of_factors = (
+            3 * hidden if self.model.gated else 0
+        )  # the gradient of the activations, of the gates and of values
+        of_input = x_rounded + max(x_rounded, weights["up"]) - (hidden if self.model.gated else 0)
+        return max(of_activations, of_factors, of_input) - (hidden if is_adapted else 0)
+
+    def _chunked_adapters_backward(self, rounded: int) -> int:
+        """Returns the bytes that the backward of a TorchChunkedFFN with frozen weights allocates.
+
+        The backward computes one chunk after another, and keeps the gradients of the inputs of earlier chunks.
+        rounded: the bytes of the gradient of the FFN's output.
+        """
+        tokens = self.run.tokens
+        rows = min(self.levers.mlp_chunk or tokens, tokens)
+        share = rows / tokens
+        recomputed = int((self.up + self.activated_kept()) * share) + self._ffn_rounded() + self.ffn_adapters
+        earlier = self.x * (tokens // rows - 1) * rows // tokens
+        gradients = self._gradients_of_ffn(int(self.hidden * share), int(self.x_rounded * share))
+        return rounded + recomputed + earlier + gradients
 
     def _norm_backward(self) -> int:
         """Returns the peak bytes while the backward of the FFN's norm runs.
@@ -279,15 +320,11 @@ class Block:
         """Returns the bytes of a (chunk, ffn_dim) tensor. A chunk has mlp_chunk tokens, but at most `tokens`."""
         return min(self.levers.mlp_chunk or self.run.tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
-    def _dequantized(self) -> int:
-        """Returns the bytes that torchao needs to dequantize a block's largest matrix.
-
-        Most of the memory for dequantization holds 64-bit indices.
-        """
-        if self.run.adapters is None or not self.run.adapters.quantized:
-            return 0
-        matrices = (self.qkv_weight, self.out_weight, self.up_weight, self.down_weight)
-        return max(matrices) * DEQUANTIZATION_BYTES
+    def _dequantized(self) -> dict[str, int]:
+        """Returns the bytes of the dequantized weights of the FFN, which are 0 if weights are not quantized."""
+        quantized = self.run.adapters is not None and self.run.adapters.quantized
+        weights = {"up": self.up_weight, "down": self.down_weight}
+        return {name: elements * self.run.compute_bytes * quantized for name, elements in weights.items()}
 
     def _ffn_rounded(self) -> int:
         return (self.up_weight + self.down_weight) * self.run.compute_bytes if self.rounds_weights else 0
@@ -295,4 +332,5 @@ class Block:
 
 def keeps_up(plan: Plan) -> bool:
     """Returns whether a tiled FFN saves the output of its first matmul. Without offload="all", the result is False."""
-    return plan.levers.offloads_all and plan.run.adapters is None and plan.model.activation != "geglu"
+    plain = plan.run.adapters is None or plan.run.adapters.plain_ffn
+    return plan.levers.offloads_all and plain and plan.model.activation != "geglu"

@@ -74,6 +74,10 @@ class _Step:
             # two attention schedules
             self.data += run.tokens * (7 + 5 * run.context) * 4 * len(set(model.windows))
         self.data += run.tokens * model.heads.dim * 4 if model.positions == "rope" else 0  # cosines and sines
+        # If the embedding is frozen, the first norm has nothing to compute in the backward pass, and saves no input.
+        self.unsaved = (
+            self.block.norm_input if run.adapters and run.eager and not self.recomputes and not levers.offload else 0
+        )
         # the GPU memory that previous blocks still hold, because their copies to the host may still run
         self.underway = min(IN_FLIGHT if levers.offloads_all else 1, model.n_layers - 1) * self.block.offloaded()
         # the GPU memory that unfinished copies to the host may hold after the last block's forward (offload=all only)
@@ -90,6 +94,8 @@ class _Step:
         rounded_in_forward = 0 if self.recomputes else n_layers * rounded
         # the input, statistics and output of the last norm, and one gradient
         last_norm = block.x + block.statistics + 2 * block.x
+        if self.model.norm == "offset_rmsnorm":  # saves its input in fp32; the last norm is never compiled
+            last_norm += self.run.tokens * self.model.dim * 4 - block.x
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
             Moment(
@@ -234,7 +240,7 @@ class _Step:
 
         left: the number of blocks that have not finished their backward. A finished block holds no saved tensors.
         """
-        return left * self.block.saved() - (left - 1) * self.block.offloaded()
+        return left * self.block.saved() - (left - 1) * self.block.offloaded() - self.unsaved
 
     def _fetched(self, left: int) -> int:
         """Returns the bytes that are fetched from the host in advance, for the next block's backward."""

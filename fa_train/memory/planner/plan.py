@@ -12,6 +12,7 @@ from fa_train.models.config import ModelConfig
 
 OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", "adamw_offload"]
 Buckets = Literal["none", "views", "copies"]
+LINEARS = ("qkv", "out", "up", "down")  # the linear layers of a block
 
 
 def require_precision(precision: str) -> None:
@@ -30,6 +31,7 @@ class Adapters:
     attention_joined, ffn_joined: the number of elements of a block's joined matrices, in attention and in the FFN. For
     each linear layer, all matrices A are joined into one matrix, and all matrices B into one block-diagonal matrix.
     quantized: whether the matrices of the blocks are quantized to 4 bits.
+    adapted: which of a block's linear layers have adapters: qkv, out, up, down.
     has_dropout: whether lora_dropout is above 0. Memory levers that recompute activations do not work with dropout.
     The formulas ignore dropout.
     """
@@ -41,6 +43,12 @@ class Adapters:
     ffn_joined: int
     quantized: bool
     has_dropout: bool = False
+    adapted: tuple[str, ...] = LINEARS
+
+    @property
+    def plain_ffn(self) -> bool:
+        """Whether the linear layers of the FFN have neither adapters nor quantized weights."""
+        return not self.quantized and not {"up", "down"} & set(self.adapted)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Levers, Memory
 from fa_train.memory.planner.plan import Adapters, Plan, RunSize
-from fa_train.memory.planner.predict import GIB
+from fa_train.memory.planner.predict import GIB, predict
 from fa_train.models.attention import Attention, flash_attention
 from fa_train.models.config import Family, ModelConfig
 from fa_train.models.gpt import GPT
@@ -79,7 +79,8 @@ def recorded(plan: Mapping[str, Mapping[str, Any]]) -> Plan:
     """Returns a plan from the JSON that scripts/bench/planner.py writes."""
     run = dict(plan["run"])
     if run["adapters"] is not None:
-        run["adapters"] = Adapters(**run["adapters"] | {"sizes": tuple(run["adapters"]["sizes"])})
+        tuples = {name: tuple(values) for name, values in run["adapters"].items() if isinstance(values, list)}
+        run["adapters"] = Adapters(**run["adapters"] | tuples)
     model = dict(plan["model"])
     if model["family"] is not None:
         model["family"] = Family(**model["family"])
@@ -98,12 +99,21 @@ def build(plan: Plan, attention: Attention = flash_attention) -> GPT:
 
 
 def with_adapters(
-    plan: Plan, quantization: Literal["nf4"] | None = None, dropout: float = 0.0
+    plan: Plan,
+    quantization: Literal["nf4"] | None = None,
+    dropout: float = 0.0,
+    target_modules: str | list[str] = "all-linear",
 ) -> tuple[Plan, Callable[[], GPT]]:
     """Returns the plan of a run with adapter=lora, and a function that builds its model."""
 
     def adapted() -> GPT:
-        return LoRA(16, 32.0, dropout, "all-linear", False, quantization, None)(build(plan))
+        return LoRA(16, 32.0, dropout, target_modules, False, quantization, None)(build(plan))
 
     with torch.device("meta"):
         return changed(plan, adapters=adapters_of(adapted())), adapted
+
+
+def predicted_peak(plan: Plan) -> int:
+    """Returns the predicted peak bytes of a step, without weights, optimizer states and the libraries' workspaces."""
+    prediction = predict(plan)
+    return prediction.allocated - prediction.weights - prediction.optimizer - prediction.libraries
