@@ -1,6 +1,7 @@
 """One run of train.py. Builds the trainer, the model and the data from a checked config, and trains."""
 
 import logging
+import os
 import warnings
 from dataclasses import asdict
 from functools import partial
@@ -66,9 +67,12 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     for logger in trainer.loggers:
-        if isinstance(logger, WandbLogger):  # wandb warns that `anonymous` has no effect
-            private("lightning", logger, "_wandb_init").pop("anonymous", None)
-    communication.configure(trainer)
+        if isinstance(logger, WandbLogger):
+            arguments = private("lightning", logger, "_wandb_init")
+            arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
+            if "WANDB_RESUME" in os.environ and "resume" not in cfg.logger:
+                arguments.pop("resume")  # Lightning's default, `allow`, has precedence over WANDB_RESUME
+    communication.configure(trainer, has_timeout="timeout" in cfg.strategy)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size, context_ranks(trainer.strategy))
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps

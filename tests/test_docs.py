@@ -93,6 +93,15 @@ def test_every_command_names_what_exists(page, monkeypatch):
             raise AssertionError(f"{page.name}: {shlex.join(words)}") from error
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_every_named_checkpoint_is_the_last_one_of_an_experiment_on_the_same_page(page):
+    checkpoints = re.findall(r"runs/(\w+)/<time>/checkpoints/step_(\d+)\.ckpt", page.read_text(encoding="utf-8"))
+    lines = [words[2:] for words in commands(page) if words[:2] == ["python", "train.py"] and "-m" not in words]
+    experiments = [words for words in lines if any(word.startswith("experiment=") for word in words)]
+    runs = [composed(words) for words in experiments] if checkpoints else []
+    assert {(name, int(step)) for name, step in checkpoints} <= {(cfg.run_name, cfg.max_steps) for cfg in runs}
+
+
 def test_the_example_of_a_config_folder_makes_a_run(tmp_path, monkeypatch):
     docs = REPOSITORY / "docs"
     experiment, data = re.findall(r"^```yaml\n(.*?)^```", (docs / "config.md").read_text(), re.MULTILINE | re.DOTALL)

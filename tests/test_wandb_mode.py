@@ -156,6 +156,19 @@ def test_the_environment_gives_defaults_that_the_command_line_overrides(tmp_path
     assert passed(*given) == ["p", "n", "j", ["t"], "/s"]
 
 
+def test_wandb_reads_wandb_resume_unless_the_config_sets_resume(tmp_path, monkeypatch):
+    def passed(*overrides):
+        with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=offline", *overrides)) as cfg:
+            [logger] = training.build(cfg)[0].loggers
+        return logger._wandb_init.get("resume")
+
+    monkeypatch.delenv("WANDB_RESUME", raising=False)
+    assert passed() == "allow"
+    monkeypatch.setenv("WANDB_RESUME", "never")
+    assert passed() is None, "without an argument, wandb.init reads the variable"
+    assert passed("+logger.resume=allow") == "allow"
+
+
 @pytest.mark.slow
 def test_a_run_with_a_key_and_no_network_is_recorded_offline(tmp_path):
     overrides = tiny(tmp_path, "logger=wandb", "max_steps=1")

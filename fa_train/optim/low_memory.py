@@ -78,7 +78,7 @@ def _parts_of(value: Tensor, moment: Moment, *, is_signed: bool, stochastic: boo
 
     is_signed: False for the second moment. A positive second moment is never rounded to 0, because a step divides by
     its square root. stochastic: whether bf16 moments that are not signed are rounded stochastically. Otherwise, a
-    second moment could stop decreasing if beta2 is 0.99 or more, because each decrease would be rounded away.
+    second moment could stop decreasing too early, because small decreases would be rounded away.
     """
     if len(moment) == 1:
         rounds = stochastic and not is_signed and moment[0].dtype is torch.bfloat16

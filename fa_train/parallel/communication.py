@@ -14,11 +14,12 @@ TIMEOUT = timedelta(minutes=10)
 RECORDED = 2000  # the number of collectives that the flight recorder of each rank keeps
 
 
-def configure(trainer: L.Trainer) -> None:
+def configure(trainer: L.Trainer, *, has_timeout: bool) -> None:
     """Shortens the timeout of collectives, turns the flight recorder on, and gives ddp's collectives high priority.
 
     With high priority, NCCL's kernels can begin while kernels of the backward pass wait for free multiprocessors.
     Values that the user has set do not change.
+    has_timeout: whether the config has the key strategy.timeout. The user's value can be equal to torch's default.
 
     If a collective times out, the rank writes records of its last collectives to nccl_trace_rank_<rank> in the run's
     folder, and ends. Call `configure` before the process group exists.
@@ -26,7 +27,7 @@ def configure(trainer: L.Trainer) -> None:
     if trainer.world_size == 1:
         return
     strategy = trainer.strategy
-    if private("lightning", strategy, "_timeout") == default_pg_timeout:
+    if not has_timeout and private("lightning", strategy, "_timeout") == default_pg_timeout:
         replace_private("lightning", strategy, "_timeout", TIMEOUT)
     if isinstance(strategy, DDPStrategy):
         set_unless_given("1", "TORCH_NCCL_HIGH_PRIORITY")

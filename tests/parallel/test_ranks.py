@@ -23,14 +23,14 @@ from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fa_train import run_config
+from fa_train import run_config, training
 from fa_train.callbacks.interrupt import GracefulInterrupt
 from fa_train.errors import DivergedError, OutOfMemoryError, RankFailedError
 from fa_train.parallel import communication, failures, launch, rank_store
 from fa_train.parallel.failures import failures_reported, kind_of
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.ranks import TOLD, ranks_to_start
-from tests.support.training import CONF, REPOSITORY, quiet_environment
+from tests.support.training import CONF, REPOSITORY, composed, quiet_environment, tiny
 
 LAUNCHERS = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_JOB_NAME", "TORCHELASTIC_ERROR_FILE", TOLD)
 
@@ -405,10 +405,10 @@ def test_nccl_has_a_short_timeout_and_a_flight_recorder(strategy, monkeypatch):
     for name in (*NCCL, "TORCH_NCCL_HIGH_PRIORITY", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         monkeypatch.delenv(name, raising=False)
     trainer = SimpleNamespace(world_size=1, default_root_dir="/run", strategy=strategy())
-    communication.configure(trainer)
+    communication.configure(trainer, has_timeout=False)
     assert not os.environ.keys() & {*NCCL, "TORCH_NCCL_HIGH_PRIORITY"}
     trainer.world_size = 2
-    communication.configure(trainer)
+    communication.configure(trainer, has_timeout=False)
     assert trainer.strategy._timeout == timedelta(minutes=10)
     assert [os.environ[name] for name in NCCL] == ["1", "2000", "/run/nccl_trace_rank_"]
     assert os.environ.get("TORCH_NCCL_HIGH_PRIORITY") == ("1" if strategy is DDPStrategy else None)
@@ -420,10 +420,21 @@ def test_what_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")  # the older name of TORCH_FR_BUFFER_SIZE
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     strategy = DDPStrategy(timeout=timedelta(minutes=3))
-    communication.configure(SimpleNamespace(world_size=2, default_root_dir="/run", strategy=strategy))
-    assert strategy._timeout == timedelta(minutes=3)
+    trainer = SimpleNamespace(world_size=2, default_root_dir="/run", strategy=strategy)
+    communication.configure(trainer, has_timeout=False)
+    assert strategy._timeout == timedelta(minutes=3), "a strategy of the user's own can set its timeout"
     assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert "TORCH_FR_BUFFER_SIZE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("given", "minutes"), [((), 10), (("+strategy.timeout={_target_: datetime.timedelta, minutes: 30}",), 30)],
+    ids=["default", "equal-to-torch's-default"],
+)  # fmt: skip
+def test_the_config_gives_the_timeout_of_ddp(given, minutes, tmp_path):
+    with composed(tmp_path, *tiny(tmp_path, "strategy=ddp", "trainer.devices=2", *given)) as cfg:
+        trainer, _, _ = training.build(cfg)
+    assert trainer.strategy._timeout == timedelta(minutes=minutes)
 
 
 def sbatch_script() -> str:
