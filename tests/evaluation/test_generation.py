@@ -387,7 +387,7 @@ def test_a_checkpoint_of_a_run_without_a_tokenizer_cannot_answer(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_run_answers(tmp_path):
+def test_a_checkpoint_of_a_run_answers(tmp_path, monkeypatch):
     done = command_line(tmp_path, *tiny(tmp_path), "max_steps=2", "trainer.val_check_interval=2")
     assert done.returncode == 0, done.stderr
     [checkpoint] = tmp_path.rglob("*.ckpt")
@@ -395,3 +395,7 @@ def test_a_checkpoint_of_a_run_answers(tmp_path):
     assert first == answers(str(checkpoint), prompt=["the cat"], max_new_tokens=8, device="cpu", temperature=1.0)
     with pytest.raises(ValueError, match="must have a chat template"):
         answers(str(checkpoint), chat=["hi"], max_new_tokens=8, device="cpu")
+    prompts: list[list[int]] = []
+    monkeypatch.setattr("scripts.answers.generate", lambda model, prompt, **options: prompts.append(prompt) or [5])
+    answers(str(checkpoint), prompt=["the cat", ""], max_new_tokens=8, device="cpu")
+    assert prompts == [[256, *b"the cat"], [256]], "bos comes first, as in training"
