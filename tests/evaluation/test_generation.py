@@ -233,6 +233,21 @@ def test_learned_positions_end():
         generate(small(positions="learned"), PROMPT, max_new_tokens=9)
 
 
+@pytest.mark.parametrize(
+    ("n_prompt", "advice"),
+    [
+        pytest.param(2, "Set max_new_tokens to at most 14", id="short"),
+        pytest.param(16, "Shorten the prompt", id="long"),
+    ],
+)
+def test_a_text_beyond_learned_positions_says_what_to_set(n_prompt, advice):
+    message = (
+        f"^the prompt's {n_prompt} tokens plus max_new_tokens=128 must be at most .* got {n_prompt + 128}. {advice}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        generate(small(positions="learned"), [1] * n_prompt, max_new_tokens=128)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
