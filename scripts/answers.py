@@ -33,7 +33,8 @@ def answers(
 ) -> list[str]:
     """Returns the text that the model writes after each `prompt`, or its answer to each user message in `chat`.
 
-    Exactly one of `prompt` and `chat` must be given.
+    Exactly one of `prompt` and `chat` must be given. A prompt begins with the special tokens that the model's tokenizer
+    puts before a text. The tokenizer of a run on texts puts bos there, as in training.
 
     dtype=None uses the dtype of the stored weights on a GPU and float32 on the CPU. Raises: ValueError if the model or
     its tokenizer is missing, if `chat` is given without a chat template, or if an argument has an impossible value.
@@ -42,28 +43,17 @@ def answers(
         raise ValueError(f"--system needs --chat; got --system {system!r} and --prompt")
     if temperature == 0 and (top_k is not None or top_p != 1):
         raise ValueError("--top-k and --top-p need --temperature, because nothing is sampled without it")
-    path = Path(model)
-    if path.suffix == ".ckpt":  # a checkpoint file, or the folder of a sharded checkpoint
-        with tempfile.TemporaryDirectory() as folder:
-            exported = Path(folder, "exported")
-            export(path, exported, [], dtype)
-            if not (exported / "tokenizer_config.json").is_file():
-                raise ValueError(
-                    f"the argument model must be a model with a tokenizer; got {model}, whose data have no tokenizer "
-                    "or do not name it in data.tokenizer"
-                )
-            return answers(
-                str(exported), prompt=prompt, chat=chat, system=system, max_new_tokens=max_new_tokens,
-                temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, dtype=dtype, device=device,
-            )  # fmt: skip
-    _require_model(model)
-    tokenizer = HFTokenizer(model, "the argument model")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = _is_gpu(device)
-    with torch.device(device):
-        gpt = load_pretrained(
-            model, flash_attention if on_gpu else naive_attention, dtype=dtype or (None if on_gpu else "float32")
-        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = _exported(model, Path(temporary, "exported"), dtype)
+        tokenizer = HFTokenizer(folder, "the argument model")
+        tokenizer.name = model  # error messages name the checkpoint and not the temporary folder
+        if chat is not None and not tokenizer.hf.chat_template:
+            raise ValueError(f"--chat: the tokenizer of {model} must have a chat template; it has none. Use --prompt")
+        attention = flash_attention if on_gpu else naive_attention
+        with torch.device(device):
+            gpt = load_pretrained(folder, attention, dtype=dtype or (None if on_gpu else "float32"))
     if chat is not None:
         encoder = ChatEncoder(tokenizer)
         before = [] if system is None else [{"role": "system", "content": system}]
@@ -98,6 +88,24 @@ def _prompt_tokens(tokenizer: HFTokenizer, text: str) -> list[int]:
     return tokens[:-1] if adds_eos else tokens
 
 
+def _exported(model: str, folder: Path, dtype: Dtype | None) -> str:
+    """Returns `model`, or exports it to `folder` and returns `folder` if `model` is a checkpoint of train.py.
+
+    Raises: ValueError if the model or its tokenizer is missing.
+    """
+    path = Path(model)
+    if path.suffix != ".ckpt":  # a checkpoint is a file, or a folder if the run sharded its weights
+        _require_model(model)
+        return model
+    export(path, folder, [], dtype)
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ValueError(
+            f"the argument model must be a model with a tokenizer; got {model}, whose data have no tokenizer or do not "
+            "name it in data.tokenizer"
+        )
+    return str(folder)
+
+
 def _require_model(model: str) -> None:
     """Raises: ValueError if `model` is neither a folder with a config.json nor a name on the hub."""
     key, folder = "the argument model", Path(model)
@@ -116,11 +124,13 @@ def _require_model(model: str) -> None:
 
 
 def _is_gpu(device: str) -> bool:
-    """Raises: ValueError if torch does not know `device`, or if this machine lacks the CUDA GPU that `device` names."""
+    """Raises: ValueError if `device` is neither cpu nor cuda, or if this machine lacks the GPU that `device` names."""
     try:
-        on_gpu = torch.device(device).type == "cuda"
-    except RuntimeError as error:
-        raise ValueError(f"--device must be cpu or cuda; got {device}") from error
-    if on_gpu and not torch.cuda.is_available():
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = "unknown"
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda; got {device}")
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device must be cpu on a machine without a CUDA GPU; got {device}")
-    return on_gpu
+    return kind == "cuda"

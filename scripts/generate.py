@@ -27,7 +27,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, a name on the Hugging Face hub, or a .ckpt still in its run's folder")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", action="append", help="text to continue; may be given several times")
+    asked.add_argument(
+        "--prompt",
+        action="append",
+        help="text to continue; a name such as <eos> becomes the special token; may be given several times",
+    )
     asked.add_argument(
         "--chat",
         action="append",

@@ -59,7 +59,7 @@ def generate(
     prompt = [index(token) for token in (prompt.tolist() if isinstance(prompt, np.ndarray | Tensor) else prompt)]
     _require_settings(prompt, model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
     longest = len(prompt) + max_new_tokens
-    model.require_seq_len(longest)
+    _require_positions(model, len(prompt), max_new_tokens)
     cached &= not any(rope is not None and isinstance(rope.scaling, DynamicNTKScaling) for rope in model.ropes)
     device = model.token_embedding.weight.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -273,6 +273,19 @@ def _chosen(logits: Tensor, temperature: float, top_k: int | None, top_p: float,
     before = probabilities.cumsum(dim=-1) - probabilities
     kept = probabilities.masked_fill(before >= top_p, 0.0)
     return tokens[torch.multinomial(kept, 1, generator=generator)][0]
+
+
+def _require_positions(model: GPT, n_prompt: int, max_new_tokens: int) -> None:
+    """Raises: ValueError if the model has fewer learned positions than tokens of the prompt plus max_new_tokens."""
+    learned = model.position_embedding
+    if learned is None or n_prompt + max_new_tokens <= learned.num_embeddings:
+        return
+    fits = learned.num_embeddings - n_prompt
+    raise ValueError(
+        f"the prompt's {n_prompt} tokens plus max_new_tokens={max_new_tokens} must be at most "
+        f"model.max_seq_len={learned.num_embeddings} tokens; got {n_prompt + max_new_tokens}. "
+        + (f"Set max_new_tokens to at most {fits}" if fits > 0 else "Shorten the prompt")
+    )
 
 
 def _require_settings(

@@ -233,6 +233,21 @@ def test_learned_positions_end():
         generate(small(positions="learned"), PROMPT, max_new_tokens=9)
 
 
+@pytest.mark.parametrize(
+    ("n_prompt", "advice"),
+    [
+        pytest.param(2, "Set max_new_tokens to at most 14", id="short"),
+        pytest.param(16, "Shorten the prompt", id="long"),
+    ],
+)
+def test_a_text_beyond_learned_positions_says_what_to_set(n_prompt, advice):
+    message = (
+        f"^the prompt's {n_prompt} tokens plus max_new_tokens=128 must be at most .* got {n_prompt + 128}. {advice}$"
+    )
+    with pytest.raises(ValueError, match=message):
+        generate(small(positions="learned"), [1] * n_prompt, max_new_tokens=128)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
@@ -320,6 +335,14 @@ def test_the_model_must_have_a_tokenizer(folder, tmp_path):
         answers(str(model), prompt=["hi"], max_new_tokens=1, device="cpu")
 
 
+def test_chat_needs_a_chat_template(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    message = f"^--chat: the tokenizer of {tmp_path}/model must have a chat template; it has none. Use --prompt$"
+    with pytest.raises(ValueError, match=message):
+        answers(str(tmp_path / "model"), chat=["hi"], max_new_tokens=1, device="cpu")
+
+
 def test_a_prompt_that_the_template_rejects_is_an_error_of_one_line(folder, tmp_path, monkeypatch):
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
     model = tmp_path / "model"
@@ -359,6 +382,8 @@ def test_a_wrong_model_is_named_as_an_argument(model, message, tmp_path, monkeyp
     [
         pytest.param("cuda", "must be cpu on a machine without a CUDA GPU; got cuda", id="no-gpu"),
         pytest.param("foo", "must be cpu or cuda; got foo", id="unknown"),
+        pytest.param("mps", "must be cpu or cuda; got mps", id="mps"),
+        pytest.param("meta", "must be cpu or cuda; got meta", id="meta"),
     ],
 )
 def test_a_device_that_is_not_there_is_named(device, message, folder, monkeypatch):
@@ -387,11 +412,15 @@ def test_a_checkpoint_of_a_run_without_a_tokenizer_cannot_answer(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_run_answers(tmp_path):
+def test_a_checkpoint_of_a_run_answers(tmp_path, monkeypatch):
     done = command_line(tmp_path, *tiny(tmp_path), "max_steps=2", "trainer.val_check_interval=2")
     assert done.returncode == 0, done.stderr
     [checkpoint] = tmp_path.rglob("*.ckpt")
     first = answers(str(checkpoint), prompt=["the cat"], max_new_tokens=8, device="cpu", temperature=1.0)
     assert first == answers(str(checkpoint), prompt=["the cat"], max_new_tokens=8, device="cpu", temperature=1.0)
-    with pytest.raises(ValueError, match="must have a chat template"):
+    with pytest.raises(ValueError, match=f"^--chat: the tokenizer of {checkpoint} must have a chat template"):
         answers(str(checkpoint), chat=["hi"], max_new_tokens=8, device="cpu")
+    prompts: list[list[int]] = []
+    monkeypatch.setattr("scripts.answers.generate", lambda model, prompt, **options: prompts.append(prompt) or [5])
+    answers(str(checkpoint), prompt=["the cat", ""], max_new_tokens=8, device="cpu")
+    assert prompts == [[256, *b"the cat"], [256]], "bos comes first, as in training"

@@ -114,6 +114,15 @@ class HFTokenizer:
         encoded = self.hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
+    def begin_with_bos(self) -> None:
+        """Makes `hf` begin a text as TextEncoder does: with bos, or with no special token if there is no bos.
+
+        A tokenizer that already does so stays as it is. So does a slow tokenizer, which has no post-processor.
+        """
+        begin = [] if self.bos_id is None else [self.bos_id]
+        if self.hf.is_fast and self.hf("").input_ids not in (begin, [*begin, self.eos_id]):
+            self.hf.add_bos_token = bool(begin)  # replaces the post-processor, which save_pretrained saves
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.hf.decode(list(ids), skip_special_tokens=True))
 

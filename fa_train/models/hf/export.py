@@ -30,6 +30,7 @@ from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_
 ROPE_KEYS = ("model.rope_scaling", "model.rope_theta", "model.max_seq_len")
 # values of data._target_ that use bytes as tokens if data.tokenizer is null
 WITH_BYTES = {f"fa_train.data.datamodule.{name}_data" for name in ("stdlib", "text", "hf", "mix")}
+CHATS_OF_MIX = "fa_train.data.mixing.sft_part"  # the value of data.sources.<name>._target_ for chats
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
 Build = Callable[[int], GPT]
 CARD = """---
@@ -300,6 +301,7 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
 def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | None:
     """Returns the tokenizer of a run's data, with its chat template.
 
+    If the run was trained on texts, the tokenizer begins a text as in training: with one bos, if it has a bos.
     Returns None if the data are random tokens, or come from a function of the user and data.tokenizer is no name.
     Raises: ValueError if the tokenizer or the chat template is not found.
     """
@@ -316,12 +318,21 @@ def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | No
             f"{str(error).splitlines()[0].rstrip('.')}. If the run's tokenizer is now in another folder, add "
             "data.tokenizer=<folder> to the command"
         ) from error
+    if _has_texts(data):
+        tokenizer.begin_with_bos()
     if data.get("chat_template") is not None:
         template = Path(data["chat_template"]).expanduser()
         if not template.is_file():
             raise ValueError(f"data.chat_template must be the run's Jinja file; {template} does not exist")
         tokenizer.hf.chat_template = read_text(template)
     return tokenizer
+
+
+def _has_texts(data: Mapping[str, Any]) -> bool:
+    """Returns whether TextEncoder encodes documents of a run. data: the run's config group `data`."""
+    sources = data.get("sources")  # only data=mix has sources
+    is_mix_of_chats = sources is not None and all(part["_target_"] == CHATS_OF_MIX for part in sources.values())
+    return data.get("_target_") in WITH_BYTES and not is_mix_of_chats
 
 
 def answer_end(tokenizer: HFTokenizer) -> int | None:
@@ -332,7 +343,10 @@ def answer_end(tokenizer: HFTokenizer) -> int | None:
 
 
 def byte_tokenizer() -> SavesTokenizer:
-    """Returns a transformers tokenizer with the ids of fa_train.data.tokens.tokenizer.ByteTokenizer."""
+    """Returns a transformers tokenizer with the ids of fa_train.data.tokens.tokenizer.ByteTokenizer.
+
+    The tokenizer puts bos before a text, as TextEncoder does in training.
+    """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -345,7 +359,7 @@ def byte_tokenizer() -> SavesTokenizer:
     vocabulary |= {name: 256 + i for i, name in enumerate(names.values())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, add_bos_token=True, **names)
 
 
 def _empty(build: Build, checkpoint: Path, stored: Shapes) -> GPT:

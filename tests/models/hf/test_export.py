@@ -10,12 +10,18 @@ import transformers
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from fa_train.config_options import CONF
+from fa_train.data.tokens.encoding import TextEncoder
+from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.tokenizer import HFTokenizer, load_tokenizer
+from fa_train.evaluation.generation import chat_prompt
 from fa_train.models.attention import naive_attention
 from fa_train.models.config import Family
 from fa_train.models.hf.export import tokenizer_of
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
+from tests.data.support.chats import CHATML, chat_tokenizer
 from tests.models.hf.support.checkpoints import (
     FAMILIES,
     assert_relatively_close,
@@ -199,7 +205,85 @@ def test_new_ends_are_added_to_the_generation_config_of_the_base(own, ends, expo
 def test_bytes_are_the_tokens_of_the_projects_own_data(option):
     content = OmegaConf.load(CONF / f"data/{option}.yaml")
     tokenizer = tokenizer_of({"data": {"_target_": content._target_, "tokenizer": content.get("tokenizer")}})
-    assert tokenizer is not None and tokenizer("A").input_ids == [65]
+    assert tokenizer is not None and tokenizer("A").input_ids == [256, 65]
+
+
+def data_of(option: str, tokenizer: Path | None, *sources: str) -> dict[str, Any]:
+    """Returns the config of an option of conf/data. sources: the options of conf/data/source that data=mix mixes."""
+    of_sources = {name: {"_target_": OmegaConf.load(CONF / f"data/source/{name}.yaml")._target_} for name in sources}
+    target = OmegaConf.load(CONF / f"data/{option}.yaml")._target_
+    name = None if tokenizer is None else str(tokenizer)
+    return {"_target_": target, "tokenizer": name} | ({"sources": of_sources} if sources else {})
+
+
+def save_special(folder: Path, single: str | None, **names: str | None) -> Path:
+    """Saves a tokenizer. single: what its post-processor puts around a text $A, or None. names: special tokens."""
+    tokenizer = chat_tokenizer("{{ bos_token or '' }}" + CHATML)
+    for name, token in names.items():
+        setattr(tokenizer, name, token)
+    if single is not None:
+        special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<|im_start|>", "<|im_end|>", "<pad>")]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+SPECIAL = [
+    pytest.param(None, {"bos_token": "<|im_start|>"}, id="bos-not-added"),
+    pytest.param("<|im_start|> $A", {"bos_token": "<|im_start|>"}, id="bos-added"),
+    pytest.param("<|im_start|> $A <|im_end|>", {"bos_token": "<|im_start|>"}, id="bos-and-eos-added"),
+    pytest.param("$A <|im_end|>", {"bos_token": "<|im_start|>"}, id="eos-added"),
+    pytest.param(None, {"bos_token": "<|im_end|>"}, id="bos-is-eos"),
+    pytest.param(None, {}, id="no-bos"),
+    pytest.param("<pad> $A <pad>", {"eos_token": None}, id="other-tokens-added"),
+]
+
+
+@pytest.mark.parametrize(("option", "sources"), [("text", []), ("hf", []), ("mix", ["sft", "text"])], ids=str)
+@pytest.mark.parametrize(("single", "names"), SPECIAL)
+def test_an_exported_tokenizer_begins_a_text_as_in_training(single, names, option, sources, tmp_path):
+    base = save_special(tmp_path / "base", single, **names)
+    loaded = tokenizer_of({"data": data_of(option, base, *sources)})
+    assert isinstance(loaded, HFTokenizer)
+    loaded.hf.save_pretrained(tmp_path / "exported")
+    [expected] = TextEncoder(load_tokenizer(str(base))).encode_batch(["the weather"])
+    after = [] if loaded.eos_id is None else [loaded.eos_id]
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")("the weather").input_ids
+    assert [*found, *after] == expected.tokens.tolist() or found == expected.tokens.tolist()
+
+
+def test_an_exported_tokenizer_of_bytes_begins_a_text_as_in_training(tmp_path):
+    loaded = tokenizer_of({"data": data_of("text", None)})
+    assert loaded is not None
+    loaded.save_pretrained(str(tmp_path))
+    [expected] = TextEncoder(load_tokenizer(None)).encode_batch(["naïve\n"])
+    assert [*transformers.AutoTokenizer.from_pretrained(tmp_path)("naïve\n").input_ids, 257] == [*expected.tokens]
+
+
+@pytest.mark.parametrize("single", [None, "<|im_start|> $A"], ids=["bos-not-added", "bos-added"])
+@pytest.mark.parametrize(("option", "sources"), [("sft", []), ("mix", ["sft"]), ("mix", ["sft", "hf"])], ids=str)
+def test_a_chat_has_one_bos_in_training_and_after_an_export(single, option, sources, tmp_path):
+    base = save_special(tmp_path / "base", single, bos_token="<|im_start|>")
+    loaded = tokenizer_of({"data": data_of(option, base, *sources)})
+    assert isinstance(loaded, HFTokenizer)
+    loaded.hf.save_pretrained(tmp_path / "exported")
+    question = [{"role": "user", "content": "2 + 2?"}]
+    before, after = (
+        chat_prompt(ChatEncoder(HFTokenizer(str(folder))), question, None) for folder in (base, tmp_path / "exported")
+    )
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert before == after == exported.apply_chat_template(question, add_generation_prompt=True).input_ids
+    text = "<|im_start|><|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert before == exported(text, add_special_tokens=False).input_ids, "the template writes bos once"
+
+
+@pytest.mark.parametrize(
+    ("option", "sources"), [pytest.param("sft", [], id="sft"), pytest.param("mix", ["sft"], id="mix-of-chats")]
+)
+def test_the_tokenizer_of_a_run_on_chats_stays_as_it_is(option, sources, tmp_path):
+    base = save_special(tmp_path / "base", None, bos_token="<|im_start|>")
+    loaded = tokenizer_of({"data": data_of(option, base, *sources)})
+    assert isinstance(loaded, HFTokenizer) and loaded.identity == HFTokenizer(str(base)).identity
 
 
 @pytest.mark.parametrize(
