@@ -147,9 +147,10 @@ def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:
     return gathered if plan.run.ranks > 1 and predict(gathered).gpu_bytes <= GATHERED_SHARE * gpu_bytes else plan
 
 
-def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
+def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "flash") -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
+    attention: the name of the chosen option of conf/attention.
     The number of rows per step stays the same, so fewer rows per micro-batch mean more micro-batches per step.
     The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, smaller
     chunks of the loss, other levers, attention with one KV head at a time, bf16 weights with fp32 master weights,
@@ -158,13 +159,13 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     """
     run = plan.run
     if run.ranks > 1 and not run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
-        others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes)
+        others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes, attention)
         return others if others == SMALLER_MODEL else f"strategy.reshard_after_forward=auto {others}".strip()
     micro_batches = _micro_batches(plan)
     for (overrides, change), (in_rows, sized) in product(_loss_chunks(run), micro_batches):
         if fits(predict(resized(sized, **change)), gpu_bytes, host_bytes):
             return " ".join(in_rows + overrides)
-    changes = _changes(plan)
+    changes = _changes(plan, attention)
     # A step with a single micro-batch does not accumulate gradients, so a micro-batch of all rows can need less memory
     # than micro-batches of one row.
     for (overrides, change), (in_rows, sized) in product(changes, reversed(micro_batches)):
@@ -199,12 +200,12 @@ def _micro_batches(plan: Plan) -> list[tuple[list[str], Plan]]:
     return [([], plan), *fewer]
 
 
-def _changes(plan: Plan) -> list[Change]:
+def _changes(plan: Plan, attention: str) -> list[Change]:
     """Returns changes of loss_chunk, head_groups, optimizer and precision that save memory, the cheapest first.
 
-    The first change is UNCHANGED.
+    attention: as in next_lever. The first change is UNCHANGED.
     """
-    kinds = (_number_formats(plan.run), _head_groups(plan), _loss_chunks(plan.run))
+    kinds = (_number_formats(plan.run), _head_groups(plan, attention), _loss_chunks(plan.run))
     return [
         ([*of_chunk, *of_groups, *of_formats], formats | groups | chunk)
         for (of_formats, formats), (of_groups, groups), (of_chunk, chunk) in product(*kinds)
@@ -217,10 +218,10 @@ def _loss_chunks(run: RunSize) -> list[Change]:
     return [UNCHANGED, *(smaller if run.loss_chunk > LOSS_CHUNK else [])]
 
 
-def _head_groups(plan: Plan) -> list[Change]:
-    """Returns the changes of head_groups. Several head groups need strategy.context."""
+def _head_groups(plan: Plan, attention: str) -> list[Change]:
+    """Returns the changes of head_groups that fa_train.early_checks.require_head_groups supports."""
     heads = plan.model.heads.kv
-    if plan.run.context == 1 or plan.run.head_groups == heads:
+    if plan.run.context == 1 or plan.run.head_groups == heads or attention != "flash":
         return [UNCHANGED]
     return [UNCHANGED, ([f"strategy.head_groups={heads}"], {"head_groups": heads})]
 

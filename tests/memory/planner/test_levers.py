@@ -309,6 +309,7 @@ def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
     assert longest == sorted(longest) and longest[-1] > 1.5 * longest[0]
     assert next_lever(changed(plan, seq_len=longest[0]), H200, 10 * HOST) == ""
     assert next_lever(changed(plan, seq_len=longest[0] + 1), H200, 10 * HOST) == "strategy.head_groups=8"
+    assert "head_groups" not in next_lever(changed(plan, seq_len=longest[0] + 1), H200, 10 * HOST, "sdpa")
     fewer = with_levers(changed(plan, seq_len=longest[0] // 8), Levers("none", False, None))
     assert next_lever(fewer, H200, 10 * HOST).startswith("memory."), "memory levers come first"
     alone = changed(plan, context=1, seq_len=longest[0])
