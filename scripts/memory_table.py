@@ -52,12 +52,13 @@ def memory_table(arguments: list[str]) -> str:
     reach = longest_row(model, cfg.data.max_doc_len, cfg.data.reset_positions)
     if auto:
         plan = with_levers(plan, fastest_that_fits(plan, gpu_bytes, host_bytes) or smallest(plan))
-    lines = [table(as_run(plan, cfg, gpu_bytes), gpu_bytes, host_bytes, auto=auto, searched=plan, reach=reach)]
+    shown, attention = as_run(plan, cfg, gpu_bytes), cfg.choices.attention
+    lines = [table(shown, gpu_bytes, host_bytes, attention, auto=auto, searched=plan, reach=reach)]
     if refusal := refused_rows(cfg):
         lines += [f"train.py refuses this run: {refusal}"]
     if _devices(cfg) > 1 and not is_fsdp(cfg.strategy) and not fits(predict(plan), gpu_bytes, host_bytes):
         lines += ["strategy=fsdp shards the model over the devices; strategy.context=N divides each sequence"]
-    if cfg.choices.attention != "flash":
+    if attention != "flash":
         lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
     if plan.run.float8:
         lines += [WITHOUT_FLOAT8]
@@ -154,10 +155,20 @@ def _devices(cfg: DictConfig) -> int:
     return len(devices) if isinstance(devices, ListConfig) else max(1, torch.cuda.device_count())
 
 
-def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: Plan, reach: int | None = None) -> str:
+def table(
+    plan: Plan,
+    gpu_bytes: int,
+    host_bytes: int,
+    attention: str,
+    *,
+    auto: bool,
+    searched: Plan,
+    reach: int | None = None,
+) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
     plan: the plan `searched`, with the value that the run chooses for strategy.reshard_after_forward=auto (`as_run`).
+    attention: the name of the chosen option of conf/attention.
     auto: if true, the search for the longest seq_len tries all memory levers.
     searched: the plan from which two searches start: the search for the longest seq_len, and the search for the next
     lever.
@@ -166,7 +177,7 @@ def table(plan: Plan, gpu_bytes: int, host_bytes: int, *, auto: bool, searched: 
     prediction, run = predict(plan), plan.run
     longest = (longest_of_all_levers if auto else longest_seq_len)(searched, gpu_bytes, host_bytes)
     levers = ", ".join(f"{name}={value}" for name, value in asdict(plan.levers).items())
-    change = next_lever(searched, gpu_bytes, host_bytes)
+    change = next_lever(searched, gpu_bytes, host_bytes, attention)
     lines = [
         f"{sum(parameter_sizes(plan.model)) / 1e9:.2f}B parameters, {run.tokens:,} tokens at a time, {run.precision}, "
         f"{run.optimizer}, {'compiled' if run.compiled else 'not compiled'}",

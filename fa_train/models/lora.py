@@ -61,8 +61,8 @@ class LoRA:
     A is initialised like nn.Linear's weight. B starts as 0, so that training starts from the base model. A and B are
     stored in fp32, as in peft, because bf16 would lose small updates. Matrix products with A and B use the dtype of the
     layer's input.
-    Raises: ValueError if a setting is out of range, a name in target_modules matches no layer, or torchao is not
-    installed but quantization needs it.
+    Raises: ValueError if a setting is out of range, a name in target_modules matches no layer, no Hugging Face family
+    has the model's architecture, or torchao is not installed but quantization needs it.
     """
 
     r: PositiveInt
@@ -109,7 +109,10 @@ class LoRA:
     def __call__(self, model: GPT) -> GPT:
         settings = self if self.path is None else _settings(Path(self.path), self)
         settings._require_no_recomputation(model)
-        linears = _linears(model)
+        try:
+            linears = _linears(model)
+        except ValueError as error:
+            raise ValueError(f"adapter=lora and adapter=qlora need a model that can be exported: {error}") from error
         names = [name for parts in linears.values() for name in parts]
         settings._require_names(names)
         if model.origin is None:

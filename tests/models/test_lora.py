@@ -297,6 +297,13 @@ def test_mistakes_are_named(changes, message):
         lora(**changes)(small_gpt(levers("full"), CPU))
 
 
+@pytest.mark.parametrize("quantization", [None, "nf4"], ids=["lora", "qlora"])
+def test_an_adapter_needs_a_model_that_can_be_exported(quantization):
+    message = "^adapter=lora and adapter=qlora need a model that can be exported: .* differs from qwen3 in: norm$"
+    with pytest.raises(ValueError, match=message):
+        lora(quantization=quantization)(small_gpt(levers(), CPU, norm="layernorm"))
+
+
 def test_dropout_drops_in_training_only():
     model = small(settings=lora(lora_dropout=0.5))
     x = stream(CPU)["tokens"]

@@ -396,7 +396,7 @@ def test_blocks_that_stay_gathered_are_the_first_thing_to_give_up():
 @pytest.mark.slow
 def test_train_fills_in_what_auto_chose(tmp_path, monkeypatch):
     chosen = Levers("selective", True, 32)
-    monkeypatch.setattr(planner, "fastest_levers", lambda plan, device, processes: chosen)
+    monkeypatch.setattr(planner, "fastest_levers", lambda *arguments: chosen)
     with composed(tmp_path, *tiny(tmp_path, "memory=auto")) as cfg:
         _, lit_gpt, _ = training.build(cfg)
         assert {name: cfg.memory[name] for name in asdict(chosen)} == asdict(chosen), "loggers record these values"
@@ -458,6 +458,20 @@ def test_the_plan_of_float8_has_a_warning():
     assert memory_table([*settings, "lit_gpt.float8=tensorwise"]).splitlines()[-1] == planner.WITHOUT_FLOAT8
     with pytest.raises(ValueError, match=r"lit_gpt\.float8 needs memory\.mlp_chunk=null; got 16384"):
         memory_table([*settings, "lit_gpt.float8=tensorwise", "memory=offload"])
+
+
+@pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize("attention", ["flash", "sdpa"])
+def test_advice_has_head_groups_only_with_flash(attention, monkeypatch):
+    monkeypatch.setattr(planner, "available_host_bytes", lambda: 10 * HOST)
+    plan = changed(LLAMA_1B, seq_len=2**25, ranks=4, context=4, precision="bf16-true", optimizer="adamw_bf16")
+    for auto in (False, True):
+        with pytest.raises(ValueError, match=r"Try seq_len=\d+ ") as error:
+            planner.plan_memory(plan, CUDA, 1, auto=auto, attention=attention, in_sweep=False, say=str)
+        assert ("head_groups" in str(error.value)) == (attention == "flash")
+    run = ["model=llama_1b", "seq_len=1000000", "batch_size=1", "strategy=fsdp", "trainer.devices=4"]
+    table = memory_table([*run, "strategy.context=4", f"attention={attention}", "gpu_gib=12", "host_gib=100"])
+    assert ("head_groups" in table) == (attention == "flash")
 
 
 @pytest.mark.usefixtures("an_h200")

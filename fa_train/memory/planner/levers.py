@@ -6,6 +6,7 @@ with step times that were measured on an H200.
 """
 
 from dataclasses import replace
+from itertools import product
 from typing import Any, get_args
 
 from fa_train.bounds import Precision
@@ -18,6 +19,9 @@ from fa_train.models.float8 import MULTIPLE
 
 GATHERED_SHARE = 0.9  # the rest of the GPU's memory is for bytes that the planner does not predict
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
+# Each chunk of the loss reads and writes the fp32 gradient of the head's weight. At the rates of an H200 (FLOPS, and
+# 4.8e12 bytes/s), this takes longer than the gradient's matrix product if a chunk has fewer than about 600 tokens.
+LOSS_CHUNK = 1024  # tokens
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 # FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md
 FLOPS = 7e14
@@ -27,6 +31,9 @@ ATTENTION_FLOPS = 5.5e14
 # these costs, the search chooses FFN chunks over equally fast copies to the host, which need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5  # estimates of two costs that are too small to measure
 
+Change = tuple[list[str], dict[str, Any]]  # overrides of train.py, and the fields of RunSize that they set
+UNCHANGED: Change = ([], {})
+SMALLER_MODEL = "a smaller model"
 
 COMBINATIONS = [
     Levers(checkpointing, offload, mlp_chunk)
@@ -140,32 +147,33 @@ def with_blocks_gathered(plan: Plan, gpu_bytes: int) -> Plan:
     return gathered if plan.run.ranks > 1 and predict(gathered).gpu_bytes <= GATHERED_SHARE * gpu_bytes else plan
 
 
-def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
+def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "flash") -> str:
     """Returns command-line overrides of train.py that make a run fit, or "" if the run already fits.
 
+    attention: the name of the chosen option of conf/attention.
     The number of rows per step stays the same, so fewer rows per micro-batch mean more micro-batches per step.
-    The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, other
-    levers, attention with one KV head at a time, bf16 weights with fp32 master weights, smaller optimizer states, and
-    a lower precision. If no change makes the run fit, the returned overrides also set seq_len to the longest sequence
-    that fits. If no sequence fits, the result is "a smaller model".
+    The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, smaller
+    chunks of the loss, other levers, attention with one KV head at a time, bf16 weights with fp32 master weights,
+    smaller optimizer states, and a lower precision. If no change makes the run fit, the returned overrides also set
+    seq_len to the longest sequence that fits. If no sequence fits, the result is "a smaller model".
     """
-    if plan.run.ranks > 1 and not plan.run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
-        others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes)
-        return f"strategy.reshard_after_forward=auto {others}".strip()
-    rows = plan.run.rows
-    for fewer in (n for n in range(rows, 0, -1) if rows % n == 0):
-        if fits(predict(_with_rows(plan, fewer)), gpu_bytes, host_bytes):
-            return "" if fewer == rows else f"data.micro_batch_size={fewer}"
-    one_row = ["data.micro_batch_size=1"] if rows > 1 else []
-    all_rows, plan = plan, _with_rows(plan, 1)
-    changes = _changes(plan)
-    for overrides, change in changes:
-        # A step with a single micro-batch does not accumulate gradients, so a micro-batch of all rows can need less
-        # memory than micro-batches of one row.
-        for in_rows, sized in ((one_row, plan), ([], all_rows)):
-            levers = fastest_that_fits(resized(sized, **change), gpu_bytes, host_bytes)
-            if levers is not None:
-                return " ".join(in_rows + levers.overrides(plan.levers) + overrides)
+    run = plan.run
+    if run.ranks > 1 and not run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
+        others = next_lever(resized(plan, reshard_after_forward=True), gpu_bytes, host_bytes, attention)
+        return others if others == SMALLER_MODEL else f"strategy.reshard_after_forward=auto {others}".strip()
+    micro_batches = _micro_batches(plan)
+    for (overrides, change), (in_rows, sized) in product(_loss_chunks(run), micro_batches):
+        if fits(predict(resized(sized, **change)), gpu_bytes, host_bytes):
+            return " ".join(in_rows + overrides)
+    changes = _changes(plan, attention)
+    # A step with a single micro-batch does not accumulate gradients, so a micro-batch of all rows can need less memory
+    # than micro-batches of one row.
+    for (overrides, change), (in_rows, sized) in product(changes, reversed(micro_batches)):
+        levers = fastest_that_fits(resized(sized, **change), gpu_bytes, host_bytes)
+        if levers is not None:
+            return " ".join(in_rows + levers.overrides(plan.levers) + overrides)
+    # With float8, the longest seq_len is a multiple of 16, so that a micro-batch can have one row.
+    one_row, plan = _micro_batches(resized(plan, seq_len=MULTIPLE))[-1]
     longest = {
         longest_seq_len(with_levers(resized(plan, **change), levers), gpu_bytes, host_bytes): (overrides, levers)
         for overrides, change in reversed(changes)
@@ -173,39 +181,64 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int) -> str:
     }
     seq_len = max(longest)
     if not seq_len:
-        return "a smaller model"
+        return SMALLER_MODEL
     overrides, levers = longest[seq_len]
     return " ".join([f"seq_len={seq_len}", *one_row, *levers.overrides(plan.levers), *overrides])
 
 
-def _with_rows(plan: Plan, rows: int) -> Plan:
-    """Returns the plan of the same step with fewer rows per micro-batch, and therefore several micro-batches."""
-    return resized(plan, rows=rows, accumulates=plan.run.accumulates or rows < plan.run.rows)
+def _micro_batches(plan: Plan) -> list[tuple[list[str], Plan]]:
+    """Returns the plans of the same step with all numbers of rows per micro-batch that the run supports.
 
-
-def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
-    """Returns changes of head_groups, optimizer and precision that save memory, the cheapest first.
-
-    Each change is a list of overrides of train.py and a dict of RunSize's fields. The first change is ([], {}), which
-    changes nothing. adamw_master and adamw_bf16 train only bf16 weights, so they cannot train adapters, which stay in
-    fp32.
-    strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.early_checks.require_shardable).
+    Each plan has a list of overrides of train.py. The first plan is ([], plan), and the last has the fewest rows. With
+    float8, the number of tokens of a micro-batch must be a multiple of 16 (fa_train.preflight.require_float8).
     """
     run = plan.run
-    changes: list[tuple[list[str], dict[str, Any]]] = [([], {})]
+    counts = [n for n in range(run.rows - 1, 0, -1) if run.rows % n == 0]
+    if run.float8:
+        counts = [n for n in counts if run.seq_len * n % MULTIPLE == 0]
+    fewer = [([f"data.micro_batch_size={n}"], resized(plan, rows=n, accumulates=True)) for n in counts]
+    return [([], plan), *fewer]
+
+
+def _changes(plan: Plan, attention: str) -> list[Change]:
+    """Returns changes of loss_chunk, head_groups, optimizer and precision that save memory, the cheapest first.
+
+    attention: as in next_lever. The first change is UNCHANGED.
+    """
+    kinds = (_number_formats(plan.run), _head_groups(plan, attention), _loss_chunks(plan.run))
+    return [
+        ([*of_chunk, *of_groups, *of_formats], formats | groups | chunk)
+        for (of_formats, formats), (of_groups, groups), (of_chunk, chunk) in product(*kinds)
+    ]
+
+
+def _loss_chunks(run: RunSize) -> list[Change]:
+    """Returns the changes of loss_chunk. A chunk of at most LOSS_CHUNK tokens stays as it is."""
+    smaller: list[Change] = [([f"memory.loss.chunk_size={LOSS_CHUNK}"], {"loss_chunk": LOSS_CHUNK})]
+    return [UNCHANGED, *(smaller if run.loss_chunk > LOSS_CHUNK else [])]
+
+
+def _head_groups(plan: Plan, attention: str) -> list[Change]:
+    """Returns the changes of head_groups that fa_train.early_checks.require_head_groups supports."""
+    heads = plan.model.heads.kv
+    if plan.run.context == 1 or plan.run.head_groups == heads or attention != "flash":
+        return [UNCHANGED]
+    return [UNCHANGED, ([f"strategy.head_groups={heads}"], {"head_groups": heads})]
+
+
+def _number_formats(run: RunSize) -> list[Change]:
+    """Returns changes of optimizer and precision.
+
+    adamw_master and adamw_bf16 train only bf16 weights, so they cannot train adapters, which stay in fp32.
+    strategy=fsdp supports neither adamw_8bit nor adamw_offload (fa_train.early_checks.require_shardable).
+    """
+    changes = [UNCHANGED]
     if run.optimizer == "adamw" and run.precision == "bf16-mixed" and run.adapters is None:
         changes += [_change(run, "adamw_master", "bf16-true")]
     if run.ranks > 1:
         if run.precision != "bf16-true" or run.optimizer == "adamw_master":
             changes += [_change(run, "adamw" if run.adapters else "adamw_bf16", "bf16-true")]
-        heads = plan.model.heads.kv
-        if run.context == 1 or run.head_groups == heads:
-            return changes
-        in_groups = [
-            ([f"strategy.head_groups={heads}", *overrides], change | {"head_groups": heads})
-            for overrides, change in changes
-        ]
-        return [change for pair in zip(changes, in_groups, strict=True) for change in pair]
+        return changes
     if run.optimizer in ("adamw", "adamw_master"):
         changes += [_change(run, "adamw_8bit", run.precision), _change(run, "adamw_offload", run.precision)]
     if run.precision != "bf16-true":
@@ -213,8 +246,8 @@ def _changes(plan: Plan) -> list[tuple[list[str], dict[str, Any]]]:
     return changes
 
 
-def _change(run: RunSize, optimizer: OptimizerKind, precision: Precision) -> tuple[list[str], dict[str, Any]]:
-    """Returns the change that sets `optimizer` and `precision`, as a list of overrides and a dict (see `_changes`).
+def _change(run: RunSize, optimizer: OptimizerKind, precision: Precision) -> Change:
+    """Returns the change that sets `optimizer` and `precision`.
 
     A setting gets an override only if its value differs from the value in `run`.
     """

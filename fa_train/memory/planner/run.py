@@ -119,7 +119,7 @@ def plan_memory(
     running out of memory is a result of the sweep.
     """
     if auto:
-        chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes)))
+        chosen = decided_by_rank_zero("memory", lambda: asdict(fastest_levers(plan, device, processes, attention)))
         plan = with_levers(plan, Levers(**chosen))
         say(f"memory=auto: {', '.join(f'{name}={value}' for name, value in chosen.items())}")
     # With auto_reshard, the search for the longest seq_len assumes that gathered weights are freed after the forward
@@ -133,7 +133,7 @@ def plan_memory(
         plan = resized(plan, reshard_after_forward=resharded)
         say(f"strategy.reshard_after_forward=auto: {str(resharded).lower()}")
     try:
-        prediction = require_memory(plan, device, processes)
+        prediction = require_memory(plan, device, processes, attention)
     except DoesNotFitError:
         if not in_sweep:
             raise
@@ -150,10 +150,11 @@ def device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
+def fastest_levers(plan: Plan, device: torch.device, processes: int, attention: str = "flash") -> Levers:
     """Returns the memory levers that memory=auto chooses on this device. On the CPU, all levers are off.
 
     processes: the number of processes that share this machine's memory.
+    attention: the name of the chosen option of conf/attention.
     Raises: ValueError if no combination of levers makes the run fit.
     """
     if device.type != "cuda":
@@ -163,15 +164,16 @@ def fastest_levers(plan: Plan, device: torch.device, processes: int) -> Levers:
     if levers is None:
         raise ValueError(
             f"memory=auto found no memory settings with which this run fits in {gpu / GIB:.1f} GiB of {device} and "
-            f"{host / GIB:.1f} GiB of host memory. Try {next_lever(plan, gpu, host)}"
+            f"{host / GIB:.1f} GiB of host memory. Try {next_lever(plan, gpu, host, attention)}"
         )
     return levers
 
 
-def require_memory(plan: Plan, device: torch.device, processes: int) -> Prediction:
+def require_memory(plan: Plan, device: torch.device, processes: int, attention: str = "flash") -> Prediction:
     """Checks that a run fits, and returns the prediction. On the CPU, the check does not include activations.
 
     processes: the number of processes that share this machine's memory.
+    attention: the name of the chosen option of conf/attention.
     Raises: ValueError if the run does not fit. DoesNotFitError if a step needs more than `CERTAIN` times the GPU's
     memory.
     """
@@ -189,7 +191,7 @@ def require_memory(plan: Plan, device: torch.device, processes: int) -> Predicti
     if prediction.gpu_bytes > CERTAIN * available:
         raise DoesNotFitError(
             f"a step needs about {prediction.gpu_bytes / GIB:.1f} GiB of GPU memory; {device} has "
-            f"{available / GIB:.1f} GiB. Try {next_lever(plan, available, host // processes)}"
+            f"{available / GIB:.1f} GiB. Try {next_lever(plan, available, host // processes, attention)}"
         )
     if plan.levers.offload:
         require_host_memory(prediction.host, host, processes, everything=plan.levers.offloads_all)
@@ -229,7 +231,7 @@ def summary(
     parts = {name.replace("_", " "): getattr(prediction, name) / GIB for name in COMPONENTS}
     listed = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
     longest = longest_in_words((longest_of_all_levers if auto else longest_seq_len)(searched, gpu, host), reach)
-    change = next_lever(searched, gpu, host)
+    change = next_lever(searched, gpu, host, attention)
     if attention == "flash":
         length = f"the longest seq_len that fits{' with memory=auto' if auto else ''} is {longest}" + (
             f"; this run may not fit. Try {change}" if change else ""

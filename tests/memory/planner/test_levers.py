@@ -42,7 +42,8 @@ def test_the_longest_fits_and_one_more_does_not(model, levers):
 def test_nothing_fits_into_nothing():
     assert longest_seq_len(LLAMA_1B, GIB, HOST) == 0
     assert fastest_that_fits(LLAMA_1B, GIB, HOST) is None
-    assert next_lever(LLAMA_1B, GIB, HOST) == "a smaller model"
+    gathered = changed(LLAMA_1B, ranks=2, reshard_after_forward=False)
+    assert next_lever(LLAMA_1B, GIB, HOST) == next_lever(gathered, GIB, HOST) == "a smaller model"
 
 
 def test_every_lever_saves_memory_and_none_is_free():
@@ -153,7 +154,8 @@ def followed(plan: Plan, advice: str) -> Plan:
     """Applies the overrides in `advice` to a copy of the plan, and returns it. The rows per step stay the same."""
     for override in advice.split():
         name, value = override.split("=")
-        field = name.rpartition(".")[2].replace("micro_batch_size", "rows")
+        last = name.rpartition(".")[2]
+        field = {"micro_batch_size": "rows", "chunk_size": "loss_chunk"}.get(last, last)
         known: dict[str, Any] = {"true": True, "false": False, "null": None}
         value = known.get(value, int(value) if value.isdigit() else value)
         before, plan = plan, changed(plan, **{field: value})
@@ -192,6 +194,50 @@ def test_advice_starts_with_fewer_rows():
     offloaded = "data.micro_batch_size=1 memory.offload=true memory.mlp_chunk=16384"
     assert next_lever(eight_rows, 30 * GIB, HOST) == offloaded
     assert next_lever(changed(LLAMA_1B, seq_len=2**11, rows=4), H200, HOST) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu_gib", "advice"),
+    [
+        pytest.param({"seq_len": 8192}, 26.5, "", id="before-other-levers"),
+        pytest.param({"seq_len": 8192, "rows": 2}, 31, "data.micro_batch_size=1 ", id="after-rows"),
+        pytest.param(
+            {"seq_len": 2**15, "loss_chunk": 16384},
+            22,
+            "memory.checkpointing=selective memory.offload=true memory.mlp_chunk=16384 ",
+            id="with-other-levers-before-the-optimizer",
+        ),
+        pytest.param(
+            {
+                "seq_len": 8192,
+                "precision": "bf16-true",
+                "optimizer": "adamw_8bit",
+                "adapters": with_adapters(LLAMA_1B)[0].run.adapters,
+                "checkpointing": "full",
+                "offload": True,
+            },
+            4.2,
+            "",
+            id="before-shorter-sequences",
+        ),
+    ],
+)
+def test_advice_has_smaller_chunks_of_the_loss(changes, gpu_gib, advice):
+    plan, gpu_bytes = changed(LLAMA_1B, compiled=True, **changes), int(gpu_gib * GIB)
+    assert next_lever(plan, gpu_bytes, HOST) == f"{advice}memory.loss.chunk_size=1024"
+    smaller = followed(plan, next_lever(plan, gpu_bytes, HOST))
+    assert fits(predict(smaller), gpu_bytes, HOST)
+    assert "chunk_size" not in next_lever(changed(smaller, loss_chunk=512, seq_len=2**20), gpu_bytes, HOST)
+
+
+def test_advice_for_float8_has_micro_batches_of_a_multiple_of_16_tokens():
+    plan = changed(LLAMA_1B, seq_len=36872, rows=4, compiled=True, float8=True)
+    assert plan.run.seq_len % 16 == 8
+    assert next_lever(plan, 120 * GIB, HOST) == "data.micro_batch_size=2"
+    assert next_lever(plan, 80 * GIB, HOST) == "data.micro_batch_size=2 memory.checkpointing=selective"
+    assert next_lever(changed(plan, rows=2), 80 * GIB, HOST) == "memory.checkpointing=selective"
+    length, rows, *_ = next_lever(plan, 10 * GIB, HOST).split()
+    assert int(length.removeprefix("seq_len=")) % 16 == 0 and rows == "data.micro_batch_size=1"
 
 
 def test_auto_reaches_as_far_as_any_levers():
@@ -263,6 +309,7 @@ def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
     assert longest == sorted(longest) and longest[-1] > 1.5 * longest[0]
     assert next_lever(changed(plan, seq_len=longest[0]), H200, 10 * HOST) == ""
     assert next_lever(changed(plan, seq_len=longest[0] + 1), H200, 10 * HOST) == "strategy.head_groups=8"
+    assert "head_groups" not in next_lever(changed(plan, seq_len=longest[0] + 1), H200, 10 * HOST, "sdpa")
     fewer = with_levers(changed(plan, seq_len=longest[0] // 8), Levers("none", False, None))
     assert next_lever(fewer, H200, 10 * HOST).startswith("memory."), "memory levers come first"
     alone = changed(plan, context=1, seq_len=longest[0])
