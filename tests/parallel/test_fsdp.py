@@ -1,5 +1,6 @@
 """Tests runs of two processes on the CPU."""
 
+import itertools
 import os
 import pickle
 import shutil
@@ -48,6 +49,7 @@ pytestmark = [
 RANKS = ("strategy=fsdp", "trainer.devices=2")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 FROZEN = ("+callbacks.freeze._target_=tests.checkpoints.support.callbacks.FreezeAfterStepTwo",)
+UNFROZEN = ("+callbacks.unfreeze._target_=tests.parallel.test_ddp.UnfreezeAfterStepTwo",)
 CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
 
 
@@ -126,6 +128,8 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     for run, start in (("two_from_two_adapters", "sharded_adapter"), ("two_from_one_adapter", "adapter")):
         train_in(shared / run, shared, *RANKS, *ADAPTER, f"ckpt_path={shared}/{start}/{step_three}")
     train_in(shared / "sharded_frozen", shared, *RANKS, *FROZEN)
+    train_in(shared / "ddp_frozen", shared, *RANKS, "strategy=ddp", "+strategy.find_unused_parameters=true", *FROZEN)
+    train_in(shared / "sharded_unfrozen", shared, *RANKS, *UNFROZEN)
     train_in(shared / "two_from_two_frozen", shared, *RANKS, *FROZEN, f"ckpt_path={shared}/sharded_frozen/{step_three}")
     for case in ("evil_item", "evil_metadata"):
         if rank == 0:
@@ -260,6 +264,19 @@ def test_a_sharded_checkpoint_holds_weights_that_are_frozen_without_an_adapter(s
     trained_model.export(two_ranks / "sharded_frozen/checkpoints/step_0000006.ckpt", tmp_path / "exported", [], None)
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert any(torch.equal(weight, six[embedding]) for weight in exported.values())
+
+
+@pytest.mark.parametrize(
+    ("runs", "change"),
+    [
+        pytest.param(["ddp_frozen", "sharded_frozen"], FROZEN, id="frozen"),
+        pytest.param(["sharded_unfrozen"], UNFROZEN, id="unfrozen"),
+    ],
+)
+def test_the_settings_that_ddp_advises_after_a_change_have_the_losses_of_one(runs, change, shared, two_ranks):
+    one = train_in(shared / f"one_{runs[0]}", shared, *change)
+    for run, name in itertools.product(runs, ("train/loss", "train/grad_norm")):
+        assert column(two_ranks / run, name) == pytest.approx(column(one, name), rel=1e-5), (run, name)
 
 
 @pytest.mark.parametrize("in_metadata", [True, False], ids=["metadata", "item"])
