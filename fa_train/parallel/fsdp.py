@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -226,6 +228,17 @@ def _filled(shard: Any, full: Any) -> Any:
     # rows may be a view of the tensor, so they are copied.
     shard.copy_(distribute_tensor(full.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None))
     return shard
+
+
+def require_no_averaging(trainer: L.Trainer) -> None:
+    """Raises: ValueError if a callback averages the weights of a sharded model, which it would have to copy."""
+    if not isinstance(trainer.strategy, FullyShardedStrategy):
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if type(callback).setup is WeightAveraging.setup:  # this method copies the model
+            raise ValueError(
+                f"strategy=fsdp cannot average weights; got the callback {type(callback).__name__}. Choose strategy=ddp"
+            )
 
 
 def make_context_groups(context: int) -> None:

@@ -326,6 +326,10 @@ def test_last_is_the_newest_folder(sharded_run):
             ["strategy.head_groups=2", "attention=sdpa", "strategy.context=2"], "got attention=sdpa",
             id="head-groups-without-flash",
         ),
+        pytest.param(
+            ["+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"],
+            "fsdp cannot average weights; got the callback EMAWeightAveraging", id="averaging",
+        ),
         pytest.param(["strategy.replicas=2"], "divide the 2 devices into groups of at least 2; got 2", id="copies"),
     ],
 )  # fmt: skip
