@@ -39,7 +39,7 @@ from fa_train.bounds import PositiveInt
 from fa_train.checkpoints.base import require_fit
 from fa_train.checkpoints.files import read_file, shapes
 from fa_train.models.gpt import GPT
-from fa_train.optim.resume import require_same_kind
+from fa_train.optim.resume import require_same_kind, require_same_weights
 from fa_train.parallel.background_save import BackgroundSave
 from fa_train.parallel.context.operators import new_context_group, register_group
 from fa_train.parallel.sharded_checkpoint import (
@@ -194,6 +194,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         # a validation has no optimizers
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=bool(self.optimizers)):
+            require_same_weights(optimizer, saved)
             own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
             groups = [group | {"params": [own[i] for i in group["params"]]} for group in saved["param_groups"]]
             like: Any = get_optimizer_state_dict(self.model, optimizer)["state"]
