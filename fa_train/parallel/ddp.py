@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fa_train.errors import TrainedWeightsError
 from fa_train.parallel.ranks import is_one_of_several, ranks_to_start
 
 
@@ -36,7 +37,7 @@ def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimize
     find_unused_parameters is true.
     model: the strategy's model. Only a DistributedDataParallel is checked.
     at_start: whether each weight was trained when DDP wrapped the model.
-    Raises: ValueError if DDP would not average the gradients of all trained weights.
+    Raises: TrainedWeightsError if DDP would not average the gradients of all trained weights.
     """
     if not isinstance(model, DistributedDataParallel):
         return
@@ -45,13 +46,13 @@ def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimize
         return
     updated = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if unfrozen := {p for p in changed & updated if p.requires_grad}:
-        raise ValueError(
+        raise TrainedWeightsError(
             "strategy=ddp averages only weights that are trained from the start; got weights that were unfrozen later: "
             f"{_names(model.module, unfrozen)}. Choose strategy=fsdp, or trainer.devices=1"
         )
     frozen = {p for p in changed if not p.requires_grad}
     if frozen and not model.find_unused_parameters:
-        raise ValueError(
+        raise TrainedWeightsError(
             "strategy=ddp must train the same weights in all steps; got weights that were frozen after the start: "
             f"{_names(model.module, frozen)}. Set strategy=ddp +strategy.find_unused_parameters=true, or strategy=fsdp"
         )
