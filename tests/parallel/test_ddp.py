@@ -6,13 +6,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel import ddp
-from tests.checkpoints.support.callbacks import FreezeAfterStepTwo, freeze_embedding
+from tests.checkpoints.support.callbacks import FreezeAfterStepTwo, UnfreezeAfterStepTwo
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun
@@ -36,26 +35,6 @@ def test_several_devices_use_ddp(devices, num_nodes, environment, several, monke
         monkeypatch.setenv(name, value)
     strategy = ddp.automatic(devices, num_nodes, "cpu", True)
     assert isinstance(strategy, DDPStrategy) if several else strategy == "auto"
-
-
-class UnfreezeAfterStepTwo(Callback):
-    """Freezes the embedding before training, and unfreezes it before step 3.
-
-    updated: whether the optimizer then updates the embedding.
-    """
-
-    def __init__(self, updated: bool = True) -> None:
-        self.updated = updated
-
-    def setup(self, trainer, pl_module, stage) -> None:
-        freeze_embedding(pl_module.model)
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        weight = pl_module.model.token_embedding.weight
-        if trainer.global_step >= 2 and not weight.requires_grad:
-            weight.requires_grad_(True)
-            if self.updated:
-                trainer.optimizers[0].param_groups[0]["params"].append(weight)
 
 
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")

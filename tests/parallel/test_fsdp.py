@@ -49,7 +49,7 @@ pytestmark = [
 RANKS = ("strategy=fsdp", "trainer.devices=2")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 FROZEN = ("+callbacks.freeze._target_=tests.checkpoints.support.callbacks.FreezeAfterStepTwo",)
-UNFROZEN = ("+callbacks.unfreeze._target_=tests.parallel.test_ddp.UnfreezeAfterStepTwo",)
+UNFROZEN = ("+callbacks.unfreeze._target_=tests.checkpoints.support.callbacks.UnfreezeAfterStepTwo",)
 CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
 
 
