@@ -21,6 +21,10 @@ class DivergedError(RuntimeError):
     """
 
 
+class TrainedWeightsError(ValueError):
+    """Raised if a callback freezes or unfreezes weights during training, and the strategy does not support it."""
+
+
 class OutOfMemoryError(RuntimeError):
     """Raised if a rank runs out of GPU or host memory. The message says what to change."""
 

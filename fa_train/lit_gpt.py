@@ -25,6 +25,7 @@ from fa_train.models.float8 import Float8, use_float8
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapter_values
 from fa_train.optim.resume import keep_own_settings, require_same_kind
+from fa_train.parallel.ddp import require_averaged
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
 SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores both counts under these keys
@@ -91,7 +92,8 @@ class LitGPT(L.LightningModule):
         self._start_sums(self.device)
 
     def _start_sums(self, device: torch.device) -> None:
-        """Sets all sums and counts of a run to their initial values."""
+        """Sets all sums and counts of a run to their initial values, and records which weights are trained."""
+        self._trained_at_start = {parameter: parameter.requires_grad for parameter in self.parameters()}
         self.micro_batch_tokens = 0  # the number of tokens of rank 0's first micro-batch, or 0 before it
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # a step's loss, labels and attention_pairs
@@ -123,6 +125,7 @@ class LitGPT(L.LightningModule):
         return self.model(batch["tokens"], cu_seqlens, batch["position_ids"], batch["labels"], *optional)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        require_averaged(self.trainer.strategy.model, self._trained_at_start, self.trainer.optimizers)
         of_shard = [batch["context_rank"]] if "context_rank" in batch else []
         self._seed_generators(FOR_MICRO_BATCH, batch.get("first_row", batch_idx), *of_shard)
         loss, labels = self.loss_sum(batch), batch["labels"]

@@ -29,7 +29,7 @@ from fa_train.optim.adamw import require_trainable
 from fa_train.optim.schedule import unfinished_warmup
 from fa_train.parallel import communication
 from fa_train.parallel.decisions import decided_by_rank_zero
-from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks
+from fa_train.parallel.fsdp import FullyShardedStrategy, context_ranks, require_no_averaging
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.private_names import private
 from fa_train.run_config import in_sweep, to_container
@@ -73,6 +73,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
             if "WANDB_RESUME" in os.environ and "resume" not in cfg.logger:
                 arguments.pop("resume")  # Lightning's default, `allow`, has precedence over WANDB_RESUME
     communication.configure(trainer, has_timeout="timeout" in cfg.strategy)
+    require_no_averaging(trainer)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size, context_ranks(trainer.strategy))
     trainer.val_check_interval *= trainer.accumulate_grad_batches  # Lightning counts micro-batches, not steps

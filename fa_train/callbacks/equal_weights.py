@@ -91,7 +91,7 @@ class EqualWeights(Callback):
             earlier = "" if self._equal_step is None else f" They were equal at step {self._equal_step}."
             raise DivergedError(
                 f"step {check.step}: weights that must be equal on all copies of the model differ: {pairs}.{earlier} "
-                "The cause may be a faulty GPU, or code that changes weights on some ranks only"
+                "The cause may be a faulty GPU, or code that changes weights or gradients on some ranks only"
             )
         self._equal_step = check.step
 

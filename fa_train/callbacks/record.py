@@ -15,6 +15,7 @@ from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.callbacks.progress import describe
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.data.packing.report import Histogram, Report
+from fa_train.errors import TrainedWeightsError
 
 if TYPE_CHECKING:  # importing wandb takes a second
     import wandb
@@ -25,10 +26,10 @@ class Record(Callback):
     """Prints where a run is recorded. At the end or on an error, writes result.json and closes the W&B run."""
 
     def __init__(self) -> None:
-        self._first_step = 0
+        self._first_step = math.inf  # the step at which training starts
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._first_step = trainer.global_step
+        self._first_step = math.inf
         if run := wandb_run(trainer):
             run.define_metric("tokens")
             run.define_metric("*", step_metric="tokens", step_sync=True)
@@ -36,6 +37,9 @@ class Record(Callback):
             run.summary.update(report.metrics())
             run.log({name: length_chart(histogram) for name, histogram in report.charts().items()})
             trainer.print(f"wandb: {run.settings.sync_dir if run.offline else run.url}")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._first_step = trainer.global_step
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)
@@ -51,9 +55,9 @@ class Record(Callback):
             run.finish()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        explained = not isinstance(exception, ValueError) or isinstance(exception, CheckpointError)
-        if not explained and trainer.global_step > self._first_step:
-            # print a traceback, because a ValueError after the first step is not a user's mistake
+        is_explained = isinstance(exception, CheckpointError | TrainedWeightsError)
+        if isinstance(exception, ValueError) and not is_explained and trainer.global_step > self._first_step:
+            # print a traceback, because any other ValueError after the first step is not a user's mistake
             traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):

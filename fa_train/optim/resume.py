@@ -48,8 +48,9 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
     names: the names of the settings of each parameter group.
     Moments and step counts do not change. Some optimizers keep values that change in each step among their settings,
     such as d of Prodigy. These values do not change either: they have defaults, but are not arguments of the class.
-    Raises: ValueError if a setting needs a state that the checkpoint does not contain.
+    Raises: ValueError if a setting needs a state that the checkpoint does not contain, or other weights were trained.
     """
+    require_same_weights(optimizer, saved)
     constructors = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
     values = set(optimizer.defaults) - arguments
@@ -58,7 +59,7 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
         for group, chosen in zip(optimizer.param_groups, names, strict=False)
     ]
     if len(own) != len(saved["param_groups"]):
-        return saved  # torch raises an error
+        return saved  # a group was added after keep_own_settings
     for group, settings in zip(saved["param_groups"], own, strict=True):
         for name in NEED_STATE if isinstance(optimizer, Adam | RMSprop) else ():
             if settings.get(name) and not group.get(name, True):
@@ -68,6 +69,20 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
                 )
     groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
     return saved | {"param_groups": groups}
+
+
+def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Checks that the optimizer trains as many weights as the one that wrote the state_dict `saved`.
+
+    In `saved`, weights have numbers instead of names, so other sets of weights of the same size cannot be detected.
+    Raises: ValueError if the numbers of weights differ in a parameter group.
+    """
+    own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
+    if own != theirs:
+        raise ValueError(
+            f"ckpt_path must be a checkpoint of a run that trained the same weights: {own} weights in the optimizer's "
+            f"groups; got {theirs}. Freeze the same weights as that run"
+        )
 
 
 def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:

@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -37,7 +39,7 @@ from fa_train.bounds import PositiveInt
 from fa_train.checkpoints.base import require_fit
 from fa_train.checkpoints.files import read_file, shapes
 from fa_train.models.gpt import GPT
-from fa_train.optim.resume import require_same_kind
+from fa_train.optim.resume import require_same_kind, require_same_weights
 from fa_train.parallel.background_save import BackgroundSave
 from fa_train.parallel.context.operators import new_context_group, register_group
 from fa_train.parallel.sharded_checkpoint import (
@@ -192,6 +194,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         # a validation has no optimizers
         for optimizer, saved in zip(self.optimizers, checkpoint.pop("optimizer_states"), strict=bool(self.optimizers)):
+            require_same_weights(optimizer, saved)
             own = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
             groups = [group | {"params": [own[i] for i in group["params"]]} for group in saved["param_groups"]]
             like: Any = get_optimizer_state_dict(self.model, optimizer)["state"]
@@ -226,6 +229,17 @@ def _filled(shard: Any, full: Any) -> Any:
     # rows may be a view of the tensor, so they are copied.
     shard.copy_(distribute_tensor(full.to(shard.device), shard.device_mesh, shard.placements, src_data_rank=None))
     return shard
+
+
+def require_no_averaging(trainer: L.Trainer) -> None:
+    """Raises: ValueError if a callback averages the weights of a sharded model, which it would have to copy."""
+    if not isinstance(trainer.strategy, FullyShardedStrategy):
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if type(callback).setup is WeightAveraging.setup:  # this method copies the model
+            raise ValueError(
+                f"strategy=fsdp cannot average weights; got the callback {type(callback).__name__}. Choose strategy=ddp"
+            )
 
 
 def make_context_groups(context: int) -> None:

@@ -2,12 +2,15 @@
 
 import csv
 import re
+from types import SimpleNamespace
 
 import pytest
 import wandb
 from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
+from fa_train.callbacks.record import Record
+from fa_train.errors import TrainedWeightsError
 from tests.support.runs import run
 from tests.support.training import composed, tiny
 
@@ -46,6 +49,30 @@ def test_runs_in_one_folder_keep_the_metrics_of_earlier_runs(tmp_path, capsys):
     losses = [[row["train/loss"] for row in csv.DictReader(file.open()) if row["train/loss"]] for file in files]
     assert [len(column) for column in losses] == [1, 2, 3]
     assert f"the metrics of an earlier run in this folder are now in {files[1]}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("restored", "trained", "error", "shown"),
+    [
+        pytest.param(0, 2, ValueError("x"), True, id="after-a-step"),
+        pytest.param(0, 0, ValueError("x"), False, id="before-a-step"),
+        pytest.param(3, None, ValueError("x"), False, id="the-checkpoint-does-not-fit"),
+        pytest.param(3, 1, ValueError("x"), True, id="after-a-resumed-step"),
+        pytest.param(0, 2, TrainedWeightsError("x"), False, id="weights-were-frozen"),
+    ],
+)
+def test_a_traceback_is_shown_if_an_error_after_the_first_step_does_not_explain_itself(
+    restored, trained, error, shown, capsys
+):
+    """`trained` is None if the error comes after the checkpoint's step is restored, but before training starts."""
+    record, trainer = Record(), SimpleNamespace(global_step=0, is_global_zero=False, loggers=[])
+    record.on_fit_start(trainer, None)
+    trainer.global_step = restored
+    if trained is not None:
+        record.on_train_start(trainer, None)
+        trainer.global_step += trained
+    record.on_exception(trainer, None, error)
+    assert ("Error: x" in capsys.readouterr().err) == shown
 
 
 @pytest.fixture

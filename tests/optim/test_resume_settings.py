@@ -1,6 +1,7 @@
 """Optimizers and schedulers of users continue with the settings of the resumed run, not with the checkpoint's."""
 
 import inspect
+import re
 import warnings
 from copy import deepcopy
 
@@ -161,3 +162,14 @@ def test_an_optimizer_may_be_made_by_an_object():
             return optim.SGD(model.parameters())
 
     require_same_kind(Factory(), of(optim.SGD).state_dict())
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [2, 1, 1], [2]])
+def test_a_checkpoint_of_other_trained_weights_is_refused(sizes):
+    own, saved = (
+        optim.SGD([{"params": [nn.Parameter(torch.ones(1)) for _ in range(size)]} for size in groups])
+        for groups in ([2, 1], sizes)
+    )
+    keep_own_settings(own, constant(own))
+    with pytest.raises(ValueError, match=re.escape(f"[2, 1] weights in the optimizer's groups; got {sizes}. Freeze")):
+        own.load_state_dict(saved.state_dict())

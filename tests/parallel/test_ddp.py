@@ -1,9 +1,20 @@
-"""strategy=auto is DDP if several ranks train."""
+"""strategy=auto is DDP if several ranks train. With DDP, no step may train weights whose gradients are not averaged."""
 
+from functools import partial
+
+import lightning as L
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
 
-from fa_train.parallel.ddp import automatic
+from fa_train.lit_gpt import LitGPT
+from fa_train.parallel import ddp
+from tests.checkpoints.support.callbacks import FreezeAfterStepTwo, UnfreezeAfterStepTwo
+from tests.memory.support.small import levers, small_gpt
+from tests.support.batches import batches
+from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 
 
 @pytest.mark.parametrize(
@@ -22,5 +33,57 @@ from fa_train.parallel.ddp import automatic
 def test_several_devices_use_ddp(devices, num_nodes, environment, several, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    strategy = automatic(devices, num_nodes, "cpu", True)
+    strategy = ddp.automatic(devices, num_nodes, "cpu", True)
     assert isinstance(strategy, DDPStrategy) if several else strategy == "auto"
+
+
+@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@pytest.mark.parametrize(
+    ("callback", "options", "message"),
+    [
+        pytest.param(
+            FreezeAfterStepTwo(), {},
+            r"frozen after the start: model\.token_embedding\.weight\. Set .*find_unused_parameters=true", id="frozen",
+        ),
+        pytest.param(FreezeAfterStepTwo(), {"find_unused_parameters": True}, None, id="frozen-and-unused-are-found"),
+        pytest.param(
+            UnfreezeAfterStepTwo(), {"find_unused_parameters": True},
+            r"unfrozen later: model\.token_embedding\.weight\. Choose strategy=fsdp", id="unfrozen",
+        ),
+        pytest.param(UnfreezeAfterStepTwo(updated=False), {}, None, id="unfrozen-but-not-updated"),
+    ],
+)  # fmt: skip
+def test_a_run_ends_before_a_step_whose_gradients_are_not_averaged(callback, options, message, tmp_path, monkeypatch):
+    for name, value in ranks_of_torchrun(1)[0].items():
+        monkeypatch.setenv(name, value)
+    model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
+    lit = LitGPT(
+        model,
+        lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1),
+        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
+        compile_model=False,
+        seed=0,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=DDPStrategy(**options), devices=1, max_steps=4, logger=False, callbacks=[callback],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    try:
+        if message is None:
+            trainer.fit(lit, DataLoader(batches(4), batch_size=None))
+        else:
+            with pytest.raises(ValueError, match=message):
+                trainer.fit(lit, DataLoader(batches(4), batch_size=None))
+    finally:
+        dist.destroy_process_group()
+    assert trainer.global_step == (4 if message is None else 2)
+
+
+def test_many_changed_weights_are_counted(monkeypatch):
+    class Wrapped(torch.nn.Module):  # DDP itself needs a process group
+        module, find_unused_parameters = torch.nn.Linear(2, 2), False
+
+    monkeypatch.setattr(ddp, "DistributedDataParallel", Wrapped)
+    at_start = dict.fromkeys(Wrapped.module.requires_grad_(False).parameters(), True)
+    with pytest.raises(ValueError, match="frozen after the start: weight and 1 more"):
+        ddp.require_averaged(Wrapped(), at_start, [])

@@ -1,5 +1,6 @@
 """Tests runs of two processes on the CPU."""
 
+import itertools
 import os
 import pickle
 import shutil
@@ -48,6 +49,7 @@ pytestmark = [
 RANKS = ("strategy=fsdp", "trainer.devices=2")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 FROZEN = ("+callbacks.freeze._target_=tests.checkpoints.support.callbacks.FreezeAfterStepTwo",)
+UNFROZEN = ("+callbacks.unfreeze._target_=tests.checkpoints.support.callbacks.UnfreezeAfterStepTwo",)
 CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
 
 
@@ -126,7 +128,12 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     for run, start in (("two_from_two_adapters", "sharded_adapter"), ("two_from_one_adapter", "adapter")):
         train_in(shared / run, shared, *RANKS, *ADAPTER, f"ckpt_path={shared}/{start}/{step_three}")
     train_in(shared / "sharded_frozen", shared, *RANKS, *FROZEN)
+    train_in(shared / "ddp_frozen", shared, *RANKS, "strategy=ddp", "+strategy.find_unused_parameters=true", *FROZEN)
+    train_in(shared / "sharded_unfrozen", shared, *RANKS, *UNFROZEN)
     train_in(shared / "two_from_two_frozen", shared, *RANKS, *FROZEN, f"ckpt_path={shared}/sharded_frozen/{step_three}")
+    with pytest.raises(ValueError, match="a run that trained the same weights"):
+        others = "adapter._target_=tests.checkpoints.support.callbacks.freeze_embedding"
+        train_in(shared / "others_frozen", shared, *RANKS, others, f"ckpt_path={shared}/whole/{step_three}")
     for case in ("evil_item", "evil_metadata"):
         if rank == 0:
             shutil.copytree(shared / "sharded" / step_three, shared / f"{case}.ckpt")
@@ -262,6 +269,19 @@ def test_a_sharded_checkpoint_holds_weights_that_are_frozen_without_an_adapter(s
     assert any(torch.equal(weight, six[embedding]) for weight in exported.values())
 
 
+@pytest.mark.parametrize(
+    ("runs", "change"),
+    [
+        pytest.param(["ddp_frozen", "sharded_frozen"], FROZEN, id="frozen"),
+        pytest.param(["sharded_unfrozen"], UNFROZEN, id="unfrozen"),
+    ],
+)
+def test_the_settings_that_ddp_advises_after_a_change_have_the_losses_of_one(runs, change, shared, two_ranks):
+    one = train_in(shared / f"one_{runs[0]}", shared, *change)
+    for run, name in itertools.product(runs, ("train/loss", "train/grad_norm")):
+        assert column(two_ranks / run, name) == pytest.approx(column(one, name), rel=1e-5), (run, name)
+
+
 @pytest.mark.parametrize("in_metadata", [True, False], ids=["metadata", "item"])
 def test_one_process_runs_no_code_of_a_sharded_checkpoint(in_metadata, shared, sharded_run, tmp_path):
     folder = shutil.copytree(sharded_run / "checkpoints/step_0000003.ckpt", tmp_path / "x.ckpt")
@@ -308,6 +328,10 @@ def test_last_is_the_newest_folder(sharded_run):
         pytest.param(
             ["strategy.head_groups=2", "attention=sdpa", "strategy.context=2"], "got attention=sdpa",
             id="head-groups-without-flash",
+        ),
+        pytest.param(
+            ["+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"],
+            "fsdp cannot average weights; got the callback EMAWeightAveraging", id="averaging",
         ),
         pytest.param(["strategy.replicas=2"], "divide the 2 devices into groups of at least 2; got 2", id="copies"),
     ],

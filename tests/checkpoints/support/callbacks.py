@@ -1,4 +1,4 @@
-"""Callbacks for tests of checkpoints: they replace validation losses, simulate a full disk, or freeze weights."""
+"""Callbacks for tests: they replace validation losses, simulate a full disk, or change which weights are trained."""
 
 import errno
 
@@ -48,3 +48,23 @@ class FreezeAfterStepTwo(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         if trainer.global_step >= 2:
             freeze_embedding(pl_module.model)
+
+
+class UnfreezeAfterStepTwo(Callback):
+    """Freezes the embedding before training, and unfreezes it before step 3.
+
+    updated: whether the optimizer then updates the embedding.
+    """
+
+    def __init__(self, updated: bool = True) -> None:
+        self.updated = updated
+
+    def setup(self, trainer, pl_module, stage) -> None:
+        freeze_embedding(pl_module.model)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        weight = pl_module.model.token_embedding.weight
+        if trainer.global_step >= 2 and not weight.requires_grad:
+            weight.requires_grad_(True)
+            if self.updated:
+                trainer.optimizers[0].param_groups[0]["params"].append(weight)
