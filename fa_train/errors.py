@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fa_train.config_options import OTHER_NAMES, options_with
+from fa_train.config_options import COPIED_NODES, OTHER_NAMES, options_with
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -57,13 +57,18 @@ def explain(error: BaseException) -> str:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
+    unknown = next((link for link in chain if hasattr(link, "parent_node") and "in struct" in str(link)), None)
     if unknown is not None:  # an override names a key that is not in the config
-        key = vars(unknown)["full_key"]
-        text = unknown_key(key, vars(unknown)["parent_node"])
-        if unknown is error or options_with(key) or key in OTHER_NAMES:
-            return text
-        return f"{text} (to add a parameter that conf/ does not list, write + before it)"
+        key, siblings = vars(unknown)["full_key"], vars(unknown)["parent_node"]
+        copied = next((node for node in COPIED_NODES if key.startswith(f"{node}.")), None)
+        if copied and not siblings:  # Hydra has replaced the interpolation by an empty node
+            original = COPIED_NODES[copied]
+            wanted = original + key.removeprefix(copied)
+            return f"{key} cannot be set, because {copied} is a copy of {original}. Set {wanted} instead"
+        if siblings:
+            text = unknown_key(key, siblings)
+            is_known = unknown is error or options_with(key) or key in OTHER_NAMES
+            return text if is_known else f"{text} (to add a parameter that conf/ does not list, write + before it)"
     for link in chain:  # an override names an option that is not in conf/
         if getattr(link, "missing_cfg_file", None) and getattr(link, "options", None):
             group, _, option = vars(link)["missing_cfg_file"].rpartition("/")

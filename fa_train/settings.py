@@ -43,7 +43,7 @@ from fa_train.bounds import (
     Precision,
     Seed,
 )
-from fa_train.config_options import OTHER_NAMES, options_with
+from fa_train.config_options import COPIED_NODES, OTHER_NAMES, options_with
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 MISSING = "???"  # marks a value in YAML that the user must set
@@ -176,10 +176,12 @@ def check(config: Mapping[str, Any]) -> None:
     Raises: ValueError, which names the first key that is unknown or has an invalid value.
     """
     for key, value, hint in entries(config):
-        if not fits(value, hint):
+        if not fits(value, hint) or (key in COPIED_NODES and isinstance(value, Mapping)):
             is_number = isinstance(value, int | float) and fits(str(value), hint)
             quoting = f"""; quotes make it text: "{key}='{shown(value)}'\"""" if is_number else ""
-            raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}")
+            original = COPIED_NODES.get(key)  # for example after ++model.loss.z_loss=1e-4
+            copied = f". {key} is a copy of {original}. Set {original} instead" if original else ""
+            raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}{copied}")
     run_folder(config["run_name"])
 
 

@@ -175,6 +175,11 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             pytest.param(
                 "model.rope_scaling=yarn", "model.rope_scaling must be a mapping or null; got yarn", id="mapping"
             ),
+            pytest.param(
+                "++model.loss.z_loss=1",
+                'model.loss must be a node .*; got {"z_loss": 1}. .* Set memory.loss instead',
+                id="key-in-copy",
+            ),
             pytest.param("memory.offload=no", "memory.offload must be true or false or all; got no", id="union"),
             pytest.param("data.val_rows=-1", "data.val_rows must be an integer of at least 0; got -1", id="val-rows"),
             pytest.param(
@@ -259,6 +264,11 @@ def test_a_mistake_is_said_in_the_users_words(override, line):
             "optimizer.warmup=1", "unknown key optimizer.warmup; optimizer has the keys lr, weight_", id="list"
         ),
         pytest.param("modle=gpt2", "unknown key modle; did you mean model?", id="group"),
+        pytest.param(
+            "model.loss.z_loss=1",
+            "model.loss.z_loss cannot be set, because model.loss is a copy of memory.loss. Set memory.loss.z_loss ",
+            id="copied-node",
+        ),
         pytest.param("learning_rate=1", "unknown key learning_rate; did you mean optimizer.lr?", id="other-name"),
         pytest.param(
             "zzz=1", "unknown key zzz (to add a parameter that conf/ does not list, write + before it)", id="none-near"
