@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fa_train.config_options import COPIED_NODES, OTHER_NAMES, options_with
+import yaml
+
+from fa_train.config_options import COPIED_NODES, OTHER_NAMES, options, options_with
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -74,10 +76,31 @@ def explain(error: BaseException) -> str:
             group, _, option = vars(link)["missing_cfg_file"].rpartition("/")
             names = [name for name in vars(link)["options"] if not name.startswith("_")]
             return f"{group} must be one of {', '.join(names)}; got {option}"
+    if line := _of_group(str(error)):
+        return line
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     # str.partition removes Hydra's search path from the message
     text = _of_data_worker(said).partition("Config search path")[0].partition("full_key")[0]
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())
+
+
+def _of_group(text: str) -> str | None:
+    """Returns the message for an override that gives a config group no option, such as logger=null or ~logger.
+
+    text: the message of Hydra or OmegaConf. Returns None if it is about something else.
+    """
+    group, given = "", "nothing"
+    if text.startswith("Config group override must be a string"):  # Hydra does not name the group
+        for argument in sys.argv[1:]:
+            name, _, value = argument.partition("=")
+            if value and options(name) and not isinstance(yaml.safe_load(value), str | list):
+                group, given = name, value
+    elif (missing := re.match(r"Interpolation key '(\w+)", text)) and f"~{missing[1]}" in sys.argv:
+        group = missing[1]
+    if not group or not options(group):
+        return None
+    advice = ". trainer.logger=false switches logging off" if group == "logger" else ""
+    return f"{group} must be one of {', '.join(options(group))}; got {given}{advice}"
 
 
 def _of_data_worker(error: BaseException) -> str:
