@@ -8,6 +8,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Timer
 from omegaconf import OmegaConf
 
 from fa_train import run_config, training
@@ -204,6 +205,13 @@ def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
         pytest.raises(ValueError, match="needs a CUDA GPU"),
     ):
         training.build(cfg)
+
+
+def test_a_time_limit_may_be_a_mapping_of_units(tmp_path):
+    with composed(tmp_path, *tiny(tmp_path, "+trainer.max_time={hours: 1}")) as cfg:
+        trainer = training.build(cfg)[0]
+    [timer] = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+    assert timer.time_remaining() == 3600
 
 
 @pytest.mark.slow
