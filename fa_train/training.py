@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
-from fa_train.callbacks.monitor import results
+from fa_train.callbacks.monitor import require_measured, results
 from fa_train.callbacks.record import keep_earlier_metrics
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
@@ -250,6 +250,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         )
         if warning is not None:
             trainer.print(warning)
+    require_measured(cfg.optimized_metric, trainer)
     require_validation(cfg, trainer, data, done)
     config = to_container(cfg)
     keep_earlier_metrics(trainer)

@@ -158,7 +158,7 @@ def test_presets_are_what_the_readme_says(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     slow_except(
-        ["batch", "memory", "choice"],
+        ["batch", "memory", "choice", "no-peak"],
         [
             pytest.param(["seq_len=0"], "seq_len must be a positive integer; got 0", id="seq-len"),
             pytest.param(["max_steps=1.5"], "max_steps must be a positive integer; got 1.5", id="steps"),
@@ -183,6 +183,16 @@ def test_presets_are_what_the_readme_says(tmp_path):
                 ["optimized_metric=val/loss", "max_steps=2"],
                 "optimized_metric=val/loss needs a validation; no validation: max_steps=2 is below",
                 id="no-validation",
+            ),
+            pytest.param(
+                ["optimized_metric=perf/mfu"],
+                "optimized_metric=perf/mfu needs bf16 on a GPU whose peak .*; got float32 on the CPU",
+                id="no-peak",
+            ),
+            pytest.param(
+                ["optimized_metric=perf/reserved_gib"],
+                "optimized_metric=perf/reserved_gib needs a GPU; got float32 on the CPU",
+                id="no-gpu-memory",
             ),
             pytest.param(["ckpt_path=last", "run_name=never"], "ckpt_path=last found no checkpoint below", id="last"),
             pytest.param(["model.nonsense=1"], "nonsense", id="unknown-key"),
