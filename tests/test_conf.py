@@ -185,6 +185,16 @@ def test_presets_are_what_the_readme_says(tmp_path):
                 id="no-validation",
             ),
             pytest.param(
+                ["callbacks.checkpoint.dirpath=/dev/null/x"],
+                "callbacks.checkpoint.dirpath must be a folder that can be written; got /dev/null/x: Not a directory",
+                id="checkpoint-folder",
+            ),
+            pytest.param(
+                ["logger.save_dir=/dev/null/x"],
+                "logger.save_dir must be a folder that can be written; got /dev/null/x: Not a directory",
+                id="logger-folder",
+            ),
+            pytest.param(
                 ["optimized_metric=perf/mfu"],
                 "optimized_metric=perf/mfu needs bf16 on a GPU whose peak .*; got float32 on the CPU",
                 id="no-peak",

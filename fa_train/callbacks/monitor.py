@@ -338,7 +338,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def require_measured(metric: str | None, trainer: L.Trainer) -> None:
-    """Raises: ValueError if Monitor cannot measure optimized_metric=`metric` in a run with this device and precision."""
+    """Raises: ValueError if Monitor cannot measure optimized_metric=`metric` with the run's device and precision."""
     device, dtype = trainer.strategy.root_device, product_dtype(trainer)
     needs = {"perf/mfu": "bf16 on a GPU whose peak FLOP/s are known", "perf/reserved_gib": "a GPU"}.get(str(metric))
     if needs is not None and metric not in utilisation(0.0, device, dtype) | memory(device):
