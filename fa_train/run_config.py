@@ -134,13 +134,13 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
     Raises: ValueError if settings exclude each other, or W&B must log online but has no API key, or W&B would refuse
-    the name of the project.
+    the name of the project or the value of WANDB_MODE.
     """
     if has_own_launcher():
         return
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
-    logger = config["logger"]
+    logger = config["trainer"].get("logger")  # trainer.logger=false switches logging off
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
         return
     project = str(logger.get("project"))
@@ -148,11 +148,13 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
         raise ValueError(
             f"logger.project must not contain {forbidden[0]}; got {project}. Set the team with +logger.entity=<team>"
         )
-    mode = logger.get("mode")
-    asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
-    if (mode if asked == "logger.mode" else os.environ.get("WANDB_MODE")) == "online":
-        from fa_train.wandb_mode import require_api_key  # the import of wandb takes a second
+    from fa_train.wandb_mode import require_api_key, require_known_mode  # importing wandb takes a second
 
+    mode, variable = logger.get("mode"), os.environ.get("WANDB_MODE")
+    if variable:
+        require_known_mode(variable)
+    asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
+    if (mode if asked == "logger.mode" else variable) == "online":
         decided_by_rank_zero("api_key", partial(require_api_key, f"{asked}=online"))
 
 
