@@ -60,6 +60,17 @@ def wandb_tags(*tags: str) -> ListConfig:
     return ListConfig(list(chosen))
 
 
+def typed_overrides() -> dict[str, str]:
+    """Returns the overrides of the command line, {key: text}."""
+    overrides = (override.lstrip("+").partition("=") for override in HydraConfig.get().overrides.task)
+    return {key: text for key, _, text in overrides}
+
+
+def run_folder(run_name: object) -> str:
+    """Returns fa_train.settings.run_folder of a run's name, as the user has typed the name."""
+    return settings.run_folder(settings.as_typed(run_name, typed_overrides().get("run_name", "")))
+
+
 def launch_ranks(n_ranks: int) -> dict[str, float]:
     """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
 
@@ -106,6 +117,8 @@ def config_options(arguments: Sequence[str]) -> list[str]:
 def check(cfg: DictConfig) -> None:
     """Checks all keys and values of a config. Replaces each `_target_` of an earlier version with its current name.
 
+    If Hydra has read run_name as a number, replaces the number with the text that the user typed.
+
     Raises: ValueError if a key is unknown, has an invalid value or contradicts another key.
     """
     for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
@@ -123,8 +136,9 @@ def check(cfg: DictConfig) -> None:
         if option != chosen.get(group):
             raise ValueError(f"choices.{group} only records the option; choose one with {group}={option}")
     settings.require_given(to_container(cfg, resolve=False))
+    cfg.run_name = settings.as_typed(cfg.run_name, typed_overrides().get("run_name", ""))
     config = to_container(cfg)
-    settings.check(config)
+    settings.check(config, typed_overrides())
     copied_keys.require_one_value(config, HydraConfig.get().runtime.output_dir)
 
 
