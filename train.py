@@ -11,18 +11,17 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train import settings
 from fa_train.cuda_driver import has_gpu
 from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
 from fa_train.parallel.ranks import end_with_launcher, has_own_launcher, is_one_of_several, ranks_to_start
-from fa_train.run_config import check, in_sweep, launch_ranks, require_start, sweep_group, wandb_tags
+from fa_train.run_config import check, in_sweep, launch_ranks, require_start, run_folder, sweep_group, wandb_tags
 from fa_train.sweep_table import print_tables
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
-OmegaConf.register_new_resolver("run_folder", settings.run_folder, replace=True)  # checks run_name first
+OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)  # checks run_name first
 OmegaConf.register_new_resolver("sweep_group", sweep_group, replace=True)
 OmegaConf.register_new_resolver("wandb_tags", wandb_tags, replace=True)
 # use_cache: Hydra resolves the folder's name several times, but a run must create only one folder

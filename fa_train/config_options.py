@@ -42,6 +42,18 @@ OTHER_NAMES = {
 }
 
 
+# {node of conf/: the node that it copies by an interpolation}
+COPIED_NODES = {
+    "model.attention": "attention",
+    "model.loss": "memory.loss",
+    "model.memory": "memory",
+    "trainer.strategy": "strategy",
+    "trainer.logger": "logger",
+    "lit_gpt.optimizer": "optimizer",
+    "lit_gpt.scheduler": "scheduler",
+}
+
+
 def options(group: str) -> list[str]:
     """Returns the names of the options in a config group of conf/.
 

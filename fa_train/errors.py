@@ -7,7 +7,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fa_train.config_options import OTHER_NAMES, options_with
+import yaml
+
+from fa_train.config_options import COPIED_NODES, OTHER_NAMES, options, options_with
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -61,22 +63,48 @@ def explain(error: BaseException) -> str:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    unknown = next((link for link in chain if getattr(link, "parent_node", None) and "in struct" in str(link)), None)
+    unknown = next((link for link in chain if hasattr(link, "parent_node") and "in struct" in str(link)), None)
     if unknown is not None:  # an override names a key that is not in the config
-        key = vars(unknown)["full_key"]
-        text = unknown_key(key, vars(unknown)["parent_node"])
-        if unknown is error or options_with(key) or key in OTHER_NAMES:
-            return text
-        return f"{text} (to add a parameter that conf/ does not list, write + before it)"
+        key, siblings = vars(unknown)["full_key"], vars(unknown)["parent_node"]
+        copied = next((node for node in COPIED_NODES if key.startswith(f"{node}.")), None)
+        if copied and not siblings:  # Hydra has replaced the interpolation by an empty node
+            original = COPIED_NODES[copied]
+            wanted = original + key.removeprefix(copied)
+            return f"{key} cannot be set, because {copied} is a copy of {original}. Set {wanted} instead"
+        if siblings:
+            text = unknown_key(key, siblings)
+            is_known = unknown is error or options_with(key) or key in OTHER_NAMES
+            return text if is_known else f"{text} (to add a parameter that conf/ does not list, write + before it)"
     for link in chain:  # an override names an option that is not in conf/
         if getattr(link, "missing_cfg_file", None) and getattr(link, "options", None):
             group, _, option = vars(link)["missing_cfg_file"].rpartition("/")
             names = [name for name in vars(link)["options"] if not name.startswith("_")]
             return f"{group} must be one of {', '.join(names)}; got {option}"
+    if line := _of_group(str(error)):
+        return line
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     # str.partition removes Hydra's search path from the message
     text = _of_data_worker(said).partition("Config search path")[0].partition("full_key")[0]
     return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())
+
+
+def _of_group(text: str) -> str | None:
+    """Returns the message for an override that gives a config group no option, such as logger=null or ~logger.
+
+    text: the message of Hydra or OmegaConf. Returns None if it is about something else.
+    """
+    group, given = "", "nothing"
+    if text.startswith("Config group override must be a string"):  # Hydra does not name the group
+        for argument in sys.argv[1:]:
+            name, _, value = argument.partition("=")
+            if value and options(name) and not isinstance(yaml.safe_load(value), str | list):
+                group, given = name, value
+    elif (missing := re.match(r"Interpolation key '(\w+)", text)) and f"~{missing[1]}" in sys.argv:
+        group = missing[1]
+    if not group or not options(group):
+        return None
+    advice = ". trainer.logger=false switches logging off" if group == "logger" else ""
+    return f"{group} must be one of {', '.join(options(group))}; got {given}{advice}"
 
 
 def _of_data_worker(error: BaseException) -> str:

@@ -60,6 +60,17 @@ def wandb_tags(*tags: str) -> ListConfig:
     return ListConfig(list(chosen))
 
 
+def typed_overrides() -> dict[str, str]:
+    """Returns the overrides of the command line, {key: text}."""
+    overrides = (override.lstrip("+").partition("=") for override in HydraConfig.get().overrides.task)
+    return {key: text for key, _, text in overrides}
+
+
+def run_folder(run_name: object) -> str:
+    """Returns fa_train.settings.run_folder of a run's name, as the user has typed the name."""
+    return settings.run_folder(settings.as_typed(run_name, typed_overrides().get("run_name", "")))
+
+
 def launch_ranks(n_ranks: int) -> dict[str, float]:
     """Trains this run, or this job of a multirun, in n_ranks new processes. Returns the last metrics of rank 0.
 
@@ -106,6 +117,8 @@ def config_options(arguments: Sequence[str]) -> list[str]:
 def check(cfg: DictConfig) -> None:
     """Checks all keys and values of a config. Replaces each `_target_` of an earlier version with its current name.
 
+    If Hydra has read run_name as a number, replaces the number with the text that the user typed.
+
     Raises: ValueError if a key is unknown, has an invalid value or contradicts another key.
     """
     for key, target in compat.moved_targets(to_container(cfg, resolve=False)).items():
@@ -123,8 +136,9 @@ def check(cfg: DictConfig) -> None:
         if option != chosen.get(group):
             raise ValueError(f"choices.{group} only records the option; choose one with {group}={option}")
     settings.require_given(to_container(cfg, resolve=False))
+    cfg.run_name = settings.as_typed(cfg.run_name, typed_overrides().get("run_name", ""))
     config = to_container(cfg)
-    settings.check(config)
+    settings.check(config, typed_overrides())
     copied_keys.require_one_value(config, HydraConfig.get().runtime.output_dir)
 
 
@@ -134,13 +148,13 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
     Raises: ValueError if settings exclude each other, or W&B must log online but has no API key, or W&B would refuse
-    the name of the project.
+    the name of the project or the value of WANDB_MODE.
     """
     if has_own_launcher():
         return
     config = to_container(cfg)
     early_checks.require_runnable(config, world_size(n_ranks))
-    logger = config["logger"]
+    logger = config["trainer"].get("logger")  # trainer.logger=false switches logging off
     if config["choices"]["logger"] != "wandb" or not isinstance(logger, dict):
         return
     project = str(logger.get("project"))
@@ -148,11 +162,13 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
         raise ValueError(
             f"logger.project must not contain {forbidden[0]}; got {project}. Set the team with +logger.entity=<team>"
         )
-    mode = logger.get("mode")
-    asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
-    if (mode if asked == "logger.mode" else os.environ.get("WANDB_MODE")) == "online":
-        from fa_train.wandb_mode import require_api_key  # the import of wandb takes a second
+    from fa_train.wandb_mode import require_api_key, require_known_mode  # importing wandb takes a second
 
+    mode, variable = logger.get("mode"), os.environ.get("WANDB_MODE")
+    if variable:
+        require_known_mode(variable)
+    asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
+    if (mode if asked == "logger.mode" else variable) == "online":
         decided_by_rank_zero("api_key", partial(require_api_key, f"{asked}=online"))
 
 

@@ -43,7 +43,7 @@ from fa_train.bounds import (
     Precision,
     Seed,
 )
-from fa_train.config_options import OTHER_NAMES, options_with
+from fa_train.config_options import COPIED_NODES, OTHER_NAMES, options_with
 
 STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 MISSING = "???"  # marks a value in YAML that the user must set
@@ -169,18 +169,33 @@ def require_given(config: Mapping[str, Any]) -> None:
         raise ValueError(f"{' and '.join(missing)} must be given; got nothing")
 
 
-def check(config: Mapping[str, Any]) -> None:
+def check(config: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> None:
     """Checks the keys and values of a config without instantiating anything.
 
     config: a composed config as dicts and lists, without unresolved interpolations.
+    typed: the overrides of the command line, {key: text}. An error message quotes numbers as the user typed them.
     Raises: ValueError, which names the first key that is unknown or has an invalid value.
     """
     for key, value, hint in entries(config):
-        if not fits(value, hint):
+        if not fits(value, hint) or (key in COPIED_NODES and isinstance(value, Mapping)):
             is_number = isinstance(value, int | float) and fits(str(value), hint)
-            quoting = f"""; quotes make it text: "{key}='{shown(value)}'\"""" if is_number else ""
-            raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}")
+            text = as_typed(value, (typed or {}).get(key, ""))
+            quoting = f"""; quotes make it text: "{key}='{shown(text)}'\"""" if is_number else ""
+            original = COPIED_NODES.get(key)  # for example after ++model.loss.z_loss=1e-4
+            copied = f". {key} is a copy of {original}. Set {original} instead" if original else ""
+            raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}{copied}")
     run_folder(config["run_name"])
+
+
+def as_typed(value: Any, text: str) -> Any:
+    """Returns `text` if Hydra reads it as the number `value`, and otherwise returns `value`.
+
+    For example, Hydra reads run_name=2026_11_29 as 20261129, and run_name=3e-4 as 0.0003.
+    """
+    try:
+        return text if float(text) == value else value
+    except ValueError:
+        return value
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
 from fa_train import early_checks, preflight
-from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint
-from fa_train.callbacks.monitor import results
+from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint, require_folder
+from fa_train.callbacks.monitor import require_measured, results
 from fa_train.callbacks.record import keep_earlier_metrics
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
@@ -255,11 +255,20 @@ def train(cfg: DictConfig) -> dict[str, float]:
         )
         if warning is not None:
             trainer.print(warning)
+    require_measured(cfg.optimized_metric, trainer)
+    decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
     require_validation(cfg, trainer, data, done)
     config = to_container(cfg)
     keep_earlier_metrics(trainer)
     for logger in trainer.loggers:
-        logger.log_hyperparams(config)
+        try:
+            logger.log_hyperparams(config)
+        except OSError as error:
+            if error.filename is None:  # the error is not about a file
+                raise
+            raise ValueError(
+                f"logger.save_dir must be a folder that can be written; got {logger.save_dir}: {error.strerror}"
+            ) from error
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
         if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
             export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)

@@ -9,6 +9,7 @@ import requests
 import wandb
 
 from fa_train.parallel.decisions import decided_by_rank_zero
+from fa_train.settings import fits, wanted
 
 TIMEOUT = 5  # the server must accept the API key within this number of seconds
 
@@ -21,6 +22,13 @@ def wandb_mode() -> str:
     """
     mode: str = decided_by_rank_zero("wandb_mode", _mode)
     return mode
+
+
+def require_known_mode(mode: str) -> None:
+    """Raises: ValueError if wandb does not accept `mode` as the value of WANDB_MODE."""
+    known = wandb.Settings.model_fields["mode"].annotation
+    if not fits(mode, known):
+        raise ValueError(f"WANDB_MODE must be {wanted(known)}; got {mode}")
 
 
 def require_api_key(setting: str) -> None:

@@ -8,6 +8,7 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Timer
 from omegaconf import OmegaConf
 
 from fa_train import run_config, training
@@ -157,7 +158,7 @@ def test_presets_are_what_the_readme_says(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     slow_except(
-        ["batch", "memory", "choice"],
+        ["batch", "memory", "choice", "no-peak"],
         [
             pytest.param(["seq_len=0"], "seq_len must be a positive integer; got 0", id="seq-len"),
             pytest.param(["max_steps=1.5"], "max_steps must be a positive integer; got 1.5", id="steps"),
@@ -183,6 +184,26 @@ def test_presets_are_what_the_readme_says(tmp_path):
                 "optimized_metric=val/loss needs a validation; no validation: max_steps=2 is below",
                 id="no-validation",
             ),
+            pytest.param(
+                ["callbacks.checkpoint.dirpath=/dev/null/x"],
+                "callbacks.checkpoint.dirpath must be a folder that can be written; got /dev/null/x: Not a directory",
+                id="checkpoint-folder",
+            ),
+            pytest.param(
+                ["logger.save_dir=/dev/null/x"],
+                "logger.save_dir must be a folder that can be written; got /dev/null/x: Not a directory",
+                id="logger-folder",
+            ),
+            pytest.param(
+                ["optimized_metric=perf/mfu"],
+                "optimized_metric=perf/mfu needs bf16 on a GPU whose peak .*; got float32 on the CPU",
+                id="no-peak",
+            ),
+            pytest.param(
+                ["optimized_metric=perf/reserved_gib"],
+                "optimized_metric=perf/reserved_gib needs a GPU; got float32 on the CPU",
+                id="no-gpu-memory",
+            ),
             pytest.param(["ckpt_path=last", "run_name=never"], "ckpt_path=last found no checkpoint below", id="last"),
             pytest.param(["model.nonsense=1"], "nonsense", id="unknown-key"),
             pytest.param(["choices.model=gpt2"], "choose one with model=gpt2", id="choice"),
@@ -204,6 +225,13 @@ def test_flash_needs_cuda_or_the_interpreter(tmp_path, monkeypatch):
         pytest.raises(ValueError, match="needs a CUDA GPU"),
     ):
         training.build(cfg)
+
+
+def test_a_time_limit_may_be_a_mapping_of_units(tmp_path):
+    with composed(tmp_path, *tiny(tmp_path, "+trainer.max_time={hours: 1}")) as cfg:
+        trainer = training.build(cfg)[0]
+    [timer] = [callback for callback in trainer.callbacks if isinstance(callback, Timer)]
+    assert timer.time_remaining() == 3600
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from fa_train import run_config
+from fa_train.config_options import COPIED_NODES
 from fa_train.copied_keys import COPIES, require_one_value, value_of
+from fa_train.settings import leaves
 from tests.support.training import composed
 
 
@@ -97,3 +99,10 @@ def test_every_copied_key_copies_its_original_in_conf(tmp_path):
     for key, original in COPIES.items():
         assert value_of(raw, key) == f"${{{original}}}"
     require_one_value(resolved, str(tmp_path))
+
+
+def test_every_node_that_copies_another_is_listed(tmp_path):
+    with composed(tmp_path, "preset=cpu") as cfg:
+        raw, resolved = (OmegaConf.to_container(cfg, resolve=resolve) for resolve in (False, True))
+    copies = {key: value[2:-1] for key, value in leaves("", raw) if str(value).startswith("${")}
+    assert {key: node for key, node in copies.items() if isinstance(value_of(resolved, key), dict)} == COPIED_NODES

@@ -3,8 +3,10 @@
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
+from fa_train import run_config
 from fa_train.data.tokens.cache import DiskFullError
 from fa_train.errors import explain
+from tests.support.training import composed
 
 
 class Broken(Dataset):
@@ -21,6 +23,30 @@ class Broken(Dataset):
             raise KeyError("the cause")
         except KeyError as cause:
             raise self.error from cause
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        pytest.param(
+            "logger=null",
+            "logger must be one of csv, tensorboard, wandb; got null. trainer.logger=false switches logging off",
+            id="null",
+        ),
+        pytest.param("strategy=7", "strategy must be one of auto, ddp, fsdp; got 7", id="number"),
+        pytest.param(
+            "~logger",
+            "logger must be one of csv, tensorboard, wandb; got nothing. trainer.logger=false switches logging off",
+            id="removed",
+        ),
+    ],
+)
+def test_a_group_without_an_option_is_answered_with_the_options(override, line, monkeypatch):
+    overrides = ["preset=cpu", "data=synthetic", override]
+    monkeypatch.setattr("sys.argv", ["train.py", *overrides])
+    with pytest.raises(Exception) as raised, composed("folder", *overrides) as cfg:
+        run_config.check(cfg)
+    assert explain(raised.value) == line
 
 
 @pytest.mark.parametrize("kind", [ValueError, DiskFullError])

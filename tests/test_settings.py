@@ -175,12 +175,22 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             pytest.param(
                 "model.rope_scaling=yarn", "model.rope_scaling must be a mapping or null; got yarn", id="mapping"
             ),
+            pytest.param(
+                "++model.loss.z_loss=1",
+                'model.loss must be a node .*; got {"z_loss": 1}. .* Set memory.loss instead',
+                id="key-in-copy",
+            ),
             pytest.param("memory.offload=no", "memory.offload must be true or false or all; got no", id="union"),
             pytest.param("data.val_rows=-1", "data.val_rows must be an integer of at least 0; got -1", id="val-rows"),
             pytest.param(
                 "data.text_column=7",
                 "data.text_column must be text; got 7; quotes make it text: .data.text_column='7'.",
                 id="text",
+            ),
+            pytest.param(
+                "data.text_column=1e3",
+                "data.text_column must be text; got 1000.0; quotes make it text: .data.text_column='1e3'.",
+                id="text-with-exponent",
             ),
             pytest.param(
                 "seed=null", "seed must be an integer of at least 0 and less than 4294967296; got null", id="seed"
@@ -259,6 +269,11 @@ def test_a_mistake_is_said_in_the_users_words(override, line):
             "optimizer.warmup=1", "unknown key optimizer.warmup; optimizer has the keys lr, weight_", id="list"
         ),
         pytest.param("modle=gpt2", "unknown key modle; did you mean model?", id="group"),
+        pytest.param(
+            "model.loss.z_loss=1",
+            "model.loss.z_loss cannot be set, because model.loss is a copy of memory.loss. Set memory.loss.z_loss ",
+            id="copied-node",
+        ),
         pytest.param("learning_rate=1", "unknown key learning_rate; did you mean optimizer.lr?", id="other-name"),
         pytest.param(
             "zzz=1", "unknown key zzz (to add a parameter that conf/ does not list, write + before it)", id="none-near"
@@ -303,6 +318,23 @@ def test_a_run_may_have_any_folder_below_runs(name):
 def test_no_run_has_a_folder_elsewhere(name):
     with pytest.raises(ValueError, match="run_name must be the name of a folder below runs/; got "):
         settings.run_folder(name)
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        pytest.param("run_name=2026_11_29", "2026_11_29", id="date"),
+        pytest.param("run_name=3e-4", "3e-4", id="exponent"),
+        pytest.param("run_name='3e-4'", "3e-4", id="quoted"),
+        pytest.param("run_name=7", "7", id="integer"),
+        pytest.param("run_name=${batch_size}", "8", id="interpolation"),
+    ],
+)
+def test_a_run_name_that_hydra_reads_as_a_number_is_kept_as_typed(override, name):
+    with composed("folder", "preset=cpu", "batch_size=8", override) as cfg:
+        assert run_config.run_folder(cfg.run_name) == name
+        run_config.check(cfg)
+        assert str(cfg.run_name) == str(cfg.callbacks.checkpoint.run_name) == name
 
 
 @pytest.mark.slow

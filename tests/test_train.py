@@ -161,7 +161,7 @@ def test_a_run_killed_twice_has_the_rows_and_losses_of_one(tmp_path):
 
 def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
     def killed_in_the_middle(self, filepath, *args):
-        Path(filepath).parent.mkdir()
+        Path(filepath).parent.mkdir(exist_ok=True)
         Path(filepath).write_bytes(b"half")
         raise SystemExit("killed")
 

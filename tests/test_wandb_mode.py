@@ -130,6 +130,16 @@ def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environme
         run_config.require_start(cfg, 1)
 
 
+@pytest.mark.parametrize("mode", ["OFFLINE", "on"])
+def test_an_unknown_mode_in_the_environment_is_named_before_the_run_starts(mode, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", mode)
+    message = f"^WANDB_MODE must be one of online, offline, shared, disabled, dryrun, run; got {mode}$"
+    with composed(tmp_path, *tiny(tmp_path, "logger=wandb")) as cfg, pytest.raises(ValueError, match=message):
+        run_config.require_start(cfg, 1)
+    with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "trainer.logger=false")) as cfg:
+        run_config.require_start(cfg, 1)
+
+
 def test_a_run_passes_no_setting_of_which_wandb_warns(tmp_path):
     with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=offline")) as cfg:
         [logger] = training.build(cfg)[0].loggers

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -310,6 +311,22 @@ def _seconds_since(start: Timestamp, trainer: L.Trainer) -> float:
     end = Timestamp(trainer.strategy.root_device)
     end.wait()
     return end.seconds_since(start)
+
+
+def require_folder(trainer: L.Trainer) -> None:
+    """Creates the folder for checkpoints. Call this function on rank 0.
+
+    Raises: ValueError if no file can be written into the folder.
+    """
+    if isinstance(trainer.checkpoint_callback, Checkpoint):
+        folder = trainer.checkpoint_callback.folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ValueError(
+                f"callbacks.checkpoint.dirpath must be a folder that can be written; got {folder}: {error.strerror}"
+            ) from error
 
 
 def require_checkpoint(trainer: L.Trainer) -> None:

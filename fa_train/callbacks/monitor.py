@@ -167,7 +167,6 @@ class Monitor(Callback):
         lit_gpt, device = trainer.lightning_module, trainer.strategy.root_device
         assert isinstance(lit_gpt, LitGPT)
         flops = train_flops(lit_gpt.model.config, reading.steps * self.tokens_per_step, pairs) / reading.steps
-        dtype = torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
         self._rates.append(self.tokens_per_step / seconds)
         self.log_metrics(
             trainer,
@@ -179,7 +178,7 @@ class Monitor(Callback):
                 "lr": reading.lr,
                 "perf/tokens_per_s": self._rates[-1],
                 **self._of_ranks(reading, seconds, together),
-                **utilisation(flops / seconds / trainer.world_size, device, dtype),
+                **utilisation(flops / seconds / trainer.world_size, device, product_dtype(trainer)),
                 **reading.memory,
             },
         )
@@ -317,6 +316,11 @@ def resident_bytes() -> int:
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
+def product_dtype(trainer: L.Trainer) -> torch.dtype:
+    """Returns the dtype of a run's matrix products."""
+    return torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
+
+
 def utilisation(flops_per_s: float, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Returns perf/mfu: one device's model FLOP/s divided by its peak. Returns an empty dict if the peak is unknown."""
     peak = peak_flops(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
@@ -331,6 +335,15 @@ def memory(device: torch.device) -> dict[str, float]:
             "perf/reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         }
     return {"perf/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+
+
+def require_measured(metric: str | None, trainer: L.Trainer) -> None:
+    """Raises: ValueError if Monitor cannot measure optimized_metric=`metric` with the run's device and precision."""
+    device, dtype = trainer.strategy.root_device, product_dtype(trainer)
+    needs = {"perf/mfu": "bf16 on a GPU whose peak FLOP/s are known", "perf/reserved_gib": "a GPU"}.get(str(metric))
+    if needs is not None and metric not in utilisation(0.0, device, dtype) | memory(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        raise ValueError(f"optimized_metric={metric} needs {needs}; got {str(dtype).removeprefix('torch.')} on {name}")
 
 
 def results(trainer: L.Trainer) -> dict[str, float]:

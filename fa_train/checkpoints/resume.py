@@ -1,5 +1,7 @@
 """Finds the checkpoint that a run resumes from."""
 
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,11 +20,16 @@ def runs_folder(run_name: object) -> Path:
 def override_for(checkpoint: Path, runs: Path) -> str:
     """Returns the override of train.py that resumes from `checkpoint`: ckpt_path=last or ckpt_path=<path>.
 
-    The override is ckpt_path=last if `train.py ckpt_path=last` searches the folder that contains `checkpoint`. runs: as
-    for checkpoint_path.
+    The override is ckpt_path=last if `train.py ckpt_path=last` searches the folder that contains `checkpoint`. A path
+    with special characters is quoted for Hydra and for the shell. runs: as for checkpoint_path.
     """
-    is_found = runs.resolve() in checkpoint.resolve().parents[1:3]
-    return "ckpt_path=last" if is_found else f"ckpt_path={checkpoint}"
+    if runs.resolve() in checkpoint.resolve().parents[1:3]:
+        return "ckpt_path=last"
+    path = str(checkpoint)
+    if re.fullmatch(r"[A-Za-z0-9_./-]+", path):
+        return f"ckpt_path={path}"
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', path)  # in Hydra's quotes, a backslash is special only before a quote
+    return shlex.quote(f'ckpt_path="{escaped}"')
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:

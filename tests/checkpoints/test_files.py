@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import shutil
 import tempfile
 import zipfile
@@ -15,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from fa_train.checkpoints.files import (
     CheckpointError,
@@ -328,6 +330,26 @@ def test_last_ignores_runs_whose_run_name_is_nested_below_this_one(file, tmp_pat
         assert checkpoint_path("last", tmp_path / name) == str(path)
         assert override_for(path, tmp_path / name) == "ckpt_path=last"
     assert override_for(checkpoints["mine/nested"], tmp_path / "mine") == f"ckpt_path={checkpoints['mine/nested']}"
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param("plain-1_a.b", id="plain"),
+        pytest.param("a=1,b=2", id="overrides"),
+        pytest.param("r ü (1)", id="space-and-umlaut"),
+        pytest.param("it's", id="single-quote"),
+        pytest.param('a"b', id="double-quote"),
+        pytest.param('a\\"b', id="backslash-before-quote"),
+        pytest.param("a\\b", id="backslash"),
+        pytest.param("[1]{2}~a:b@c%d+e#f&g*h?i", id="other-characters"),
+    ],
+)
+def test_the_override_that_resumes_can_be_pasted_into_a_shell(folder, tmp_path):
+    path = tmp_path / folder / "checkpoints" / "step_0000001.ckpt"
+    [argument] = shlex.split(override_for(path, tmp_path / "runs"))
+    override = OverridesParser.create().parse_override(argument)
+    assert (override.key_or_group, override.value()) == ("ckpt_path", str(path))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
