@@ -221,6 +221,27 @@ def test_weights_stay_on_the_device(tokens, device, monkeypatch):
     assert sent and not {p.untyped_storage().data_ptr() for p in model.parameters()} & set(sent)
 
 
+@pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
+def test_chunks_leave_the_device(compiled, device, monkeypatch):
+    """A chunk of rows is a view in eager code, but compiled code saves it as a tensor without a base."""
+    tokens, kept, pack = 24, [], offload._Pack.__call__
+
+    def watched(hook, saved):
+        packed = pack(hook, saved)
+        is_large = saved.untyped_storage().nbytes() >= tokens * 32 * saved.itemsize
+        if is_large and isinstance(packed, torch.Tensor) and not isinstance(saved, nn.Parameter):
+            kept.append(saved.shape)
+        return packed
+
+    monkeypatch.setattr(offload._Pack, "__call__", watched)
+    model = small_gpt(levers(offload="all", mlp_chunk=5), device, activation="geglu")
+    if compiled:
+        compile_blocks(model)
+    step(model, stream(device, [tokens]))
+    weights = {(rows, columns) for p in model.parameters() if p.dim() == 2 for rows, columns in (p.shape, p.shape[::-1])}
+    assert not set(map(tuple, kept)) - weights
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_budget_is_what_a_step_takes(dtype, device):
     model = small_gpt(levers("full", offload=True), device, n_layers=4)
