@@ -238,7 +238,9 @@ def test_chunks_leave_the_device(compiled, device, monkeypatch):
     if compiled:
         compile_blocks(model)
     step(model, stream(device, [tokens]))
-    weights = {(rows, columns) for p in model.parameters() if p.dim() == 2 for rows, columns in (p.shape, p.shape[::-1])}
+    weights = {
+        (rows, columns) for p in model.parameters() if p.dim() == 2 for rows, columns in (p.shape, p.shape[::-1])
+    }
     assert not set(map(tuple, kept)) - weights
 
 
