@@ -51,7 +51,10 @@ def nf4_linear_backward(
     nf4: Tensor,
     in_features: int,
 ) -> Tensor:
-    """Computes dy W, the gradient of x in `nf4_linear`. Shapes: dy (..., out_features) -> (..., in_features)."""
+    """Computes dy W, the gradient of x in `nf4_linear`, which has no second derivatives.
+
+    Shapes: dy (..., out_features) -> (..., in_features).
+    """
     parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
     return dy @ nf4_weight(parts, dy.shape[-1], in_features, dy.dtype)
 
@@ -80,10 +83,19 @@ def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dty
     On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao does it.
     parts: the 4-bit codes, and the tensors of NF4_PARTS in their order.
     """
+    run = _weight_by_kernel if parts[0].is_cuda else _weight_by_torchao
+    return run(parts, out_features, in_features, dtype)
+
+
+def _weight_by_kernel(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    codes, quantized_scalers, quantization_factor, scaler_mean, nf4 = parts
+    weight = dequantize(codes, quantized_scalers, quantization_factor, scaler_mean, nf4, dtype)
+    return weight.view(out_features, in_features)
+
+
+def _weight_by_torchao(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
     codes, quantized_scalers, quantization_factor, scaler_mean, nf4 = parts
     scales = quantized_scalers, quantization_factor, scaler_mean
-    if codes.is_cuda:
-        return dequantize(codes, *scales, nf4, dtype).view(out_features, in_features)
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
 
     shape, n_blocks = torch.Size((out_features, in_features)), quantized_scalers.numel()

@@ -42,10 +42,10 @@ def dequantize(
 ) -> Tensor:
     """Returns the elements of an NF4 weight on a GPU, (2 * n_bytes,) in `dtype`.
 
-    The elements are computed in the dtype of `table` and then converted to `dtype`. In the dtype of `table`, they equal
-    those of torchao bit for bit.
+    The elements are computed in the dtype of `table` and then converted to `dtype`. They equal those of torchao bit for
+    bit.
     Shapes: codes (n_bytes,) uint8, two codes per byte; scalers (n_scales,) int8; factors (n_factors,), mean () and
-    table (16,), all three in the same floating-point dtype. n_scales divides n_bytes, and n_factors divides n_scales.
+    table (16,), all three in fp32, all in fp16 or all in bf16. n_scales divides n_bytes, and n_factors divides n_scales.
     Raises: ValueError if the sizes do not fit together.
     """
     n_bytes, n_scales, n_factors = codes.numel(), scalers.numel(), factors.numel()

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa_kernels.nf4 import dequantize
 from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_kernels.rows import add_rows, copy_rows
@@ -75,6 +76,20 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
         ("d_projected", gradient, d_projected),
     ):
         _require_close(name, ours, truth, dtype)
+
+
+def check_nf4(dtype: torch.dtype, n_scales: int, scales_per_factor: int) -> None:
+    """Checks each element against the format's definition in fp64. A scale stands for 64 elements."""
+    codes = torch.randint(256, (32 * n_scales,), device=DEVICE).byte()
+    scalers = torch.randint(-128, 128, (n_scales,), device=DEVICE).to(torch.int8)
+    factors = (1000 + torch.rand(n_scales // scales_per_factor, device=DEVICE)).to(dtype)
+    mean, table = torch.tensor(0.3, device=DEVICE, dtype=dtype), torch.linspace(-1, 1, 16, device=DEVICE).to(dtype)
+    scales = scalers.double() / factors.double().repeat_interleave(scales_per_factor) + mean.double()
+    indices = torch.stack([codes >> 4, codes & 15], dim=1).flatten().long()
+    truth = table.double()[indices] * scales.repeat_interleave(64)
+    for wanted in {dtype, torch.bfloat16}:
+        found = dequantize(codes, scalers, factors, mean, table, wanted)
+        _require_close("weight", found, truth, torch.bfloat16 if wanted == torch.bfloat16 else dtype)
 
 
 def check_rows(dtype: torch.dtype, n_heads: int, head_dim: int) -> None:

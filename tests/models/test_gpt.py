@@ -12,7 +12,7 @@ from fa_train.models.attention import chunked_attention, flash_attention, naive_
 from fa_train.models.config import Family
 from fa_train.models.ffn import RecomputedFFN
 from fa_train.models.gpt import GPT
-from fa_train.models.norms import OffsetRMSNorm
+from fa_train.models.norms import OffsetRMSNorm, add_and_norm
 from tests.models.support.gpt import build
 
 ATTENTIONS = {
@@ -170,6 +170,24 @@ def test_gemmas_norm_counts_from_one():
     nn.init.constant_(norm.weight, 1.0)
     torch.testing.assert_close(norm(x), 2 * F.rms_norm(x, (8,), eps=1e-6))
     assert norm(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keep_sum", [False, True])
+def test_gemmas_fused_norm_is_its_norm(dtype, keep_sum):
+    norm = OffsetRMSNorm(8, eps=1e-6).to(dtype)
+    nn.init.normal_(norm.weight)
+    x, added, d_sum, dy = (torch.randn(5, 8, dtype=dtype) for _ in range(4))
+
+    def results(fused: bool) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(), added.clone().requires_grad_()]
+        total = leaves[0] + leaves[1]
+        outputs = add_and_norm(leaves[0], leaves[1], norm, keep_sum=keep_sum) if fused else (total, norm(total))
+        return [*outputs, *torch.autograd.grad(outputs, [*leaves, norm.weight], [d_sum, dy])]
+
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.03}
+    for fused, plain in zip(results(True), results(False), strict=True):
+        torch.testing.assert_close(fused, plain, **tolerance)
 
 
 def test_positions_can_run_on_across_documents(device):

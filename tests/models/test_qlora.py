@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fa_train import training
+from fa_train.models import nf4
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_of, merge
 from fa_train.models.nf4 import quantized
@@ -94,6 +95,26 @@ def test_nothing_dense_waits_for_the_backward():
         model(**stream(CPU))
     shapes = {(linear.out_features, linear.in_features) for _, linear in adapted(model)}
     assert saved and not shapes & {tuple(shape) for shape in saved}
+
+
+@pytest.mark.parametrize("module", ["up", "down"])
+def test_the_kernel_computes_the_same_as_torchao(module, monkeypatch):
+    """The kernel runs in Triton's interpreter."""
+    linear = small(settings=QLORA).blocks[0].ffn.get_submodule(module)
+    x = torch.randn(2, 3, linear.in_features)
+    dy = torch.randn(2, 3, linear.out_features)
+
+    def results() -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = linear._base(leaf)
+        return [linear.dense_weight(), y.detach(), *torch.autograd.grad(y, leaf, dy)]
+
+    expected = results()
+    monkeypatch.setattr(nf4, "_weight_by_torchao", nf4._weight_by_kernel)
+    dense = expected[0]
+    for found, wanted in zip(results(), expected, strict=True):
+        assert torch.equal(found, wanted)
+    torch.testing.assert_close(expected[1:], [x @ dense.T, dy @ dense])
 
 
 def test_bf16_true_keeps_the_scales():

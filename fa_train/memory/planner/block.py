@@ -39,7 +39,7 @@ class Block:
         if model.extras.post_norms:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
-            if is_fused and self.levers.mlp_chunk:  # counted without a derivation; a test compares it with torch 2.13
+            if is_fused and self.levers.mlp_chunk:  # found in a simulation with torch 2.13, which a test repeats
                 self.attention_post_norm += self.x_rounded
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype

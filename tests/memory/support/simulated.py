@@ -91,6 +91,16 @@ def _attention_backward(do, dlse, q, k, v, o, lse, *rest):
     return dq, dk, dv, lse.new_empty(0)
 
 
+def _nf4_linear(x, *arguments):
+    """Allocates the dequantized weight and the result, as on a GPU."""
+    weight = torch.empty(arguments[-1], x.shape[-1], dtype=x.dtype)
+    return F.linear(x, weight)
+
+
+def _nf4_linear_backward(dy, *arguments):
+    return dy @ torch.empty(dy.shape[-1], arguments[-1], dtype=dy.dtype)
+
+
 HOST = "meta"  # in the simulation, the device "cpu" stands for the GPU, and the device "meta" for the host
 
 INSIDE: dict[Any, Callable[..., Any]] = {
@@ -98,6 +108,8 @@ INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.mlp_forward.default: mlp_forward._init_fn,
     torch.ops.fa_train.mlp_backward.default: mlp_backward._init_fn,
     torch.ops.flash_attention.backward.default: _attention_backward,
+    torch.ops.fa_train.nf4_linear.default: _nf4_linear,
+    torch.ops.fa_train.nf4_linear_backward.default: _nf4_linear_backward,
 }
 
 
