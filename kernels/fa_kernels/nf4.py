@@ -44,8 +44,9 @@ def dequantize(
 
     The elements are computed in the dtype of `table` and then converted to `dtype`. They equal those of torchao bit for
     bit.
-    Shapes: codes (n_bytes,) uint8, two codes per byte; scalers (n_scales,) int8; factors (n_factors,), mean () and
-    table (16,), all three in fp32, all in fp16 or all in bf16. n_scales divides n_bytes, and n_factors divides n_scales.
+    Shapes: codes (n_bytes,) uint8, two codes per byte; scalers (n_scales,) int8; factors (n_factors,); mean (); table
+    (16,). n_scales divides n_bytes, and n_factors divides n_scales. factors, mean and table have the same dtype: fp32,
+    fp16 or bf16.
     Raises: ValueError if the sizes do not fit together.
     """
     n_bytes, n_scales, n_factors = codes.numel(), scalers.numel(), factors.numel()

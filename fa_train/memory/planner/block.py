@@ -196,11 +196,13 @@ class Block:
 
     def _ffn_forward(self) -> int:
         held = self.kept() - self.ffn_post_norm + self._argument()
-        if self.converts and self.ffn_post_norm:  # the FFN's input and output, and the post-norm's output in fp32
-            held = max(held, self.kept() + self.x + self.norm_input - self._chunk_forward())
         if self.levers.mlp_chunk or not self.plain_ffn:
-            return held + self.x_rounded + self._chunk_forward()
-        return held + max(self.activated(), self.hidden + self.x_rounded)
+            peak = held + self.x_rounded + self._chunk_forward()
+        else:
+            peak = held + max(self.activated(), self.hidden + self.x_rounded)
+        if self.converts and self.ffn_post_norm:  # the FFN's input and output, and the post-norm's output in fp32
+            peak = max(peak, self.kept() + self.x + self.x_rounded + self.norm_input)
+        return peak
 
     def _chunk_forward(self) -> int:
         """Returns the bytes of temporary tensors in a tiled FFN's forward, including its rounded weights."""
@@ -236,8 +238,8 @@ class Block:
             return held + max(of_operand, of_factors)
         weights = 0 if self.run.adapters else (self.up_weight + self.down_weight) * 4
         chunk = self._chunk(self.run.tokens)
-        if self.is_torch_chunked():  # `7 * chunk` counts recomputed tensors and gradients
-            return held + rounded + 7 * chunk + self._ffn_rounded() + weights
+        if self.is_torch_chunked():  # `6 * chunk` counts recomputed tensors and gradients
+            return held + rounded + self._earlier_chunks() + 6 * chunk + self._ffn_rounded() + self._chunked_gradients()
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk
         if self.run.compute_bytes == 4 and weights:  # only fp32 products need a temporary tensor
@@ -267,16 +269,28 @@ class Block:
     def _chunked_adapters_backward(self, rounded: int) -> int:
         """Returns the bytes that the backward of a TorchChunkedFFN with frozen weights allocates.
 
-        The backward computes one chunk after another, and keeps the gradients of the inputs of earlier chunks.
         rounded: the bytes of the gradient of the FFN's output.
         """
         tokens = self.run.tokens
         rows = min(self.levers.mlp_chunk or tokens, tokens)
         share = rows / tokens
         recomputed = int((self.up + self.activated_kept()) * share) + self._ffn_rounded() + self.ffn_adapters
-        earlier = self.x * (tokens // rows - 1) * rows // tokens
         gradients = self._gradients_of_ffn(int(self.hidden * share), int(self.x_rounded * share))
-        return rounded + recomputed + earlier + gradients
+        return rounded + recomputed + self._earlier_chunks() + gradients
+
+    def _earlier_chunks(self) -> int:
+        """Returns the bytes of the input gradients of all chunks before the last full chunk of a TorchChunkedFFN."""
+        rows = min(self.levers.mlp_chunk or self.run.tokens, self.run.tokens)
+        return self.x * (self.run.tokens // rows - 1) * rows // self.run.tokens
+
+    def _chunked_gradients(self) -> int:
+        """Returns the bytes of the weight gradients during the backward of a TorchChunkedFFN with trained weights.
+
+        autograd adds the gradients of all chunks before it adds them to the gradients of the weights.
+        """
+        if self.run.tokens > (self.levers.mlp_chunk or self.run.tokens):
+            return (self.up_weight + self.down_weight) * self.gradient_bytes
+        return 0 if self.run.gradients_in_place else self.down_weight * self.gradient_bytes
 
     def _norm_backward(self) -> int:
         """Returns the peak bytes while the backward of the FFN's norm runs.
@@ -330,7 +344,10 @@ class Block:
         return {name: elements * self.run.compute_bytes * quantized for name, elements in weights.items()}
 
     def _ffn_rounded(self) -> int:
-        return (self.up_weight + self.down_weight) * self.run.compute_bytes if self.rounds_weights else 0
+        """Returns the bytes of autocast's copies of the FFN's weights. Dequantized weights are not copied again."""
+        is_quantized = self.run.adapters is not None and self.run.adapters.quantized
+        is_rounded = self.rounds_weights and not is_quantized
+        return (self.up_weight + self.down_weight) * self.run.compute_bytes if is_rounded else 0
 
 
 def keeps_up(plan: Plan) -> bool:
