@@ -74,6 +74,8 @@ class LitGPT(L.LightningModule):
             raise ValueError("trainer.gradient_clip_algorithm must be norm; got value")
         if stage == TrainerFn.FITTING:  # Lightning's tuners train before on_fit_start
             self._start_sums(self.trainer.strategy.root_device)
+            # Lightning wraps the model in DDP after `setup` and before on_fit_start
+            self._trained_at_start = {parameter: parameter.requires_grad for parameter in self.parameters()}
         else:
             self._val_sums = torch.zeros(2, dtype=torch.float64, device=self.trainer.strategy.root_device)
 
@@ -92,8 +94,7 @@ class LitGPT(L.LightningModule):
         self._start_sums(self.device)
 
     def _start_sums(self, device: torch.device) -> None:
-        """Sets all sums and counts of a run to their initial values, and records which weights are trained."""
-        self._trained_at_start = {parameter: parameter.requires_grad for parameter in self.parameters()}
+        """Sets all sums and counts of a run to their initial values."""
         self.micro_batch_tokens = 0  # the number of tokens of rank 0's first micro-batch, or 0 before it
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # a step's loss, labels and attention_pairs

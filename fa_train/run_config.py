@@ -63,7 +63,7 @@ def wandb_tags(*tags: str) -> ListConfig:
 def typed_overrides() -> dict[str, str]:
     """Returns the overrides of the command line, {key: text}."""
     overrides = (override.lstrip("+").partition("=") for override in HydraConfig.get().overrides.task)
-    return {key: text for key, _, text in overrides}
+    return {key: text.strip() for key, _, text in overrides}
 
 
 def run_folder(run_name: object) -> str:
@@ -148,7 +148,7 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
     Raises: ValueError if settings exclude each other, or W&B must log online but has no API key, or W&B would refuse
-    the name of the project or the value of WANDB_MODE.
+    the name of the project or the value of WANDB_MODE or WANDB_RESUME.
     """
     if has_own_launcher():
         return
@@ -162,11 +162,10 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
         raise ValueError(
             f"logger.project must not contain {forbidden[0]}; got {project}. Set the team with +logger.entity=<team>"
         )
-    from fa_train.wandb_mode import require_api_key, require_known_mode  # importing wandb takes a second
+    from fa_train.wandb_mode import require_api_key, require_known_variables  # importing wandb takes a second
 
     mode, variable = logger.get("mode"), os.environ.get("WANDB_MODE")
-    if variable:
-        require_known_mode(variable)
+    require_known_variables()
     asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
     if (mode if asked == "logger.mode" else variable) == "online":
         decided_by_rank_zero("api_key", partial(require_api_key, f"{asked}=online"))

@@ -70,7 +70,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
         if isinstance(logger, WandbLogger):
             arguments = private("lightning", logger, "_wandb_init")
             arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
-            if "WANDB_RESUME" in os.environ and "resume" not in cfg.logger:
+            is_default = arguments["resume"] == "allow" and "resume" not in cfg.trainer.logger
+            if "WANDB_RESUME" in os.environ and is_default:
                 arguments.pop("resume")  # Lightning's default, `allow`, has precedence over WANDB_RESUME
     communication.configure(trainer, has_timeout="timeout" in cfg.strategy)
     require_no_averaging(trainer)
@@ -256,15 +257,15 @@ def train(cfg: DictConfig) -> dict[str, float]:
         if warning is not None:
             trainer.print(warning)
     require_measured(cfg.optimized_metric, trainer)
-    decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
     require_validation(cfg, trainer, data, done)
+    decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
     config = to_container(cfg)
     keep_earlier_metrics(trainer)
     for logger in trainer.loggers:
         try:
             logger.log_hyperparams(config)
         except OSError as error:
-            if error.filename is None:  # the error is not about a file
+            if not _is_about(error, logger.save_dir):
                 raise
             raise ValueError(
                 f"logger.save_dir must be a folder that can be written; got {logger.save_dir}: {error.strerror}"
@@ -275,3 +276,11 @@ def train(cfg: DictConfig) -> dict[str, float]:
         else:
             export_last(trainer, partial(rebuild_model, cfg), config)
     return results(trainer)
+
+
+def _is_about(error: OSError, folder: str | None) -> bool:
+    """Returns whether the error names a folder, a file inside the folder, or a folder above it."""
+    if folder is None or not isinstance(error.filename, str):
+        return False
+    file, wanted = Path(os.path.realpath(error.filename)), Path(os.path.realpath(folder))
+    return file.is_relative_to(wanted) or wanted.is_relative_to(file)

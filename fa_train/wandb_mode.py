@@ -9,7 +9,7 @@ import requests
 import wandb
 
 from fa_train.parallel.decisions import decided_by_rank_zero
-from fa_train.settings import fits, wanted
+from fa_train.settings import fits, shown, wanted
 
 TIMEOUT = 5  # the server must accept the API key within this number of seconds
 
@@ -24,11 +24,13 @@ def wandb_mode() -> str:
     return mode
 
 
-def require_known_mode(mode: str) -> None:
-    """Raises: ValueError if wandb does not accept `mode` as the value of WANDB_MODE."""
-    known = wandb.Settings.model_fields["mode"].annotation
-    if not fits(mode, known):
-        raise ValueError(f"WANDB_MODE must be {wanted(known)}; got {mode}")
+def require_known_variables() -> None:
+    """Raises: ValueError if wandb does not accept the value of WANDB_MODE or WANDB_RESUME."""
+    for name in ("mode", "resume"):
+        variable, known = f"WANDB_{name.upper()}", wandb.Settings.model_fields[name].annotation
+        value = os.environ.get(variable)
+        if value is not None and not fits(value, known):
+            raise ValueError(f"{variable} must be {wanted(known).removesuffix(' or null')}; got {shown(value)}")
 
 
 def require_api_key(setting: str) -> None:

@@ -1,6 +1,8 @@
 """Every config composes and can be instantiated."""
 
+import errno
 from itertools import zip_longest
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -190,9 +192,19 @@ def test_presets_are_what_the_readme_says(tmp_path):
                 id="checkpoint-folder",
             ),
             pytest.param(
+                ["callbacks.checkpoint.dirpath=/proc"],
+                "callbacks.checkpoint.dirpath must be a folder that can be written; got /proc: ",
+                id="checkpoint-file",
+            ),
+            pytest.param(
                 ["logger.save_dir=/dev/null/x"],
                 "logger.save_dir must be a folder that can be written; got /dev/null/x: Not a directory",
                 id="logger-folder",
+            ),
+            pytest.param(
+                ["logger.save_dir=/dev/null/x/y"],
+                "logger.save_dir must be a folder that can be written; got /dev/null/x/y: Not a directory",
+                id="folder-above-logger-folder",
             ),
             pytest.param(
                 ["optimized_metric=perf/mfu"],
@@ -215,6 +227,27 @@ def test_impossible_values_are_named(overrides, message, tmp_path):
         with composed(tmp_path, *tiny(tmp_path, *overrides)) as cfg:
             run_config.check(cfg)
             training.train(cfg)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(FileNotFoundError(errno.ENOENT, "No such file", "/usr/bin/wandb-core"), id="other-file"),
+        pytest.param(ConnectionError("no network"), id="no-file"),
+    ],
+)
+def test_an_error_of_a_logger_that_is_not_about_its_folder_stays_as_it_is(error, tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.loggers.CSVLogger.log_hyperparams", Mock(side_effect=error))
+    with composed(tmp_path, *tiny(tmp_path, "logger=csv")) as cfg, pytest.raises(type(error)) as raised:
+        training.train(cfg)
+    assert raised.value is error
+
+
+def test_only_rank_zero_checks_the_folder_for_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr("fa_train.parallel.decisions.told", lambda: {"checkpoints": None})  # told by rank 0
+    settings = ["callbacks.checkpoint.dirpath=/dev/null/x", "logger=csv", "logger.save_dir=/dev/null/x"]
+    with composed(tmp_path, *tiny(tmp_path, *settings)) as cfg, pytest.raises(ValueError, match=r"^logger\.save_dir"):
+        training.train(cfg)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")

@@ -49,6 +49,11 @@ def test_a_group_without_an_option_is_answered_with_the_options(override, line, 
     assert explain(raised.value) == line
 
 
+def test_a_group_that_the_command_line_does_not_remove_is_not_named(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "preset=cpu"])
+    assert explain(ValueError("Interpolation key 'logger' not found")) == "Interpolation key 'logger' not found"
+
+
 @pytest.mark.parametrize("kind", [ValueError, DiskFullError])
 def test_an_error_of_a_data_worker_has_only_its_message(kind):
     error = kind("a.arrow is damaged: ValueError: bad.\nDelete it")

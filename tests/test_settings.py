@@ -180,6 +180,11 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 'model.loss must be a node .*; got {"z_loss": 1}. .* Set memory.loss instead',
                 id="key-in-copy",
             ),
+            pytest.param(
+                "++trainer.logger.mode=offline",
+                'trainer.logger must be .*; got {"mode": "offline"}. .* Set logger instead',
+                id="key-in-copied-logger",
+            ),
             pytest.param("memory.offload=no", "memory.offload must be true or false or all; got no", id="union"),
             pytest.param("data.val_rows=-1", "data.val_rows must be an integer of at least 0; got -1", id="val-rows"),
             pytest.param(
@@ -326,6 +331,7 @@ def test_no_run_has_a_folder_elsewhere(name):
         pytest.param("run_name=2026_11_29", "2026_11_29", id="date"),
         pytest.param("run_name=3e-4", "3e-4", id="exponent"),
         pytest.param("run_name='3e-4'", "3e-4", id="quoted"),
+        pytest.param("run_name= 3e-4 ", "3e-4", id="spaces"),
         pytest.param("run_name=7", "7", id="integer"),
         pytest.param("run_name=${batch_size}", "8", id="interpolation"),
     ],

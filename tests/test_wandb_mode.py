@@ -130,10 +130,16 @@ def test_a_run_that_must_log_online_needs_a_key_before_it_starts(mode, environme
         run_config.require_start(cfg, 1)
 
 
-@pytest.mark.parametrize("mode", ["OFFLINE", "on"])
-def test_an_unknown_mode_in_the_environment_is_named_before_the_run_starts(mode, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", mode)
-    message = f"^WANDB_MODE must be one of online, offline, shared, disabled, dryrun, run; got {mode}$"
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("WANDB_MODE", "online, offline, shared, disabled, dryrun, run"), ("WANDB_RESUME", "allow, must, never, auto")],
+)
+@pytest.mark.parametrize(("value", "shown"), [("OFFLINE", "OFFLINE"), ("on", "on"), ("", '""')])
+def test_an_unknown_value_in_the_environment_is_named_before_the_run_starts(
+    name, known, value, shown, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(name, value)
+    message = f"^{name} must be one of {known}; got {shown}$"
     with composed(tmp_path, *tiny(tmp_path, "logger=wandb")) as cfg, pytest.raises(ValueError, match=message):
         run_config.require_start(cfg, 1)
     with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "trainer.logger=false")) as cfg:
@@ -177,6 +183,10 @@ def test_wandb_reads_wandb_resume_unless_the_config_sets_resume(tmp_path, monkey
     monkeypatch.setenv("WANDB_RESUME", "never")
     assert passed() is None, "without an argument, wandb.init reads the variable"
     assert passed("+logger.resume=allow") == "allow"
+    for resume in ("allow", "must"):
+        logger = f"{{_target_: lightning.pytorch.loggers.WandbLogger, offline: true, resume: {resume}}}"
+        assert passed(f"trainer.logger={logger}") == resume
+    assert passed(f"trainer.logger=[{logger}]") == "must"
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ def require_no_averaging(trainer: L.Trainer) -> None:
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if type(callback).setup is WeightAveraging.setup:  # this method copies the model
+        if isinstance(callback, WeightAveraging):  # its `setup` copies the model
             raise ValueError(
                 f"strategy=fsdp cannot average weights; got the callback {type(callback).__name__}. Choose strategy=ddp"
             )

@@ -408,6 +408,7 @@ def test_a_run_that_may_use_no_rows_for_a_validation_says_so(override, tmp_path,
     assert f"{message}. keep_best has no effect\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match=f"^optimized_metric=val/loss needs a validation; {message}$"):
         run(tmp_path / "refused", tmp_path, *TWO_STEPS, override, "optimized_metric=val/loss")
+    assert not list((tmp_path / "refused").rglob("checkpoints"))
 
 
 def test_a_fraction_of_the_validation_is_at_least_one_micro_batch(tmp_path):

@@ -9,9 +9,15 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
+from fa_train.errors import TrainedWeightsError
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel import ddp
-from tests.checkpoints.support.callbacks import FreezeAfterStepTwo, UnfreezeAfterStepTwo
+from tests.checkpoints.support.callbacks import (
+    FreezeAfterStepTwo,
+    FreezeOnFitStart,
+    UnfreezeAfterStepTwo,
+    UnfreezeOnFitStart,
+)
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun
@@ -39,21 +45,26 @@ def test_several_devices_use_ddp(devices, num_nodes, environment, several, monke
 
 @pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 @pytest.mark.parametrize(
-    ("callback", "options", "message"),
+    ("callback", "options", "message", "steps"),
     [
         pytest.param(
             FreezeAfterStepTwo(), {},
-            r"frozen after the start: model\.token_embedding\.weight\. Set .*find_unused_parameters=true", id="frozen",
+            r"frozen after the start: model\.token_embedding\.weight\. Set .*find_unused_parameters=true", 2,
+            id="frozen",
         ),
-        pytest.param(FreezeAfterStepTwo(), {"find_unused_parameters": True}, None, id="frozen-and-unused-are-found"),
+        pytest.param(FreezeAfterStepTwo(), {"find_unused_parameters": True}, None, 4, id="frozen-and-unused-are-found"),
+        pytest.param(FreezeOnFitStart(), {}, "frozen after the start: model.token_embedding", 0, id="frozen-too-late"),
         pytest.param(
             UnfreezeAfterStepTwo(), {"find_unused_parameters": True},
-            r"unfrozen later: model\.token_embedding\.weight\. Choose strategy=fsdp", id="unfrozen",
+            r"unfrozen later: model\.token_embedding\.weight\. Choose strategy=fsdp", 2, id="unfrozen",
         ),
-        pytest.param(UnfreezeAfterStepTwo(updated=False), {}, None, id="unfrozen-but-not-updated"),
+        pytest.param(UnfreezeOnFitStart(), {}, "unfrozen later: model.token_embedding", 0, id="unfrozen-too-late"),
+        pytest.param(UnfreezeAfterStepTwo(updated=False), {}, None, 4, id="unfrozen-but-not-updated"),
     ],
 )  # fmt: skip
-def test_a_run_ends_before_a_step_whose_gradients_are_not_averaged(callback, options, message, tmp_path, monkeypatch):
+def test_a_run_ends_before_a_step_whose_gradients_are_not_averaged(
+    callback, options, message, steps, tmp_path, monkeypatch
+):
     for name, value in ranks_of_torchrun(1)[0].items():
         monkeypatch.setenv(name, value)
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
@@ -72,11 +83,11 @@ def test_a_run_ends_before_a_step_whose_gradients_are_not_averaged(callback, opt
         if message is None:
             trainer.fit(lit, DataLoader(batches(4), batch_size=None))
         else:
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(TrainedWeightsError, match=message):
                 trainer.fit(lit, DataLoader(batches(4), batch_size=None))
     finally:
         dist.destroy_process_group()
-    assert trainer.global_step == (4 if message is None else 2)
+    assert trainer.global_step == steps
 
 
 def test_many_changed_weights_are_counted(monkeypatch):
@@ -85,5 +96,5 @@ def test_many_changed_weights_are_counted(monkeypatch):
 
     monkeypatch.setattr(ddp, "DistributedDataParallel", Wrapped)
     at_start = dict.fromkeys(Wrapped.module.requires_grad_(False).parameters(), True)
-    with pytest.raises(ValueError, match="frozen after the start: weight and 1 more"):
+    with pytest.raises(TrainedWeightsError, match="frozen after the start: weight and 1 more"):
         ddp.require_averaged(Wrapped(), at_start, [])

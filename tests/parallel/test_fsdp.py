@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from safetensors.torch import load_file
 from torch import Tensor
@@ -51,6 +51,11 @@ ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 FROZEN = ("+callbacks.freeze._target_=tests.checkpoints.support.callbacks.FreezeAfterStepTwo",)
 UNFROZEN = ("+callbacks.unfreeze._target_=tests.checkpoints.support.callbacks.UnfreezeAfterStepTwo",)
 CUT = ("+callbacks.cut._target_=tests.parallel.test_fsdp.SignalToRankOne",)
+
+
+class OwnAveraging(EMAWeightAveraging):
+    def setup(self, trainer, pl_module, stage) -> None:
+        super().setup(trainer, pl_module, stage)
 
 
 class SignalToRankOne(Callback):
@@ -332,6 +337,10 @@ def test_last_is_the_newest_folder(sharded_run):
         pytest.param(
             ["+callbacks.ema._target_=lightning.pytorch.callbacks.EMAWeightAveraging"],
             "fsdp cannot average weights; got the callback EMAWeightAveraging", id="averaging",
+        ),
+        pytest.param(
+            [f"+callbacks.mine._target_={__name__}.OwnAveraging"],
+            "fsdp cannot average weights; got the callback OwnAveraging", id="own-averaging",
         ),
         pytest.param(["strategy.replicas=2"], "divide the 2 devices into groups of at least 2; got 2", id="copies"),
     ],

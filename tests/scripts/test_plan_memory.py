@@ -434,10 +434,7 @@ def test_train_prints_how_far_auto_reaches(tmp_path):
 @pytest.mark.usefixtures("an_h200")
 def test_train_prints_ddps_buckets(tmp_path):
     model = ["model.n_layers=8", "model.dim=2048", "model.ffn_dim=8192", "seq_len=32768", "batch_size=2"]
-    alone, ddp = (
-        printed_plan(tmp_path, devices, *model, f"strategy={strategy}")
-        for devices, strategy in ((1, "auto"), (2, "ddp"))
-    )
+    alone, ddp = (printed_plan(tmp_path, n, *model, f"strategy={name}") for n, name in ((1, "auto"), (2, "ddp")))
     assert "weights 1.9, " in alone and "gradients" not in alone
     assert "weights 1.9, " in ddp and "gradients 1.9, " in ddp
 
@@ -461,16 +458,19 @@ def test_the_plan_of_float8_has_a_warning():
 
 
 @pytest.mark.usefixtures("an_h200")
+@pytest.mark.parametrize(("auto", "attention"), [(auto, name) for auto in (False, True) for name in ("flash", "sdpa")])
+def test_advice_has_head_groups_only_with_flash(auto, attention, monkeypatch):
+    monkeypatch.setattr(planner, "device_bytes", lambda device: 8 * GIB)
+    plan = changed(LLAMA_1B, seq_len=2**19, ranks=4, context=4, precision="bf16-true", optimizer="adamw_bf16")
+    with pytest.raises(ValueError, match=r"Try seq_len=\d+ ") as error:
+        planner.plan_memory(plan, CUDA, 1, auto=auto, attention=attention, in_sweep=False, say=str)
+    assert ("head_groups" in str(error.value)) == (attention == "flash")
+
+
 @pytest.mark.parametrize("attention", ["flash", "sdpa"])
-def test_advice_has_head_groups_only_with_flash(attention, monkeypatch):
-    monkeypatch.setattr(planner, "available_host_bytes", lambda: 10 * HOST)
-    plan = changed(LLAMA_1B, seq_len=2**25, ranks=4, context=4, precision="bf16-true", optimizer="adamw_bf16")
-    for auto in (False, True):
-        with pytest.raises(ValueError, match=r"Try seq_len=\d+ ") as error:
-            planner.plan_memory(plan, CUDA, 1, auto=auto, attention=attention, in_sweep=False, say=str)
-        assert ("head_groups" in str(error.value)) == (attention == "flash")
-    run = ["model=llama_1b", "seq_len=1000000", "batch_size=1", "strategy=fsdp", "trainer.devices=4"]
-    table = memory_table([*run, "strategy.context=4", f"attention={attention}", "gpu_gib=12", "host_gib=100"])
+def test_a_table_has_head_groups_only_with_flash(attention):
+    run = ["model=llama_1b", f"seq_len={2**18}", "batch_size=1", "strategy=fsdp", "trainer.devices=4"]
+    table = memory_table([*run, "strategy.context=4", f"attention={attention}", "gpu_gib=8", "host_gib=100"])
     assert ("head_groups" in table) == (attention == "flash")
 
 

@@ -28,8 +28,8 @@ from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 ROPE_KEYS = ("model.rope_scaling", "model.rope_theta", "model.max_seq_len")
-# values of data._target_ that use bytes as tokens if data.tokenizer is null
-WITH_BYTES = {f"fa_train.data.datamodule.{name}_data" for name in ("stdlib", "text", "hf", "mix")}
+# values of data._target_ whose documents are texts, or a mix that may have texts. Without a tokenizer, bytes are tokens
+OF_TEXTS = {f"fa_train.data.datamodule.{name}_data" for name in ("stdlib", "text", "hf", "mix")}
 CHATS_OF_MIX = "fa_train.data.mixing.sft_part"  # the value of data.sources.<name>._target_ for chats
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
 Build = Callable[[int], GPT]
@@ -307,7 +307,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | No
     """
     data = config["data"]
     name = data.get("tokenizer")
-    if name is None and data.get("_target_") in WITH_BYTES:
+    if name is None and data.get("_target_") in OF_TEXTS:
         return byte_tokenizer()
     if not isinstance(name, str):
         return None
@@ -332,7 +332,7 @@ def _has_texts(data: Mapping[str, Any]) -> bool:
     """Returns whether TextEncoder encodes documents of a run. data: the run's config group `data`."""
     sources = data.get("sources")  # only data=mix has sources
     is_mix_of_chats = sources is not None and all(part["_target_"] == CHATS_OF_MIX for part in sources.values())
-    return data.get("_target_") in WITH_BYTES and not is_mix_of_chats
+    return data.get("_target_") in OF_TEXTS and not is_mix_of_chats
 
 
 def answer_end(tokenizer: HFTokenizer) -> int | None:

@@ -50,6 +50,11 @@ class FreezeAfterStepTwo(Callback):
             freeze_embedding(pl_module.model)
 
 
+class FreezeOnFitStart(Callback):
+    def on_fit_start(self, trainer, pl_module) -> None:
+        freeze_embedding(pl_module.model)
+
+
 class UnfreezeAfterStepTwo(Callback):
     """Freezes the embedding before training, and unfreezes it before step 3.
 
@@ -63,8 +68,15 @@ class UnfreezeAfterStepTwo(Callback):
         freeze_embedding(pl_module.model)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        weight = pl_module.model.token_embedding.weight
-        if trainer.global_step >= 2 and not weight.requires_grad:
-            weight.requires_grad_(True)
-            if self.updated:
-                trainer.optimizers[0].param_groups[0]["params"].append(weight)
+        if trainer.global_step >= 2 and not pl_module.model.token_embedding.weight.requires_grad:
+            self.unfreeze(trainer, pl_module)
+
+    def unfreeze(self, trainer, pl_module) -> None:
+        weight = pl_module.model.token_embedding.weight.requires_grad_(True)
+        if self.updated:
+            trainer.optimizers[0].param_groups[0]["params"].append(weight)
+
+
+class UnfreezeOnFitStart(UnfreezeAfterStepTwo):
+    def on_fit_start(self, trainer, pl_module) -> None:
+        self.unfreeze(trainer, pl_module)

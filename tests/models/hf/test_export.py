@@ -286,6 +286,13 @@ def test_the_tokenizer_of_a_run_on_chats_stays_as_it_is(option, sources, tmp_pat
     assert isinstance(loaded, HFTokenizer) and loaded.identity == HFTokenizer(str(base)).identity
 
 
+@pytest.mark.parametrize("single", ["<|im_start|> $A", "<|im_start|> $A <|im_end|>"], ids=["bos", "bos-and-eos"])
+def test_a_tokenizer_that_already_adds_bos_stays_as_it_is(single, tmp_path):
+    base = save_special(tmp_path / "base", single, bos_token="<|im_start|>")
+    loaded = tokenizer_of({"data": data_of("text", base)})
+    assert isinstance(loaded, HFTokenizer) and loaded.identity == HFTokenizer(str(base)).identity
+
+
 @pytest.mark.parametrize(
     "data",
     [
