@@ -257,12 +257,12 @@ class Block:
         """
         weights, is_adapted = self._dequantized(), self.saves_input["down"]
         of_activations = hidden + max(hidden, weights["down"]) + (hidden if is_adapted else 0)
-        if not self.eager and self.levers.checkpointing == "full" and self.run.adapters and self.run.adapters.quantized:
+        recomputes_up = self.levers.checkpointing == "full" or self.levers.mlp_chunk
+        if not self.eager and recomputes_up and self.run.adapters and self.run.adapters.quantized:
             # up(x) is computed again after the gradients of the activations; its sum with LoRA's term is another tensor
             of_activations += hidden if is_adapted and self.saves_input["up"] else 0
-        of_factors = (
-            3 * hidden if self.model.gated else 0
-        )  # the gradient of the activations, of the gates and of values
+        # the gradients of the activations, of the gates and of the values
+        of_factors = 3 * hidden if self.model.gated else 0
         of_input = x_rounded + max(x_rounded, weights["up"]) - (hidden if self.model.gated else 0)
         return max(of_activations, of_factors, of_input) - (hidden if is_adapted else 0)
 
