@@ -21,7 +21,7 @@ from fa_train.sweep_table import print_tables
 
 MISTAKES = ValueError, DivergedError, RankFailedError, HydraException, OmegaConfBaseException  # reported in one line
 OmegaConf.register_new_resolver("auto_preset", lambda: "gpu" if has_gpu() else "cpu", replace=True)
-OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)  # checks run_name first
+OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)  # also checks run_name
 OmegaConf.register_new_resolver("sweep_group", sweep_group, replace=True)
 OmegaConf.register_new_resolver("wandb_tags", wandb_tags, replace=True)
 # use_cache: Hydra resolves the folder's name several times, but a run must create only one folder

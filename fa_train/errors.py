@@ -24,7 +24,7 @@ class DivergedError(RuntimeError):
 
 
 class TrainedWeightsError(ValueError):
-    """Raised if a callback freezes or unfreezes weights during training, and the strategy does not support it."""
+    """Raised if a callback changes which weights are trained, and the strategy does not support the change."""
 
 
 class OutOfMemoryError(RuntimeError):
@@ -89,9 +89,9 @@ def explain(error: BaseException) -> str:
 
 
 def _of_group(text: str) -> str | None:
-    """Returns the message for an override that gives a config group no option, such as logger=null or ~logger.
+    """Returns the message for an override that sets a config group to no option, such as logger=null or ~logger.
 
-    text: the message of Hydra or OmegaConf. Returns None if it is about something else.
+    text: the message of Hydra or OmegaConf. Returns None for messages about other errors.
     """
     group, given = "", "nothing"
     if text.startswith("Config group override must be a string"):  # Hydra does not name the group

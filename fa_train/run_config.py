@@ -67,7 +67,7 @@ def typed_overrides() -> dict[str, str]:
 
 
 def run_folder(run_name: object) -> str:
-    """Returns fa_train.settings.run_folder of a run's name, as the user has typed the name."""
+    """Returns the folder of a run, whose name is `run_name` as the user typed it."""
     return settings.run_folder(settings.as_typed(run_name, typed_overrides().get("run_name", "")))
 
 

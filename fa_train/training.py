@@ -72,7 +72,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
             arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
             is_default = arguments["resume"] == "allow" and "resume" not in cfg.trainer.logger
             if "WANDB_RESUME" in os.environ and is_default:
-                arguments.pop("resume")  # Lightning's default, `allow`, has precedence over WANDB_RESUME
+                arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME
     communication.configure(trainer, has_timeout="timeout" in cfg.strategy)
     require_no_averaging(trainer)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))

@@ -51,7 +51,7 @@ def nf4_linear_backward(
     nf4: Tensor,
     in_features: int,
 ) -> Tensor:
-    """Computes dy W, the gradient of x in `nf4_linear`, which has no second derivatives.
+    """Computes dy W, the gradient of x in `nf4_linear`. The operator has no second derivatives.
 
     Shapes: dy (..., out_features) -> (..., in_features).
     """
@@ -80,7 +80,8 @@ nf4_linear.register_autograd(_gradient_of_x, setup_context=_save_parts)
 def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
     """Dequantizes a weight to (out_features, in_features) in `dtype`.
 
-    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao does it.
+    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao dequantizes the
+    weight.
     parts: the 4-bit codes, and the tensors of NF4_PARTS in their order.
     """
     run = _weight_by_kernel if parts[0].is_cuda else _weight_by_torchao

@@ -48,7 +48,8 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
     names: the names of the settings of each parameter group.
     Moments and step counts do not change. Some optimizers keep values that change in each step among their settings,
     such as d of Prodigy. These values do not change either: they have defaults, but are not arguments of the class.
-    Raises: ValueError if a setting needs a state that the checkpoint does not contain, or other weights were trained.
+    Raises: ValueError if a setting needs a state that the checkpoint does not contain, or the numbers of weights
+        differ.
     """
     require_same_weights(optimizer, saved)
     constructors = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]

@@ -30,7 +30,9 @@ def automatic(
 
 
 def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimizers: Iterable[Optimizer]) -> None:
-    """Checks that DDP will average the gradients of all weights that the optimizers train. Needs no GPU time.
+    """Checks that DDP will average the gradients of all weights that the optimizers train.
+
+    The check needs no GPU time.
 
     DDP averages the gradients of the weights that are trained when it wraps the model. DDP ignores weights that are
     unfrozen later. If a weight is frozen later, DDP averages only a part of the gradients, unless
@@ -47,8 +49,8 @@ def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimize
     updated = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     if unfrozen := {p for p in changed & updated if p.requires_grad}:
         raise TrainedWeightsError(
-            "strategy=ddp averages only weights that are trained from the start; got weights that were unfrozen later: "
-            f"{_names(model.module, unfrozen)}. Choose strategy=fsdp, or trainer.devices=1"
+            "strategy=ddp averages only gradients of weights that are trained from the start; got weights that were "
+            f"unfrozen later: {_names(model.module, unfrozen)}. Choose strategy=fsdp, or trainer.devices=1"
         )
     frozen = {p for p in changed if not p.requires_grad}
     if frozen and not model.find_unused_parameters:

@@ -232,7 +232,7 @@ def _filled(shard: Any, full: Any) -> Any:
 
 
 def require_no_averaging(trainer: L.Trainer) -> None:
-    """Raises: ValueError if a callback averages the weights of a sharded model, which it would have to copy."""
+    """Raises: ValueError if the model is sharded and a callback averages weights, because it would copy the model."""
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

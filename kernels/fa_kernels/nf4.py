@@ -1,8 +1,9 @@
 """Dequantization of NF4 weights (QLoRA, arXiv:2305.14314) in the format of torchao's NF4Tensor.
 
 A weight consists of blocks of elements. Each element is stored as a 4-bit code, the index of one of the 16 values in a
-table. Each block has a scale. The weight's element is the value times the scale. The scales are quantized too: a scale
-is q / factor + mean, where q is an 8-bit integer, a group of scales shares one factor, and all scales share the mean.
+table. Each block has a scale. An element of the weight is its value in the table times the scale of its
+block. The scales are quantized too: a scale is q / factor + mean, where q is an 8-bit integer. A group of scales shares
+one factor. All scales share one mean.
 """
 
 import torch
@@ -47,7 +48,7 @@ def dequantize(
     Shapes: codes (n_bytes,) uint8, two codes per byte; scalers (n_scales,) int8; factors (n_factors,); mean (); table
     (16,). n_scales divides n_bytes, and n_factors divides n_scales. factors, mean and table have the same dtype: fp32,
     fp16 or bf16.
-    Raises: ValueError if the sizes do not fit together.
+    Raises: ValueError if a length does not divide the one before, or the table does not have 16 values.
     """
     n_bytes, n_scales, n_factors = codes.numel(), scalers.numel(), factors.numel()
     if not (n_scales and n_factors) or n_bytes % n_scales or n_scales % n_factors or table.shape != (16,):

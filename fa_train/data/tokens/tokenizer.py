@@ -117,7 +117,8 @@ class HFTokenizer:
     def begin_with_bos(self) -> None:
         """Makes `hf` begin a text as TextEncoder does: with bos, or with no special token if there is no bos.
 
-        A tokenizer that already does so stays as it is. So does a slow tokenizer, which has no post-processor.
+        Tokenizers that already begin a text in this way are not changed. Slow tokenizers are not changed either,
+        because they have no post-processor.
         """
         begin = [] if self.bos_id is None else [self.bos_id]
         if self.hf.is_fast and self.hf("").input_ids not in (begin, [*begin, self.eos_id]):

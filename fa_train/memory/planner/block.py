@@ -39,7 +39,7 @@ class Block:
         if model.extras.post_norms:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
-            if is_fused and self.levers.mlp_chunk:  # found in a simulation with torch 2.13, which a test repeats
+            if is_fused and self.levers.mlp_chunk:  # a simulation with torch 2.13 needs this much
                 self.attention_post_norm += self.x_rounded
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
@@ -145,7 +145,7 @@ class Block:
         recomputed = {}
         if self.levers.checkpointing != "none":
             waiting = self.x + (self.x_rounded if self.run.mixed else 0)  # the gradient of the block's output
-            waiting += self.norm_input if self.converts and self.ffn_post_norm else 0  # the same gradient in fp32
+            waiting += self.norm_input if self.converts and self.ffn_post_norm else 0  # an fp32 copy of that gradient
             ffn = self.kept() + self._argument()  # the activations and the last matmul are not recomputed
             if self.model.extras.post_norms:  # the output of the last matmul is the post-norm's input
                 ffn = self._ffn_forward()

@@ -187,7 +187,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "fl
 
 
 def _micro_batches(plan: Plan) -> list[tuple[list[str], Plan]]:
-    """Returns the plans of the same step with all numbers of rows per micro-batch that the run supports.
+    """Returns one plan for each supported number of rows per micro-batch. The rows of a step stay the same.
 
     Each plan has a list of overrides of train.py. The first plan is ([], plan), and the last has the fewest rows. With
     float8, the number of tokens of a micro-batch must be a multiple of 16 (fa_train.preflight.require_float8).

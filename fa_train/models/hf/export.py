@@ -28,7 +28,7 @@ from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 ROPE_KEYS = ("model.rope_scaling", "model.rope_theta", "model.max_seq_len")
-# values of data._target_ whose documents are texts, or a mix that may have texts. Without a tokenizer, bytes are tokens
+# data._target_ of runs on texts, or on mixes that can contain texts. Without a tokenizer, bytes are tokens.
 OF_TEXTS = {f"fa_train.data.datamodule.{name}_data" for name in ("stdlib", "text", "hf", "mix")}
 CHATS_OF_MIX = "fa_train.data.mixing.sft_part"  # the value of data.sources.<name>._target_ for chats
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
@@ -301,7 +301,8 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
 def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | None:
     """Returns the tokenizer of a run's data, with its chat template.
 
-    If the run was trained on texts, the tokenizer begins a text as in training: with one bos, if it has a bos.
+    If the run was trained on texts, the tokenizer begins a text as in training: with one bos, if it has a bos. Slow
+    tokenizers are not changed.
     Returns None if the data are random tokens, or come from a function of the user and data.tokenizer is no name.
     Raises: ValueError if the tokenizer or the chat template is not found.
     """
@@ -329,7 +330,10 @@ def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | No
 
 
 def _has_texts(data: Mapping[str, Any]) -> bool:
-    """Returns whether TextEncoder encodes documents of a run. data: the run's config group `data`."""
+    """Returns whether some documents of a run are texts, which TextEncoder encodes.
+
+    data: the run's config group `data`.
+    """
     sources = data.get("sources")  # only data=mix has sources
     is_mix_of_chats = sources is not None and all(part["_target_"] == CHATS_OF_MIX for part in sources.values())
     return data.get("_target_") in OF_TEXTS and not is_mix_of_chats
