@@ -95,7 +95,7 @@ class LitGPT(L.LightningModule):
 
     def _start_sums(self, device: torch.device) -> None:
         """Sets all sums and counts of a run to their initial values."""
-        self.micro_batch_tokens = 0  # the number of tokens of rank 0's first micro-batch, or 0 before it
+        self.micro_batch_tokens = 0  # the number of tokens in rank 0's first micro-batch, or 0 if none has run yet
         # the sums are not registered as buffers, because trainer.precision=bf16-true would convert buffers to bf16
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # a step's loss, labels and attention_pairs
         self.total_pairs = torch.zeros((), dtype=torch.float64, device=device)

@@ -147,7 +147,7 @@ def sweep(
 ) -> list[tuple[Case, Result]]:
     """Returns all cases with their results, in the given order.
 
-    If the file `path` has a result of a case with the outcome ok or oom, the case is not run again.
+    A case is not run again if the file `path` has its result, and the outcome of this result is ok or oom.
 
     `report` is called for every case that ran. Cases that differ only in length must be sorted by length.
     """

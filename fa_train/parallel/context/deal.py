@@ -187,8 +187,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
 
     In each swap, rank `most` gives a run of consecutive chunks, and receives a run of the same length from rank
     `least`. The work of rank `most` decreases by at least 1 and at most `limit`. For each length in `RUN_LENGTHS`, the
-    result has at most `TRIED` swaps: the swaps that move the most work. Each run of rank `most` occurs in at most one
-    swap.
+    result has at most `TRIED` swaps: the swaps that move the most work. Let r be the rank whose number is `most`. No
+    two swaps contain the same run of r.
     """
     before = np.append(0, work.cumsum())
     found = []

@@ -20,7 +20,7 @@ KINDS = [
 
 
 def problem(seed, dtype, head_dim, softcap, device, cu_seqlens, sinks):
-    """Returns do, q, k and v, then the schedule and the features, then o and lse."""
+    """Returns `do`, `q`, `k` and `v`, then the schedule and the features, then `o` and `lse`."""
     generator = torch.Generator(device).manual_seed(seed)
     do, q, k, v = (
         torch.randn(TOTAL, n, head_dim, generator=generator, device=device).to(dtype)

@@ -93,9 +93,9 @@ def compare(
     """For each output and gradient, returns the largest error of `ours` and the largest error of torch in the same
     dtype.
 
-    Shapes: q, k, v in `inputs` as in flash_attn_varlen_func; do like o; dlse (n_heads, total_q). The exact values come
-    from dense attention in fp32, or in fp64 if the inputs are fp32. Raises: AssertionError if `ours` has a larger error
-    than rounding can cause.
+    Shapes: q, k and v in `inputs` are as in flash_attn_varlen_func; `do` has the shape of `o`; dlse is (n_heads,
+    total_q). The exact values come from dense attention in fp32, or in fp64 if the inputs are fp32. Raises:
+    AssertionError if `ours` has a larger error than rounding can cause.
     """
     dtype = inputs[0].dtype
     truth = torch.float64 if dtype == torch.float32 else torch.float32

@@ -24,7 +24,8 @@ class Item:
 
     Blocks are counted backwards: block 0 ends at key `end`. The first n_right blocks and the last n_left blocks need a
     mask, because some rows see only some keys of these blocks. All other blocks of the item need no mask, because every
-    row sees all their keys. An item has at least one block, so that rows that see no key need no separate code.
+    row sees all keys of these blocks. An item has at least one block, so that rows that see no key need no separate
+    code.
     """
 
     first: gl.tensor
