@@ -1,6 +1,6 @@
 """Compares the planner with simulated steps of the random configurations of scripts/bench/random_plans.py.
 
-By default, 24 configurations run. With PLANNER_CASES=all, the first 260 run.
+By default, 8 configurations run. With PLANNER_CASES=all, the first 260 run.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.memory.support.plans import EVERY_CASE, predicted_peak
 from tests.memory.support.simulated import simulate
 
 # the configurations that have had the largest errors, and some others
-NUMBERS = (1, 4, 7, 12, 13, 14, 24, 27, 30, 39, 87, 96, 103, 114, 151, 160, 174, 175, 181, 184, 217, 231, 237, 252)
+NUMBERS = (13, 27, 30, 87, 96, 151, 175, 252)
 
 
 @pytest.mark.slow
