@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_kernels.flash_attention import backend
 from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_train.memory import checkpointing
 from fa_train.memory.checkpointing import ATTENTION_OPERATORS
 from tests.memory.support.small import (
     assert_equal,
@@ -154,3 +155,14 @@ def test_recomputation_keeps_autocasts_dtype(checkpointing, device):
 def test_an_unknown_checkpointing_is_named():
     with pytest.raises(ValueError, match=r"memory.checkpointing must be one of none, selective, full; got some"):
         levers("some")
+
+
+def test_full_checkpointing_has_a_policy_in_compiled_code(monkeypatch):
+    """Without a policy, torch 2.11 keeps the outputs of a compiled autograd.Function. Newer versions of torch do not."""
+    given = []
+    monkeypatch.setattr(checkpointing, "recomputed", lambda block, x, contexts: given.append(contexts))
+    run = checkpointing.block_runner("full")
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        run(torch.clone, torch.zeros(1))
+    assert given == [checkpointing.noop_context_fn, checkpointing._KEEP_NOTHING]
