@@ -27,11 +27,11 @@ class Block:
         # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output
         # in the dtype of x, unless it is fused with the residual addition before it (GPT.may_add_later).
         is_offset = model.norm == "offset_rmsnorm"
-        is_fused = not self.eager and self.levers.checkpointing == "none" and self.levers.offload is not True
+        self.adds_later = not self.eager and self.levers.checkpointing == "none" and self.levers.offload is not True
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
         self.converts = self.norm_input > self.x  # whether norms convert their input to fp32
-        self.normed = self.x if is_offset and not self.eager and not is_fused else self.x_rounded
-        if is_offset and is_fused:
+        self.normed = self.x if is_offset and not self.eager and not self.adds_later else self.x_rounded
+        if is_offset and self.adds_later:
             self.normed += model.dim * 4  # the sum 1 + weight
         # Compiled code saves attention's output for other purposes, so that attention's post-norm saves no input.
         of_post_norm = self.norm_input if is_offset and self.eager else self.x_rounded
@@ -39,7 +39,7 @@ class Block:
         if model.extras.post_norms:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
-            if is_fused and self.levers.mlp_chunk:  # a simulation with torch 2.13 needs this much
+            if self.adds_later and self.levers.mlp_chunk:  # a simulation with torch 2.13 needs this much
                 self.attention_post_norm += self.x_rounded
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
@@ -226,6 +226,8 @@ class Block:
         if not self.plain_ffn:
             if self.levers.mlp_chunk:
                 return held + self._chunked_adapters_backward(rounded)
+            # with GPT.may_add_later, autograd holds the gradient of the FFN's output until the block's backward ends
+            held += rounded if self.adds_later else 0
             return held + self._gradients_of_ffn(self.hidden, self.x_rounded)
         if not self.levers.mlp_chunk:  # the backward pass recreates autocast's copy of the FFN's last weight
             recomputed = self.activated() + self.rounded_down()
@@ -263,6 +265,8 @@ class Block:
             of_activations += hidden if is_adapted and self.saves_input["up"] else 0
         # the gradients of the activations, of the gates and of the values
         of_factors = 3 * hidden if self.model.gated else 0
+        if self.model.gated and is_adapted and self.adds_later and not self.levers.mlp_chunk:
+            of_factors += hidden  # one kernel adds the two gradients of the activations, and computes the other two
         of_input = x_rounded + max(x_rounded, weights["up"]) - (hidden if self.model.gated else 0)
         return max(of_activations, of_factors, of_input) - (hidden if is_adapted else 0)
 
