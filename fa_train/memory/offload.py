@@ -20,7 +20,6 @@ stream, so a buffer is never overwritten before it has been read. The host never
 used, because it would delay the freeing of memory by a time that depends on the host.
 """
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -355,14 +354,12 @@ def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
     If `saved` is a view of another tensor, that tensor is checked instead. The checked tensor must be large and have
     one row per token of x. Weights are never offloaded.
     """
-    base, nbytes = saved if saved._base is None else saved._base, saved.untyped_storage().nbytes()
-    # compiled code saves rows of a tensor as a tensor without a base
-    are_rows = nbytes == x.shape[0] * math.prod(saved.shape[1:]) * saved.itemsize
+    base = saved if saved._base is None else saved._base
     return (
         not isinstance(base, nn.Parameter)
         and saved.device == x.device
-        and (x.shape[0] in base.shape or are_rows)
-        and worth_a_copy(nbytes, *x.shape)
+        and x.shape[0] in base.shape
+        and worth_a_copy(saved.untyped_storage().nbytes(), *x.shape)
     )
 
 

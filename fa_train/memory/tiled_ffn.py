@@ -10,7 +10,7 @@ To save memory traffic, activation kernels overwrite their inputs, and matmuls w
 Memory traffic limits the speed of everything except the matmuls.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +18,19 @@ from torch import Tensor
 
 from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 from fa_train.memory.loss import add_product
-
-TiledActivation = Literal["swiglu", "gelu"]  # no derivative of GeGLU is implemented
+from fa_train.models.config import Activation
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
-    """Applies SwiGLU (arXiv:2002.05202), with gates before values, or GELU with GPT-2's tanh approximation.
+    """Applies SwiGLU or GeGLU (arXiv:2002.05202), with gates before values, or GELU. GELU has the tanh approximation.
 
-    Shapes: (..., 2 * ffn_dim) for SwiGLU and (..., ffn_dim) for GELU -> (..., ffn_dim).
+    Shapes: (..., ffn_dim) for GELU, and otherwise (..., 2 * ffn_dim) -> (..., ffn_dim).
     """
     if activation == "gelu":
         return F.gelu(projected, approximate="tanh")
     gate, value = projected.chunk(2, dim=-1)
+    if activation == "geglu":
+        return F.gelu(gate, approximate="tanh") * value
     return F.silu(gate) * value
 
 
@@ -39,19 +40,19 @@ def tiled_mlp(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
-    activation: TiledActivation,
+    activation: Activation,
     chunk_size: int,
     keep: bool = False,
 ) -> Tensor:
     """Computes down(activate(up(x))) in chunks of chunk_size tokens.
 
-    Shapes: x (total, dim); up (ffn_dim, dim), or (2 * ffn_dim, dim) for swiglu; down (dim, ffn_dim); returns
+    Shapes: x (total, dim); up (2 * ffn_dim, dim), or (ffn_dim, dim) for gelu; down (dim, ffn_dim); the result
     (total, dim). A bias is None or has one element per row of its weight.
     The result has autocast's dtype, or x's dtype without autocast.
     keep: whether to save up(x) of all tokens. With keep=False, the backward pass recomputes up(x).
     Raises: ValueError if the shapes do not match.
     """
-    ffn_dim = up.shape[0] // 2 if activation == "swiglu" else up.shape[0]
+    ffn_dim = up.shape[0] if activation == "gelu" else up.shape[0] // 2
     if x.dim() != 2 or up.shape[1:] != x.shape[1:] or down.shape[1:] != (ffn_dim,):
         raise ValueError(
             f"x, up and down must be (total, dim), (rows, dim) and (dim, ffn_dim) for {activation}; "
@@ -83,7 +84,7 @@ class _Backward(torch.autograd.Function):
         up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: TiledActivation,
+        activation: Activation,
         chunk_size: int,
     ) -> Tensor:
         ctx.save_for_backward(x, up, up_bias, down, down_bias)
@@ -116,7 +117,7 @@ class _Kept(torch.autograd.Function):
         up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: TiledActivation,
+        activation: Activation,
         chunk_size: int,
     ) -> Tensor:
         y, projected = mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, True)
@@ -145,7 +146,7 @@ class _Forward(torch.autograd.Function):
         up_bias: Tensor | None,
         down: Tensor,
         down_bias: Tensor | None,
-        activation: TiledActivation,
+        activation: Activation,
         chunk_size: int,
     ) -> Tensor:
         return mlp_forward(x, up, up_bias, down, down_bias, activation, chunk_size, False)[0]
@@ -279,6 +280,9 @@ def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
     """Applies the activation as `activate` does. in_place: whether GELU may overwrite `projected`."""
     if activation == "swiglu":
         return swiglu(projected)
+    if activation == "geglu":
+        gate, value = projected.chunk(2, dim=1)
+        return F.gelu(gate, approximate="tanh").mul_(value)
     gelu = torch.ops.aten.gelu_ if in_place else torch.ops.aten.gelu
     return gelu(projected, approximate="tanh")
 
@@ -293,11 +297,25 @@ def _activation_backward(
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)
         return _activated(projected, activation, in_place=in_place), d_activated
+    if activation == "geglu":
+        return _geglu_backward(projected, d_activated, projected if in_place else torch.empty_like(projected))
     if not in_place:
         d_projected = swiglu_gradient(projected, d_activated)
         return d_activated, d_projected
     swiglu_backward(projected, d_activated)
     return d_activated, projected
+
+
+def _geglu_backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the activations of GeGLU and the gradient of `projected`. Overwrites d_activated and d_projected."""
+    gate, value = projected.chunk(2, dim=1)
+    d_gate, d_value = d_projected.chunk(2, dim=1)
+    activated, d_gelu = F.gelu(gate, approximate="tanh"), d_activated * value
+    d_activated *= activated  # the gradient of the values
+    activated *= value
+    d_value.copy_(d_activated)
+    torch.ops.aten.gelu_backward(d_gelu, gate, approximate="tanh", grad_input=d_gate)
+    return activated, d_projected
 
 
 def _rounded(dtype: torch.dtype, *weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

@@ -5,19 +5,18 @@
 | RecomputedFFN | by default | up(x) |
 | DenseFFN | a layer has an adapter or computes in float8 | up(x) and the activations |
 | TiledFFN | memory.mlp_chunk is set | nothing, or up(x) with memory.offload=all |
-| TorchChunkedFFN | mlp_chunk is set, and there is GeGLU or an adapter | nothing |
+| TiledAdaptedFFN | memory.mlp_chunk is set, and a layer has an adapter or 4-bit weights | nothing |
 """
 
 from collections.abc import Callable
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fa_train.memory.memory import Memory
 from fa_train.memory.recompute import recomputed
 from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
-from fa_train.memory.tiled_ffn import TiledActivation, activate, tiled_mlp
+from fa_train.memory.tiled_adapters import FrozenLinear, tiled_adapted_mlp
+from fa_train.memory.tiled_ffn import activate, tiled_mlp
 from fa_train.models.compiled import EagerOrCompiled
 from fa_train.models.config import Activation, ModelConfig
 
@@ -68,11 +67,9 @@ class RecomputedFFN(FFN):
 class TiledFFN(FFN):
     """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_ffn. keep: whether to save up(x)."""
 
-    def __init__(
-        self, up: nn.Linear, down: nn.Linear, activation: TiledActivation, chunk_size: int, keep: bool
-    ) -> None:
+    def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int, keep: bool) -> None:
         super().__init__(up, down, activation)
-        self.activation: TiledActivation = activation
+        self.activation: Activation = activation
         self.chunk_size, self.keep = chunk_size, keep
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,16 +78,18 @@ class TiledFFN(FFN):
         return tiled_mlp(x, up.weight, up.bias, down.weight, down.bias, self.activation, self.chunk_size, self.keep)
 
 
-class TorchChunkedFFN(FFN):
-    """Computes the FFN of chunk_size tokens at a time with torch's operators. The backward recomputes each chunk."""
+class TiledAdaptedFFN(FFN):
+    """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_adapters."""
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
         super().__init__(up, down, activation)
+        self.activation: Activation = activation
         self.chunk_size = chunk_size
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
-        return torch.cat([recomputed(self.at_once, rows) for rows in x.split(self.chunk_size)])
+        up, down = frozen_linear(self.up), frozen_linear(self.down)
+        return tiled_adapted_mlp(x, up, down, self.activation, self.chunk_size)
 
 
 def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
@@ -110,9 +109,17 @@ def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: M
         if plain:
             return RecomputedFFN(up, down, activation, checkpointed=memory.checkpointing != "none")
         return DenseFFN(up, down, activation)
-    if activation == "geglu" or not plain:  # tiled_mlp supports neither
-        return TorchChunkedFFN(up, down, activation, memory.mlp_chunk)
+    if not plain:
+        return TiledAdaptedFFN(up, down, activation, memory.mlp_chunk)
     return TiledFFN(up, down, activation, memory.mlp_chunk, keep=memory.offload == "all")
+
+
+def frozen_linear(linear: nn.Linear) -> FrozenLinear:
+    """Returns the tensors of a linear layer. A LoRALinear has a method that returns them."""
+    if type(linear) is nn.Linear:
+        return FrozenLinear(linear.weight, linear.bias)
+    tensors: FrozenLinear = linear.frozen()  # type: ignore[operator]
+    return tensors
 
 
 def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
@@ -125,9 +132,7 @@ _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 
 def _geglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
-    """Applies GeGLU with the tanh approximation of GELU, and then `down`. `projected` holds gates before values."""
-    gate, value = projected.chunk(2, dim=-1)
-    return down(F.gelu(gate, approximate="tanh") * value)
+    return down(activate(projected, "geglu"))
 
 
 def _gelu_down(projected: Tensor, down: nn.Linear) -> Tensor:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.checkpoints.base import hash_weights
 from fa_train.memory.planner.plan import LINEARS, Adapters
+from fa_train.memory.tiled_adapters import FrozenLinear
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json
@@ -198,6 +199,12 @@ class LoRALinear(nn.Linear):
         down, up = self._factors()
         seen = F.dropout(x, self.settings.lora_dropout, self.training) if self.settings.lora_dropout else x
         return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
+
+    def frozen(self) -> FrozenLinear:
+        """Returns the tensors of this layer, for memory.mlp_chunk, which refuses dropout."""
+        a, b = self._factors() if self.lora_A else (None, None)
+        parts = [self.nf4[name] for name in NF4_PARTS] if self.nf4 else []
+        return FrozenLinear(self.weight, self.bias, a, b, *parts)
 
     def dense_weight(self) -> Tensor:
         """Returns the weight without adapters, (out_features, in_features), in the dtype before quantization."""

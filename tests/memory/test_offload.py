@@ -222,8 +222,7 @@ def test_weights_stay_on_the_device(tokens, device, monkeypatch):
 
 
 @pytest.mark.parametrize("compiled", [False, *slow(True)], ids=["eager", "compiled"])
-def test_chunks_leave_the_device(compiled, device, monkeypatch):
-    """A chunk of rows is a view in eager code, but compiled code saves it as a tensor without a base."""
+def test_inputs_of_chunks_leave_the_device(compiled, device, monkeypatch):
     tokens, kept, pack = 24, [], offload._Pack.__call__
 
     def watched(hook, saved):

@@ -20,6 +20,8 @@ KINDS = pytest.mark.parametrize(
         pytest.param("swiglu", True, id="swiglu-bias"),
         pytest.param("gelu", False, id="gelu"),
         pytest.param("gelu", True, id="gelu-bias"),
+        pytest.param("geglu", False, id="geglu"),
+        pytest.param("geglu", True, id="geglu-bias"),
     ],
 )
 Arguments = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, str]
@@ -31,7 +33,7 @@ def draw(activation: str, bias: bool, device: torch.device) -> tuple[Arguments, 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).requires_grad_()
 
-    rows = 2 * FFN_DIM if activation == "swiglu" else FFN_DIM
+    rows = FFN_DIM if activation == "gelu" else 2 * FFN_DIM
     x, up, down = normal(TOTAL, DIM), normal(rows, DIM), normal(DIM, FFN_DIM)
     biases = (normal(rows), normal(DIM)) if bias else (None, None)
     return (x, up, biases[0], down, biases[1], activation), torch.randn(TOTAL, DIM, device=device)
@@ -93,9 +95,9 @@ def test_bf16_is_as_accurate_as_at_once(autocast, keep, activation, bias, device
         assert_as_accurate(name, ours[name], exact[name], baseline[name])
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])
 def test_activations_never_exist_at_once(activation, device):
-    rows = 128 if activation == "swiglu" else 64
+    rows = 64 if activation == "gelu" else 128
     x, dy = torch.randn(512, 4, device=device), torch.randn(512, 4, device=device)
     up, down = torch.randn(rows, 4, device=device), torch.randn(4, 64, device=device)
     with LargestTensor() as largest:
@@ -185,7 +187,7 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
     assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_chunks_do_not_change_a_model(activation, bias, device):
     model = {}

@@ -51,7 +51,8 @@ class Block:
         self.saves_input = {name: a is None or name in a.adapted for name in LINEARS}
         self.plain_ffn = a is None or a.plain_ffn
         self.attention_adapters = (t * a.attention_rank + a.attention_joined) * c if a else 0
-        self.ffn_adapters = (t * a.ffn_rank + a.ffn_joined) * c if a else 0
+        self.joined_adapters = a.ffn_joined * c if a else 0
+        self.ffn_adapters = t * a.ffn_rank * c + self.joined_adapters if a else 0
 
     def rounded_weights(self) -> int:
         """Returns the bytes of autocast's weight copies that autograd keeps.
@@ -91,8 +92,7 @@ class Block:
         kept = (self.norm_input if self.eager else self.x_rounded) + self.statistics + self.ffn_post_norm
         kept += self.normed if self.saves_input["up"] or self.levers.mlp_chunk else 0
         if self.levers.mlp_chunk and not keeps_up(self.plan):
-            # in eager mode, TorchChunkedFFN saves slices of the norm's output that are not rounded yet
-            return kept + (self.x - self.x_rounded if self.is_torch_chunked() and self.eager else 0)
+            return kept + self.joined_adapters
         return kept + self.up + self.activated_kept() + self.ffn_adapters
 
     def activated(self) -> int:
@@ -118,16 +118,12 @@ class Block:
             return self.kept()
         return self.x + (self.q + self.lse if self.levers.checkpointing == "selective" else 0)
 
-    def is_torch_chunked(self) -> bool:
-        """Returns whether the FFN is fa_train.models.ffn.TorchChunkedFFN."""
-        return self.levers.mlp_chunk is not None and (not self.plain_ffn or self.model.activation == "geglu")
-
     def offloaded(self) -> int:
         """Returns how many of a block's saved bytes are offloaded to the host."""
         if not self.levers.offloads_all:
             return self.x if self.levers.offload else 0
         stays = (4 if self.model.extras.post_norms else 2) * self.statistics + self.lse + self.attention_adapters
-        stays += 0 if self.levers.mlp_chunk else self.ffn_adapters
+        stays += self.joined_adapters if self.levers.mlp_chunk else self.ffn_adapters
         if self.model.qk_norm:
             stays += self.qk_statistics + (0 if worth_a_copy(self.kv, self.run.tokens, self.model.dim) else self.kv)
         return self.kept() - stays
@@ -210,8 +206,6 @@ class Block:
             return 0
         # GELU overwrites its input, unless the input is saved
         operands = 1 if keeps_up(self.plan) or not self.model.gated else 3
-        if self.is_torch_chunked():
-            operands = 4 if self.model.gated else 2
         return self._ffn_rounded() + self._chunk(self.run.tokens) * operands
 
     def _ffn_backward(self) -> int:
@@ -223,12 +217,10 @@ class Block:
                 held += 2 * self.x_rounded
         # the size of the gradient of the FFN's output, or 0 if the gradient of the block's output is the same tensor
         rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
-        if not self.plain_ffn:
-            if self.levers.mlp_chunk:
-                return held + self._chunked_adapters_backward(rounded)
+        if not self.plain_ffn and not self.levers.mlp_chunk:
             # with GPT.may_add_later, autograd holds the gradient of the FFN's output until the block's backward ends
             held += rounded if self.adds_later else 0
-            return held + self._gradients_of_ffn(self.hidden, self.x_rounded)
+            return held + self._gradients_of_ffn()
         if not self.levers.mlp_chunk:  # the backward pass recreates autocast's copy of the FFN's last weight
             recomputed = self.activated() + self.rounded_down()
             d_weight = 0 if self.run.adapters else self.down_weight * self.run.compute_bytes
@@ -239,62 +231,34 @@ class Block:
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
         weights = 0 if self.run.adapters else (self.up_weight + self.down_weight) * 4
+        adapters = self.run.adapters.ffn_joined * 4 if self.run.adapters else 0  # the fp32 sums of their gradients
         chunk = self._chunk(self.run.tokens)
-        if self.is_torch_chunked():  # `6 * chunk` counts recomputed tensors and gradients
-            return held + rounded + self._earlier_chunks() + 6 * chunk + self._ffn_rounded() + self._chunked_gradients()
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
-        chunks = d_projected + chunk
+        chunks = d_projected + chunk * (3 if self.model.activation == "geglu" else 1)
         if self.run.compute_bytes == 4 and weights:  # only fp32 products need a temporary tensor
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
         if self.gradient_bytes != 4:  # the fp32 sums of weight gradients are rounded after the loop
             chunks = max(chunks, weights // 2)
-        return held + rounded + self.x_rounded + weights + self._ffn_rounded() + chunks
+        return held + rounded + self.x_rounded + weights + adapters + self._ffn_rounded() + chunks
 
-    def _gradients_of_ffn(self, hidden: int, x_rounded: int) -> int:
+    def _gradients_of_ffn(self) -> int:
         """Returns the bytes that the backward of an FFN with frozen weights allocates, besides its saved tensors.
 
         If `down` has an adapter, the activations get two gradients: one through the frozen weight, and one through
         LoRA's A. The sum of the two gradients is a third tensor. By then, the activations themselves are freed.
-        hidden, x_rounded: the bytes of the activations and of the input, for all tokens or for one chunk.
         """
+        hidden, x_rounded = self.hidden, self.x_rounded
         weights, is_adapted = self._dequantized(), self.saves_input["down"]
         of_activations = hidden + max(hidden, weights["down"]) + (hidden if is_adapted else 0)
-        recomputes_up = self.levers.checkpointing == "full" or self.levers.mlp_chunk
-        if not self.eager and recomputes_up and self.run.adapters and self.run.adapters.quantized:
+        if not self.eager and self.levers.checkpointing == "full" and self.run.adapters and self.run.adapters.quantized:
             # up(x) is computed again after the gradients of the activations; its sum with LoRA's term is another tensor
             of_activations += hidden if is_adapted and self.saves_input["up"] else 0
         # the gradients of the activations, of the gates and of the values
         of_factors = 3 * hidden if self.model.gated else 0
-        if self.model.gated and is_adapted and self.adds_later and not self.levers.mlp_chunk:
+        if self.model.gated and is_adapted and self.adds_later:
             of_factors += hidden  # one kernel adds the two gradients of the activations, and computes the other two
         of_input = x_rounded + max(x_rounded, weights["up"]) - (hidden if self.model.gated else 0)
         return max(of_activations, of_factors, of_input) - (hidden if is_adapted else 0)
-
-    def _chunked_adapters_backward(self, rounded: int) -> int:
-        """Returns the bytes that the backward of a TorchChunkedFFN with frozen weights allocates.
-
-        rounded: the bytes of the gradient of the FFN's output.
-        """
-        tokens = self.run.tokens
-        rows = min(self.levers.mlp_chunk or tokens, tokens)
-        share = rows / tokens
-        recomputed = int((self.up + self.activated_kept()) * share) + self._ffn_rounded() + self.ffn_adapters
-        gradients = self._gradients_of_ffn(int(self.hidden * share), int(self.x_rounded * share))
-        return rounded + recomputed + self._earlier_chunks() + gradients
-
-    def _earlier_chunks(self) -> int:
-        """Returns the bytes of the input gradients of all chunks before the last full chunk of a TorchChunkedFFN."""
-        rows = min(self.levers.mlp_chunk or self.run.tokens, self.run.tokens)
-        return self.x * (self.run.tokens // rows - 1) * rows // self.run.tokens
-
-    def _chunked_gradients(self) -> int:
-        """Returns the bytes of the weight gradients during the backward of a TorchChunkedFFN with trained weights.
-
-        autograd adds the gradients of all chunks before it adds them to the gradients of the weights.
-        """
-        if self.run.tokens > (self.levers.mlp_chunk or self.run.tokens):
-            return (self.up_weight + self.down_weight) * self.gradient_bytes
-        return 0 if self.run.gradients_in_place else self.down_weight * self.gradient_bytes
 
     def _norm_backward(self) -> int:
         """Returns the peak bytes while the backward of the FFN's norm runs.
@@ -348,13 +312,12 @@ class Block:
         return {name: elements * self.run.compute_bytes * quantized for name, elements in weights.items()}
 
     def _ffn_rounded(self) -> int:
-        """Returns the bytes of autocast's copies of the FFN's weights. Dequantized weights are not copied again."""
+        """Returns the bytes of the dequantized weights of the FFN, or otherwise of autocast's copies of the weights."""
         is_quantized = self.run.adapters is not None and self.run.adapters.quantized
-        is_rounded = self.rounds_weights and not is_quantized
-        return (self.up_weight + self.down_weight) * self.run.compute_bytes if is_rounded else 0
+        copies = self.rounds_weights or is_quantized
+        return (self.up_weight + self.down_weight) * self.run.compute_bytes if copies else 0
 
 
 def keeps_up(plan: Plan) -> bool:
     """Returns whether a tiled FFN saves the output of its first matmul. Without offload="all", the result is False."""
-    plain = plan.run.adapters is None or plan.run.adapters.plain_ffn
-    return plan.levers.offloads_all and plain and plan.model.activation != "geglu"
+    return plan.levers.offloads_all and (plan.run.adapters is None or plan.run.adapters.plain_ffn)

@@ -5,7 +5,7 @@ and the chunked FFN by their Python code. As on CUDA, RMSNorm is one operator in
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +28,11 @@ from fa_kernels.flash_attention import checks
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_train.memory import loss as loss_module
 from fa_train.memory import offload as offload_module
+from fa_train.memory import tiled_adapters as tiled_adapters_module
 from fa_train.memory import tiled_ffn as tiled_mlp_module
 from fa_train.memory.loss import linear_cross_entropy
 from fa_train.memory.planner.plan import Buckets
+from fa_train.memory.tiled_adapters import adapted_mlp_backward, adapted_mlp_forward
 from fa_train.memory.tiled_ffn import mlp_backward, mlp_forward
 from fa_train.models import lora as lora_module
 from fa_train.models.gpt import GPT
@@ -107,6 +109,8 @@ INSIDE: dict[Any, Callable[..., Any]] = {
     torch.ops.fa_train.linear_cross_entropy.default: linear_cross_entropy._init_fn,
     torch.ops.fa_train.mlp_forward.default: mlp_forward._init_fn,
     torch.ops.fa_train.mlp_backward.default: mlp_backward._init_fn,
+    torch.ops.fa_train.adapted_mlp_forward.default: adapted_mlp_forward._init_fn,
+    torch.ops.fa_train.adapted_mlp_backward.default: adapted_mlp_backward._init_fn,
     torch.ops.flash_attention.backward.default: _attention_backward,
     torch.ops.fa_train.nf4_linear.default: _nf4_linear,
     torch.ops.fa_train.nf4_linear_backward.default: _nf4_linear_backward,
@@ -175,12 +179,17 @@ def as_on_a_gpu() -> Iterator[None]:
         if a.dtype == torch.float32:
             accumulated += a @ b
 
+    def nf4_weight(parts: Sequence[Tensor], rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype)
+
     def take(pool: offload_module.HostPool, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=HOST)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_module, "add_product", add_product)
         patch.setattr(tiled_mlp_module, "add_product", add_product)
+        patch.setattr(tiled_adapters_module, "add_product", add_product)
+        patch.setattr(tiled_adapters_module, "nf4_weight", nf4_weight)
         patch.setattr(offload_module.HostPool, "take", take)
         patch.setattr(
             offload_module,
