@@ -1,6 +1,7 @@
 """Tests LoRA: which weights are trained, all memory levers, and adapter files in the format of peft."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fa_train import training
+from fa_train.memory import tiled_adapters
 from fa_train.models.gpt import GPT, Head
 from fa_train.models.hf import export
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
@@ -138,6 +140,23 @@ def test_memory_levers_change_nothing(memory, activation):
 def test_memory_levers_change_nothing_compiled(memory):
     """One case with offloading (`all`) is enough, because offloading happens outside the compiled graphs."""
     assert_like_none(compile_blocks(small(memory)), "swiglu")
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "compiled"),
+    [("none", False), ("selective", False), pytest.param("selective", True, marks=pytest.mark.slow)],
+)
+def test_each_chunk_is_computed_once_and_recomputed_once(checkpointing, compiled, monkeypatch):
+    """The loop runs inside an operator also where blocks are compiled, because unrolled code needs more memory."""
+    calls = []
+    for name in ("_activated", "_activation_backward"):
+        function = getattr(tiled_adapters, name)
+        count = partial(lambda f, n, *args, **kw: calls.append(n) or f(*args, **kw), function, name)
+        monkeypatch.setattr(tiled_adapters, name, count)
+    model = small(levers(checkpointing, mlp_chunk=8))
+    step(compile_blocks(model) if compiled else model, stream(CPU))
+    chunks = 3 * 24 // 8  # 3 layers, and 24 tokens in chunks of 8 tokens
+    assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
 
 
 def assert_like_none(model: GPT, activation: str) -> None:

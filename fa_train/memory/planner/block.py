@@ -211,7 +211,8 @@ class Block:
     def _ffn_backward(self) -> int:
         """Returns the peak bytes of the FFN's backward, which frees what the post-norm has saved."""
         held = self.kept() - self.ffn_post_norm + self.x
-        if self.levers.checkpointing == "selective" and not self.eager and not self.run.adapters:
+        recomputes_later = not self.run.adapters or self.levers.mlp_chunk
+        if self.levers.checkpointing == "selective" and not self.eager and recomputes_later:
             held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v after the FFN's backward
             if self.model.extras.post_norms:  # fitted to peaks that were measured on an H200 with torch 2.11
                 held += 2 * self.x_rounded

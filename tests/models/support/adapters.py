@@ -12,10 +12,9 @@ from tests.memory.support.small import levers, small_gpt
 
 CPU = torch.device("cpu")
 SELECTIVE = pytest.param(levers("selective"), id="selective")
-# With mlp_chunk=16, the loop over chunks, which the compiler unrolls, has only two passes.
 COMPILED_CHUNKS = [
-    pytest.param(levers("none", mlp_chunk=16), id="mlp-chunk"),
-    pytest.param(levers("full", offload=True, mlp_chunk=16), id="all"),
+    pytest.param(levers("none", mlp_chunk=5), id="mlp-chunk"),
+    pytest.param(levers("full", offload=True, mlp_chunk=5), id="all"),
 ]
 MEMORIES = [
     SELECTIVE,
