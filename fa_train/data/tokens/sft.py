@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded, Encoder
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "5"  # the version of the conversion from chats to tokens, which is part of the cache key
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+FORMAT = "6"  # the version of the conversion from chats to tokens, which is part of the cache key
+GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+BEGIN, END = "\ue0f0\ue0f1", "\ue0f2\ue0f3"  # private-use characters, which mark a block in a rendered text
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields that transformers reads, in its order
 THINK, END_OF_THINK = "<think>", "</think>"  # the content of an answer can begin with reasoning between these tags
 Spans = list[tuple[int, int]]
@@ -231,18 +233,49 @@ class ChatEncoder:
         arguments: dict[str, Any] = dict(
             tools=chat.tools, add_generation_prompt=add_generation_prompt, **self._hf.special_tokens_map
         )
+        templates = [template, _with_markers(template)] if has_blocks else [template]
         try:
-            rendered: Any = render_jinja_template(
-                [messages], chat_template=template, return_assistant_tokens_mask=has_blocks, **arguments
-            )
+            texts = [render_jinja_template([messages], chat_template=one, **arguments)[0][0] for one in templates]
         except (TemplateError, TypeError) as error:
             raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {error}") from error
-        [text], spans = rendered
-        return Rendered(text, spans[0] if has_blocks else [])
+        if not has_blocks:
+            return Rendered(texts[0], [])
+        if _without_markers(texts[1]).text != texts[0]:
+            raise ValueError(
+                "a chat template must not change the text of a {% generation %} block, for example with a filter; "
+                f"{self._name}'s does so for {chat.where}. Set data.chat_template=<file> to a copy in which the filter "
+                "is inside the block"
+            )
+        return _without_markers(texts[1])
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:
         return tuple(str(token) for token in self._hf.added_tokens_decoder.values())
+
+
+@lru_cache
+def _with_markers(template: str) -> str:
+    """Puts BEGIN and END at the start and the end of each {% generation %} block.
+
+    The spans that transformers returns are not used, because they are wrong for a block in a macro, a filter or a
+    variable.
+    """
+    # the empty `if` keeps the whitespace control of the tags, such as {%- generation -%}
+    template = GENERATION.sub(rf"{{%\1 generation %}}{BEGIN}{{% if true \2%}}", template)
+    return END_GENERATION.sub(rf"{{%\1 endif %}}{END}{{% endgeneration \2%}}", template)
+
+
+def _without_markers(marked: str) -> Rendered:
+    """Removes BEGIN and END from a rendered text. Returns the text, and the spans between them."""
+    text, spans, start = "", [], 0
+    for part in re.split(f"({BEGIN}|{END})", marked):
+        if part == BEGIN:
+            start = len(text)
+        elif part == END:
+            spans.append((start, len(text)))
+        else:
+            text += part
+    return Rendered(text, spans)
 
 
 def _reasoning(message: Message) -> list[str]:

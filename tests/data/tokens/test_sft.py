@@ -146,6 +146,36 @@ def test_a_completion_is_trained_on_if_its_block_starts_before_the_answer(before
     assert chat_encoder.tokenizer.hf.decode(ids[loss_mask]) == begin + "sunny<|im_end|>"
 
 
+OF_ASSISTANT = "<|im_start|>assistant\n{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+MARKED_ELSEWHERE = {
+    "macro": "{% macro of(message) %}" + OF_ASSISTANT + "{% endmacro %}{{ of(message) }}",
+    "variable": "{% set answer %}" + OF_ASSISTANT + "{% endset %}{{ answer }}",
+    "filter": "{% filter trim %}" + OF_ASSISTANT + "{% endfilter %}",
+    "white-space": OF_ASSISTANT.replace("{% generation %}", " \n {%- generation -%} \n ").replace("\n{%", "\n\n{%"),
+}
+
+
+def with_marked_answers(answer):
+    return (
+        "{% for message in messages %}{% if message.role == 'assistant' %}" + answer + "{% else %}"
+        "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+
+
+@pytest.mark.parametrize("answer", MARKED_ELSEWHERE.values(), ids=MARKED_ELSEWHERE.keys())
+def test_the_text_of_a_block_is_trained_on_if_the_block_is_in_a_macro_a_variable_or_a_filter(answer, tmp_path):
+    chat_encoder = encoder(tmp_path, with_marked_answers(answer))
+    messages = [chat_message(role, text) for text in ("one", "two") for role in ("user", "assistant")]
+    assert runs(chat_encoder, encode(chat_encoder, {"messages": messages})) == ["one<|im_end|>", "two<|im_end|>"]
+
+
+def test_a_template_must_not_change_the_text_of_a_block(tmp_path):
+    cut = "{% set answer %}{% generation %}{{ message.content }} {% endgeneration %}{% endset %}{{ answer | trim }}"
+    chat_encoder = encoder(tmp_path, with_marked_answers(cut))
+    with pytest.raises(ValueError, match=r"must not change the text of a .*chats.jsonl, line 1"):
+        encode(chat_encoder, {"prompt": "2 + 2?", "completion": "4."})
+
+
 def test_an_answer_of_one_word_has_a_label_if_the_generation_prompt_ends_with_a_space(tmp_path):
     """The first token of the answer is " sunny", and its space belongs to the prompt. transformers labels it too."""
     chat_encoder, row = encoder(tmp_path, PLAIN), {"prompt": "the", "completion": "sunny"}
