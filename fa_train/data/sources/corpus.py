@@ -258,7 +258,8 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
     """Loads a folder that `save_to_disk` has written. A single Dataset without splits counts as the split `train`.
 
     split: the name of a split, or a part of one, such as `train[:10%]`.
-    Raises: ValueError or OSError if the dataset cannot be loaded, the split does not exist, or `config` is not None.
+    Raises: ValueError or OSError if the dataset cannot be loaded, the split does not exist or has no rows, or `config`
+    is not None.
     """
     from datasets import DatasetDict, ReadInstruction, concatenate_datasets, load_from_disk
 
@@ -270,7 +271,10 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
     except IndexError as error:  # save_to_disk writes no file for a dataset without rows
         raise ValueError(f"each split of a saved dataset must have rows; {folder} has a split without rows") from error
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
-    ranges = ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    ranges = [r for r in ReadInstruction.from_spec(split).to_absolute(sizes) if r.from_ < r.to]
+    if not ranges:
+        raise ValueError(f"the split must select rows; got {split}, which selects none (rows per split: {sizes})")
     used = {name: _with_content_hash(splits[name]) for name in {r.splitname for r in ranges}}
     return concatenate_datasets([used[r.splitname].select(range(r.from_, r.to)) for r in ranges])
 

@@ -94,6 +94,14 @@ def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
         texts(tmp_path / "saved")
 
 
+@pytest.mark.parametrize("split", ["train[2:]", "train[90%:]", "train[:0]"])
+def test_a_part_of_a_saved_dataset_without_rows_is_refused(split, tmp_path):
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path)
+    with pytest.raises(ValueError, match=r"must select rows; got train\[.*\], which selects none .*'train': 2"):
+        HFCorpus(str(tmp_path), None, split, "text").count()
+    assert list(HFCorpus(str(tmp_path), None, f"{split}+train[:1]", "text").documents()) == [("0", "one")]
+
+
 def test_a_saved_dataset_with_other_rows_is_tokenised_anew(tmp_path):
     prints = []
     for name, texts_of_rows in [("a", ["one", "two"]), ("b", ["uno", "dos"]), ("c", ["one", "two"])]:
