@@ -245,8 +245,8 @@ def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> An
     try:
         if is_saved_dataset(name):
             return _load_saved_dataset(name, config, split)
-        if Path(name).is_dir():
-            return _load_data_files(name, config, split)
+        if (folder := Path(name).expanduser()).is_dir():
+            return _load_data_files(str(folder), config, split)
         return load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ValueError(f"{asked} must be a dataset that `datasets` can load: {error}") from error

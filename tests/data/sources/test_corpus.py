@@ -127,6 +127,16 @@ def test_a_folder_with_an_edited_file_of_the_same_time_is_read_anew(tmp_path, mo
     assert list(found.values()) == [[("0", "one")], [("0", "two")]]
 
 
+def test_the_folder_of_a_dataset_can_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text(json.dumps({"text": "one"}))
+    datasets.Dataset.from_dict({"text": ["two"]}).save_to_disk(tmp_path / "saved")
+    found = [list(HFCorpus(f"~/{name}", None, "train", "text").documents()) for name in ("rows", "saved")]
+    assert found == [[("0", "one")], [("0", "two")]]
+
+
 @pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow", "torch"])
 def test_the_format_of_a_saved_dataset_is_ignored(kind, tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
