@@ -24,6 +24,7 @@ from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
 FORMAT = "6"  # the version of the conversion from chats to tokens, which is part of the cache key
 GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 BEGIN, END = "\ue0f0\ue0f1", "\ue0f2\ue0f3"  # private-use characters, which mark a block in a rendered text
 REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields that transformers reads, in its order
@@ -115,7 +116,7 @@ class ChatEncoder:
     def render(self, chat: Chat) -> Rendered:
         """Renders a chat, and finds the answers that the model is trained on."""
         template = self._hf.get_chat_template(tools=chat.tools)
-        has_blocks = GENERATION.search(template) is not None
+        has_blocks = GENERATION.search(COMMENT.sub("", template)) is not None
         text, spans = self._render(template, chat, chat.messages, has_blocks=has_blocks)
         self._require_tools(template, chat, text)
         self._require_texts(template, chat, text)

@@ -169,6 +169,11 @@ def test_the_text_of_a_block_is_trained_on_if_the_block_is_in_a_macro_a_variable
     assert runs(chat_encoder, encode(chat_encoder, {"messages": messages})) == ["one<|im_end|>", "two<|im_end|>"]
 
 
+def test_a_block_in_a_comment_marks_no_answers(tmp_path):
+    chat_encoder = encoder(tmp_path, "{#- {% generation %} would\nmark the answers. -#}" + CHATML)
+    assert runs(chat_encoder, encode(chat_encoder, {"prompt": "2 + 2?", "completion": "4."})) == ["4.<|im_end|>"]
+
+
 def test_a_template_must_not_change_the_text_of_a_block(tmp_path):
     cut = "{% set answer %}{% generation %}{{ message.content }} {% endgeneration %}{% endset %}{{ answer | trim }}"
     chat_encoder = encoder(tmp_path, with_marked_answers(cut))
