@@ -147,7 +147,7 @@ class HubRows:
         self.config: str | None = None
         self.split = "train"
         if path.startswith(HUB):
-            found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*\])?)", path)
+            found = re.fullmatch(r"hf:(?P<name>[^:]+):((?P<config>[^:[]+):)?(?P<split>[^:[]+(\[.*)?)", path)
             if not found:
                 raise ValueError(f"data.path must be hf:<name>:<split> or hf:<name>:<config>:<split>; got {path}")
             self.name, self.config, self.split = found["name"], found["config"], found["split"]

@@ -277,6 +277,7 @@ def test_a_dataset_that_save_to_disk_has_written_is_read(tmp_path):
         assert [key for key, _ in ChatCorpus(str(folder)).documents()] == list("01234")
         assert ChatCorpus(str(folder)).fingerprint() == ChatCorpus(f"hf:{folder}:train").fingerprint()
     assert chats_of(f"hf:{tmp_path}/splits:test") == expected[:1]
+    assert chats_of(f"hf:{tmp_path}/splits:train[2:]+test") == expected[2:] + expected[:1]
     prints = {ChatCorpus(f"hf:{tmp_path}/splits:{split}").fingerprint() for split in ("train", "test", "train[1:3]")}
     datasets.Dataset.from_list(many_chats(6)).save_to_disk(tmp_path / "one")
     assert len(prints | {ChatCorpus(str(tmp_path / "one")).fingerprint()}) == 4
