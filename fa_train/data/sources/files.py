@@ -2,6 +2,7 @@
 
 import fnmatch
 import hashlib
+import io
 import json
 import mmap
 import os
@@ -345,11 +346,26 @@ def _csv(path: Path) -> Iterator[SourceRow]:
                 raise ValueError(f"the columns of {path} must have different names; got {min(repeated)} more than once")
             texts = dict.fromkeys(file.schema.names, pa.string())  # Arrow would read the answer "4" as a number
         convert = pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=False)
-        with pyarrow.csv.open_csv(path, read, parse, convert) as file:
+        with _WholeLineEnds(path) as content, pyarrow.csv.open_csv(content, read, parse, convert) as file:
             for batch in file:
                 for value in batch.to_pylist():
                     number += 1
                     yield SourceRow(number, f"{path}, row {number}", value)
+
+
+class _WholeLineEnds(io.FileIO):
+    """A file that never returns the two bytes of a line end \\r\\n in different reads.
+
+    If a block of Arrow's CSV reader ends with \\r, Arrow removes a \\n at the start of the next block, even in a quoted
+    value.
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        block = super().read(size)
+        if len(block) > 1 and block.endswith(b"\r"):
+            self.seek(-1, os.SEEK_CUR)
+            return block[:-1]
+        return block
 
 
 def _require_closed_quotes(path: Path) -> None:

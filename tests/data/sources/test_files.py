@@ -217,6 +217,15 @@ def test_a_csv_file_is_searched_for_invalid_bytes_only_after_an_error(tmp_path, 
         texts(path)
 
 
+def test_a_line_end_in_a_value_is_kept_at_the_end_of_a_block(tmp_path, monkeypatch):
+    """Arrow reads .csv files in blocks, and some block here ends between \\r and \\n."""
+    path, value = tmp_path / "a.csv", "one\r\ntwo\r"
+    path.write_bytes(b"text\r\n" + f'"{value}"\r\n'.encode() * 3)
+    for size in range(20, 40):
+        monkeypatch.setattr(files, "CSV_BLOCK", size)
+        assert texts(path) == [value] * 3
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path):
     for name, content in {"a.txt": "one\r\n", "b.md": "two", "c.jsonl": '{"text": "three"}'}.items():
         (tmp_path / name).write_text(content, encoding="utf-8-sig", newline="")
