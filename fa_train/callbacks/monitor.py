@@ -3,9 +3,12 @@
 import gc
 import math
 import os
+import re
 import resource
 import statistics
+import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +100,7 @@ class Monitor(Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(pl_module.device)
+        forget_peak_of_host()
         if trainer.world_size > 1:
             self._comparison, self._timer = RankComparison(), CommunicationTimer(pl_module.device)
 
@@ -328,13 +332,32 @@ def utilisation(flops_per_s: float, device: torch.device, dtype: torch.dtype) ->
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Returns a GPU's peak allocated and peak reserved memory, or the peak resident set of a CPU process, in GiB."""
+    """Returns a GPU's peak allocated and peak reserved memory in GiB.
+
+    On the CPU, returns the process's peak resident memory since `forget_peak_of_host`.
+    """
     if device.type == "cuda":
         return {
             "perf/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "perf/reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
         }
-    return {"perf/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
+    return {"perf/peak_gib": peak_of_host() / GIB}
+
+
+def peak_of_host() -> int:
+    """Returns the peak resident memory of this process in bytes."""
+    status = Path("/proc/self/status")
+    # use VmHWM: on Linux, ru_maxrss includes the peak of the parent process
+    if status.exists() and (peak := re.search(r"VmHWM:\s*(\d+) kB", status.read_text())):
+        return int(peak[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak_of_host() -> None:
+    """Makes `peak_of_host` start again at the current resident memory. Does nothing on systems without this feature."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def require_measured(metric: str | None, trainer: L.Trainer) -> None:

@@ -10,11 +10,9 @@ attention alone, a forward pass over N tokens counts `2 * n_heads * head_dim * N
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -23,6 +21,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from fa_kernels.flash_attention.schedule import causal_schedule
+from fa_train.callbacks.monitor import peak_of_host
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import CONF
 from fa_train.flops import attention_pairs, peak_flops, train_flops
@@ -266,12 +265,7 @@ def memory_gib(device: Device) -> tuple[float, float | None]:
     """Returns the peak memory and the reserved memory in GiB. Reserved memory is None without a GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-    status = Path("/proc/self/status")
-    if status.exists():  # use VmHWM: on Linux, ru_maxrss includes the peak of the parent process
-        [line] = (line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024 / GIB, None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, None
+    return peak_of_host() / GIB, None
 
 
 def capacity(device: Device) -> int:

@@ -13,11 +13,12 @@ from lightning.pytorch.callbacks import Callback
 
 from fa_train import training
 from fa_train.callbacks import record
-from fa_train.callbacks.monitor import Monitor, Reading, monitor_of
+from fa_train.callbacks.monitor import Monitor, Reading, memory, monitor_of
 from fa_train.callbacks.progress import describe
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.errors import DivergedError
 from fa_train.flops import attention_pairs, train_flops
+from fa_train.lit_gpt import LitGPT
 from tests.support.training import column, composed, tiny
 
 pytestmark = pytest.mark.slow
@@ -244,3 +245,14 @@ def test_a_step_without_labels_has_no_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "results", lambda trainer: nothing | {"val/loss": math.inf})
     record.Record()._write(Mock(is_global_zero=True, default_root_dir=tmp_path))
     assert json.loads((tmp_path / "result.json").read_text()) == {"train/grad_norm": 0.0, "tokens": 64.0}
+
+
+def test_the_peak_of_a_run_on_the_cpu_is_its_own(monkeypatch):
+    """Earlier jobs of a sweep have the same process. On Linux, ru_maxrss includes the parent process."""
+    cpu, earlier = torch.device("cpu"), torch.ones(2**28, dtype=torch.uint8)
+    before = memory(cpu)["perf/peak_gib"]
+    del earlier
+    Monitor(16, 4, None).on_fit_start(Mock(world_size=1), Mock(spec=LitGPT, device=cpu))
+    assert memory(cpu)["perf/peak_gib"] < before - 0.2
+    monkeypatch.setattr("resource.getrusage", lambda who: Mock(ru_maxrss=2**40))
+    assert memory(cpu)["perf/peak_gib"] < before
