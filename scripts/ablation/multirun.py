@@ -174,10 +174,10 @@ def report(config: DictConfig) -> None:
     head = describe(shlex.join(["python", "train.py", *sys.argv[1:]]), None, date.today())
     parts = [step_part(jobs, device_bytes, head["GPU"])]
     write_files(parts, head, folder)
-    logger = config.logger
-    on_wandb = config.choices.logger == "wandb"
-    mode = instantiate(logger.mode) if on_wandb else None
-    Records(mode, logger.get("project"), logger.get("group"), folder).summary(parts, head)
+    logger, is_switched_off = config.logger, isinstance(config.trainer.logger, bool | None)
+    if config.choices.logger == "wandb" and not is_switched_off:
+        mode = instantiate(logger.mode)
+        Records(mode, logger.project, logger.group, folder, logger.get("entity")).summary(parts, head)
     print(f"results: {folder}")
     if failed := [case.name for case, result in jobs if result.outcome.startswith("failed")]:
         sys.exit(

@@ -314,15 +314,17 @@ def chart(names: list[str], rows: list[Row[AnyCase]], quantity: str, device_byte
 class Records:
     """Writes one Weights & Biases run for each case and one summary run, all in one group."""
 
-    def __init__(self, mode: str | None, project: str, group: str, folder: Path) -> None:
-        self.mode, self.project, self.group, self.folder = mode, project, group, folder
+    def __init__(self, mode: str | None, project: str, group: str, folder: Path, entity: str | None = None) -> None:
+        """mode: the mode of wandb.init, or None to write no runs. entity: the team, or None for the user's default."""
+        self.mode, self.project, self.group, self.folder, self.entity = mode, project, group, folder, entity
 
     def start(self, name: str, job_type: str, tags: list[str], config: dict[str, Any]) -> Any:
         import wandb
 
         return wandb.init(
-            project=self.project, group=self.group, name=name, job_type=job_type, tags=tags, config=config,
-            dir=self.folder, mode=cast(Any, self.mode), settings=wandb.Settings(init_timeout=60, silent=True),
+            entity=self.entity, project=self.project, group=self.group, name=name, job_type=job_type, tags=tags,
+            config=config, dir=self.folder, mode=cast(Any, self.mode),
+            settings=wandb.Settings(init_timeout=60, silent=True),
         )  # fmt: skip
 
     def case(self, case: Case, result: Result) -> None:

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.hydra_config import HydraConfig
@@ -135,6 +136,24 @@ def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path,
     with composed(tmp_path, *ablation(tmp_path)) as cfg, pytest.raises(SystemExit, match=r"1 of 2 .*nano sdpa 64"):
         Report().on_multirun_end(with_hydra(cfg))
     assert "failed: exit status 7" in (tmp_path / "sweep" / "ablation.csv").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        pytest.param(["+logger.entity=team", "logger.project=p"], ["team", "p"], id="entity"),
+        pytest.param(["trainer.logger=false"], None, id="no-logger"),
+    ],
+)
+def test_the_summary_goes_where_the_jobs_go(overrides, expected, job, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("wandb.init", lambda **given: started.append(given) or Mock())
+    job(0, "naive", 64, "ok")
+    with composed(tmp_path, *ablation(tmp_path, "logger=wandb", *overrides)) as cfg:
+        Report().on_multirun_end(with_hydra(cfg))
+    assert [[given["entity"], given["project"]] for given in started] == ([] if expected is None else [expected])
 
 
 @pytest.mark.slow
