@@ -70,6 +70,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
         if isinstance(logger, WandbLogger):
             arguments = private("lightning", logger, "_wandb_init")
             arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
+            if private("lightning", logger, "_offline"):  # otherwise, logger.mode would override logger.offline
+                arguments["mode"] = "offline"
             is_default = arguments["resume"] == "allow" and "resume" not in cfg.trainer.logger
             if "WANDB_RESUME" in os.environ and is_default:
                 arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME

@@ -152,6 +152,12 @@ def test_a_run_passes_no_setting_of_which_wandb_warns(tmp_path):
     assert logger._wandb_init["mode"] == "offline" and "anonymous" not in logger._wandb_init
 
 
+def test_an_offline_logger_is_offline_even_with_a_key(tmp_path):
+    with composed(tmp_path, *tiny(tmp_path, "logger=wandb", "logger.mode=online", "+logger.offline=true")) as cfg:
+        [logger] = training.build(cfg)[0].loggers
+    assert logger._wandb_init["mode"] == "offline"
+
+
 def test_the_environment_gives_defaults_that_the_command_line_overrides(tmp_path, monkeypatch):
     for name in ("PROJECT", "NAME", "JOB_TYPE", "TAGS", "DIR"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
