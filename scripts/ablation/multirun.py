@@ -176,7 +176,8 @@ def report(config: DictConfig) -> None:
     write_files(parts, head, folder)
     logger, is_switched_off = config.logger, isinstance(config.trainer.logger, bool | None)
     if config.choices.logger == "wandb" and not is_switched_off:
-        mode = "offline" if logger.get("offline") else instantiate(logger.mode)
+        given = "offline" if logger.get("offline") else logger.mode
+        mode = given if isinstance(given, str) else instantiate(given)
         Records(mode, logger.project, logger.group, folder, logger.get("entity")).summary(parts, head)
     print(f"results: {folder}")
     if failed := [case.name for case, result in jobs if result.outcome.startswith("failed")]:

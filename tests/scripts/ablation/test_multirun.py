@@ -142,8 +142,10 @@ def test_a_failed_job_is_in_the_table_and_ends_the_program_with_1(job, tmp_path,
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        pytest.param(["+logger.entity=team", "logger.project=p"], ["team", "p"], id="entity"),
-        pytest.param(["trainer.logger=false"], None, id="no-logger"),
+        pytest.param(["+logger.entity=team", "logger.project=p"], [["offline", "team", "p"]], id="entity"),
+        pytest.param(["logger.mode=online"], [["online", None, "fa_train"]], id="mode"),
+        pytest.param(["logger.mode=online", "+logger.offline=true"], [["offline", None, "fa_train"]], id="offline"),
+        pytest.param(["trainer.logger=false"], [], id="no-logger"),
     ],
 )
 def test_the_summary_goes_where_the_jobs_go(overrides, expected, job, tmp_path, monkeypatch):
@@ -153,7 +155,7 @@ def test_the_summary_goes_where_the_jobs_go(overrides, expected, job, tmp_path, 
     job(0, "naive", 64, "ok")
     with composed(tmp_path, *ablation(tmp_path, "logger=wandb", *overrides)) as cfg:
         Report().on_multirun_end(with_hydra(cfg))
-    assert [[given["entity"], given["project"]] for given in started] == ([] if expected is None else [expected])
+    assert [[given["mode"], given["entity"], given["project"]] for given in started] == expected
 
 
 @pytest.mark.slow
