@@ -82,7 +82,7 @@ def row_of(config: DictConfig, job_return: JobReturn, start: float) -> Row:
     outcome = "oom" if "oom" in metrics else "ok"
     if job_return.status == JobStatus.FAILED:
         error = job_return._return_value  # job_return.return_value would raise the job's error
-        outcome = f"{type(error).__name__}: {error}"
+        outcome = " ".join(f"{type(error).__name__}: {error}".split())  # the printed table has one line per job
     return {"job": config.hydra.job.num, **overrides, "outcome": outcome, **metrics}
 
 

@@ -37,7 +37,7 @@ def test_the_table_shows_what_differs_and_the_file_shows_all(tmp_path, capsys):
     result = {"train/loss": 1.5, "perf/tokens_per_s": 12345.6, "tokens": 640}
     finish(callback, tmp_path, 0, ["seq_len=64", "+data.path=x=y", "attention=flash"], result)
     finish(callback, tmp_path, 1, ["seq_len=128", "+data.path=x=y", "attention=flash"], {"oom": 1.0})
-    finish(callback, tmp_path, 2, ["seq_len=-1", "attention=flash"], error=ValueError("seq_len is negative"))
+    finish(callback, tmp_path, 2, ["seq_len=-1", "attention=flash"], error=ValueError("seq_len is\n\nnegative"))
     assert capsys.readouterr().err == f"job 2 failed: ValueError: seq_len is negative. See {tmp_path}/sweep.csv\n"
     print_tables()
     assert capsys.readouterr().out.splitlines() == [
