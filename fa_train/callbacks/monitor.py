@@ -106,6 +106,7 @@ class Monitor(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._window_step, self._window_waited, self._window_pairs = trainer.global_step, 0.0, 0.0
+        self._window_start = None  # the time between two calls of trainer.fit is not training time
         self._validations.clear()
         lr, stored = float(trainer.optimizers[0].param_groups[0]["lr"]), self._checkpoint_lr
         if stored is not None and not math.isclose(lr, stored, rel_tol=LR_TOLERANCE):

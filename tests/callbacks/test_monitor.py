@@ -256,3 +256,13 @@ def test_the_peak_of_a_run_on_the_cpu_is_its_own(monkeypatch):
     assert memory(cpu)["perf/peak_gib"] < before - 0.2
     monkeypatch.setattr("resource.getrusage", lambda who: Mock(ru_maxrss=2**40))
     assert memory(cpu)["perf/peak_gib"] < before
+
+
+def test_the_time_between_two_calls_of_fit_is_not_training_time():
+    monitor, module = Monitor(16, 4, None), Mock(device=torch.device("cpu"))
+    trainer, starts = Mock(global_step=0, optimizers=[Mock(param_groups=[{"lr": 1.0}])]), []
+    for _ in range(2):
+        monitor.on_train_start(trainer, module)
+        monitor.on_train_batch_start(trainer, module, {}, 0)
+        starts.append(monitor._window_start)
+    assert starts[1].seconds_since(starts[0]) > 0
