@@ -5,12 +5,14 @@ end of the multirun, Report writes the files that scripts/ablate_memory.py would
 multirun form one group, and Report adds a summary run to this group.
 """
 
+import json
 import math
+import re
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
@@ -34,6 +36,8 @@ from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, 
 from scripts.bench.provenance import describe
 
 Train = Callable[[DictConfig], dict[str, float]]
+# overrides in which the jobs of an ablation may differ
+FREE = re.compile(r"(attention|seq_len|logger|trainer\.logger)(=|$)|(logger|sweep_job)\.")
 OF_THE_MODEL = ("model.", "attention.", "memory.", "optimizer.")  # prefixes of the overrides that a StepCase keeps
 
 
@@ -51,6 +55,7 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{number}.jsonl"
     case = case_of(cfg)
+    require_same_settings(hydra.overrides.task, folder / "settings.json")
     others = rows(folder, but=path)
     require_one_sweep(case, others)
     log = folder / f"{number}.log"
@@ -87,6 +92,24 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
         same_place = (case.attention, case.seq_len) == (other.attention, other.seq_len)
         if same_place or replace(other, attention=case.attention, seq_len=case.seq_len) != case:
             sys.exit(f"error: an ablation's jobs may differ in attention and seq_len only; got {case} and {other}")
+
+
+def require_same_settings(overrides: Sequence[str], path: Path) -> None:
+    """Ends the program if a job has other overrides than the earlier jobs in the multirun's folder.
+
+    A StepCase does not hold all settings, so the results of the earlier jobs could be those of other settings.
+    overrides: the job's overrides; those that match `FREE` are not compared. path: holds the first job's overrides.
+    """
+    own = sorted({override for override in overrides if not FREE.match(override.lstrip("+~"))})
+    if not path.exists():
+        path.write_text(json.dumps(own) + "\n", encoding="utf-8")
+    first = json.loads(path.read_text(encoding="utf-8"))
+    if own != first:
+        got, earlier = (" ".join(sorted({*x} - {*y})) or "no override" for x, y in ((own, first), (first, own)))
+        sys.exit(
+            f"error: an ablation's jobs may differ in attention and seq_len only; got {got}, but {earlier} in the "
+            f"earlier jobs of {path.parent}"
+        )
 
 
 def case_of(cfg: DictConfig) -> StepCase:

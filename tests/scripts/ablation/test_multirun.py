@@ -113,6 +113,14 @@ def test_jobs_differ_in_attention_and_length_alone(job, other):
         job(1, "naive", 64, "ok", other)
 
 
+def test_a_continued_ablation_has_the_same_settings(job):
+    """A StepCase has no batch_size, so the earlier result would be shown as that of the new batch size."""
+    job(0, "naive", 64, "ok")
+    assert job(0, "naive", 64, "ok", "sweep_job.timeout=9")[1] == 0
+    with pytest.raises(SystemExit, match="got batch_size=2, but batch_size=1 in the earlier jobs of"):
+        job(0, "naive", 64, "ok", "batch_size=2")
+
+
 @pytest.mark.slow
 def test_a_model_that_cannot_be_ends_the_program_at_once(tmp_path):
     done = command_line(tmp_path, "-m", *ablation(tmp_path, "model.n_kv_heads=3", "attention=naive,sdpa"))
