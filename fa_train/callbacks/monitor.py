@@ -105,7 +105,7 @@ class Monitor(Callback):
             self._comparison, self._timer = RankComparison(), CommunicationTimer(pl_module.device)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._window_step, self._window_waited, self._window_pairs = trainer.global_step, 0.0, 0.0
+        self._window_step, self._window_pairs = trainer.global_step, 0.0
         self._window_start = None  # the time between two calls of trainer.fit is not training time
         self._validations.clear()
         lr, stored = float(trainer.optimizers[0].param_groups[0]["lr"]), self._checkpoint_lr
@@ -119,7 +119,7 @@ class Monitor(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._window_start is None:  # in on_train_start, the callback Sample may use the device after this callback
-            self._window_start = Timestamp(pl_module.device)
+            self._window_start, self._window_waited = Timestamp(pl_module.device), time_waited(trainer)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
             self._timer.begin(pl_module, sharded=is_sharded(pl_module.model))

@@ -258,9 +258,23 @@ def test_the_peak_of_a_run_on_the_cpu_is_its_own(monkeypatch):
     assert memory(cpu)["perf/peak_gib"] < before
 
 
+class SlowStart(Callback):
+    """The data loader's first batch takes ten seconds."""
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        trainer.train_dataloader.waited += 10
+
+
+def test_the_wait_for_the_first_batch_is_not_part_of_a_step(tmp_path):
+    fit(tmp_path, SlowStart(), UNSAVED)
+    waits, times = column(tmp_path, "perf/data_wait_ms"), column(tmp_path, "perf/step_ms")
+    assert all(waits[step] < times[step] for step in times)
+
+
 def test_the_time_between_two_calls_of_fit_is_not_training_time():
     monitor, module = Monitor(16, 4, None), Mock(device=torch.device("cpu"))
-    trainer, starts = Mock(global_step=0, optimizers=[Mock(param_groups=[{"lr": 1.0}])]), []
+    optimizer, starts = Mock(param_groups=[{"lr": 1.0}]), []
+    trainer = Mock(global_step=0, optimizers=[optimizer], train_dataloader=None)
     for _ in range(2):
         monitor.on_train_start(trainer, module)
         monitor.on_train_batch_start(trainer, module, {}, 0)

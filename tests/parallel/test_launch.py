@@ -70,10 +70,10 @@ def assert_ranks_are_compared(folder, printed) -> None:
         )
     }  # fmt: skip
     assert all(len(values) == 4 for values in measured.values())
-    # Other programs can delay rank 0 in some steps. A step waits for at least one of its two micro-batches, because
-    # at most one micro-batch is fetched before the step begins.
+    # Other programs can delay rank 0 in some steps. At most one micro-batch is fetched before a step begins, and the
+    # wait for the run's first micro-batch is not counted.
     assert min(measured["compute_ms_max"]) >= 500 and max(measured["communication_ms_max"]) >= 200
-    assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 400
+    assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 350
     assert 1 in measured["slowest_rank"] and min(measured["slowest_over_mean"]) > 1
     for name in ("step_ms", "data_wait_ms", "compute_ms", "host_gib"):
         assert all(0 < mean <= most for mean, most in zip(measured[name], measured[f"{name}_max"], strict=True))
