@@ -170,6 +170,10 @@ def _gemma2(config: Any) -> dict[str, Any]:
         raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
     if config.query_pre_attn_scalar <= 0:
         raise ValueError(f"query_pre_attn_scalar must be positive; got {config.query_pre_attn_scalar}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        cap = getattr(config, name)
+        if cap is not None and cap <= 0:  # with a cap of 0, transformers computes 0 or NaN instead of the capped values
+            raise ValueError(f"{name} must be positive or null; got {cap}")
     family = dataclasses.replace(
         arguments["family"],
         windows=_windows(config),
