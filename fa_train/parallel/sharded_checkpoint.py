@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from fa_train.checkpoints.files import (
     META,
@@ -82,6 +83,14 @@ class FolderWriter(dcp.FileSystemWriter):
         super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
         self._meta = meta
 
+    def write_data(self, *args: Any) -> Future[list[WriteResult]]:
+        """Writes the files of this rank. Raises: CheckpointError if writing fails."""
+        try:
+            return super().write_data(*args)
+        except (OSError, RuntimeError) as error:
+            # torch sends the error to the other ranks without its cause, so the cause must be read here
+            raise not_written(Path(self.path), error) from error
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         folder = Path(self.path)
@@ -103,7 +112,8 @@ def write_folder(
         if dist.get_rank() == 0:
             with suppress(OSError):  # for example, if the file system has become read-only
                 remove(folder)
-        raise not_written(folder, next(iter(error.failures.values()))[0]) from error
+        first = next(iter(error.failures.values()))[0]
+        raise first if isinstance(first, CheckpointError) else not_written(folder, first) from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
