@@ -29,6 +29,7 @@ from fa_train.errors import DivergedError
 from fa_train.flops import peak_flops, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.fsdp import is_sharded
+from fa_train.private_names import replace_private
 
 GIB = 2**30
 BATCH_SIZE = "batch_size"  # a checkpoint stores batch_size under this key
@@ -120,6 +121,8 @@ class Monitor(Callback):
     ) -> None:
         if self._window_start is None:  # in on_train_start, the callback Sample may use the device after this callback
             self._window_start, self._window_waited = Timestamp(pl_module.device), time_waited(trainer)
+            # Lightning's step for loggers. After a resume, Lightning's value can be 1 too low or 1 too high.
+            replace_private("lightning", trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
             self._timer.begin(pl_module, sharded=is_sharded(pl_module.model))

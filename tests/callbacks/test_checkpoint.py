@@ -1,6 +1,11 @@
 """Tests which checkpoint a run keeps as the best one, and which checkpoint it exports."""
 
+import os
+import signal
+from contextlib import nullcontext
+
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from tests.support.runs import run
 from tests.support.training import column
@@ -76,6 +81,27 @@ def test_a_run_goes_on_from_its_best_checkpoint(tmp_path):
     _, rest = run(tmp_path, *settings, f"ckpt_path={whole}/checkpoints/step_0000003.ckpt", name="rest")
     expected = {step: loss for step, loss in column(whole, "train/loss").items() if step > 3}
     assert column(rest, "train/loss") == expected
+
+
+class StopAfterValidation(Callback):
+    def on_validation_end(self, trainer, pl_module) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["extended", "stopped"])
+def test_callbacks_of_lightning_log_the_steps_of_a_run_never_stopped(stopped, tmp_path):
+    rates = "+callbacks.rates._target_=lightning.pytorch.callbacks.LearningRateMonitor"
+    settings = (rates, "scheduler.max_steps=5")
+    _, whole = run(tmp_path, *settings, "max_steps=5", name="whole")
+    stop = f"+callbacks.stop._target_={__name__}.StopAfterValidation"
+    end = ("max_steps=5", stop) if stopped else ("max_steps=3",)
+    with pytest.raises(SystemExit) if stopped else nullcontext():
+        run(tmp_path, *settings, *end, "trainer.val_check_interval=3", name="first")
+    resume = f"ckpt_path={tmp_path}/first/checkpoints/step_0000003.ckpt"
+    interval = 3 if stopped else 2
+    _, rest = run(tmp_path, *settings, "max_steps=5", f"trainer.val_check_interval={interval}", resume, name="rest")
+    expected = {step: rate for step, rate in column(whole, "lr-AdamW/pg1").items() if step >= 3}
+    assert len(expected) == 2 and column(rest, "lr-AdamW/pg1") == expected
 
 
 @pytest.mark.parametrize("interval", [2, 3], ids=["no-last-validation", "last-validation"])
