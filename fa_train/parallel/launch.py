@@ -46,7 +46,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
     Raises: RankFailedError if a rank fails.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # this file reports failures
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGTERM"  # _Forwarding replaces these handlers
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers would replace those of _Forwarding
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         TOLD: json.dumps(told), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
@@ -59,14 +59,17 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
     commands = dict.fromkeys(environments, ("-u", sys.argv[0], *arguments))
     with tempfile.TemporaryDirectory(prefix="fa_train_") as folder:  # for the error files
         logs = DefaultLogsSpecs(log_dir=folder)
-        ranks = start_processes("rank", sys.executable, commands, environments, logs)
-        forwarding = _Forwarding(ranks)
+        forwarding = _Forwarding()
         try:
-            result = ranks.wait(period=0.1)
-        except _StoppedError as stopped:
-            sys.exit(128 + stopped.signum)
+            ranks = start_processes("rank", sys.executable, commands, environments, logs)
+            try:
+                forwarding.begin(ranks)
+                result = ranks.wait(period=0.1)
+            except _StoppedError as stopped:
+                sys.exit(128 + stopped.signum)
+            finally:
+                ranks.close(signal.SIGKILL)
         finally:
-            ranks.close(signal.SIGKILL)
             forwarding.end()
         assert result is not None  # wait has no timeout
         if result.is_failed():
@@ -76,24 +79,35 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 class _Forwarding:
     """Forwards signals to all ranks. `signum` is the first signal, or 0.
 
-    A later signal raises _StoppedError, unless it comes within `REPEATED` seconds of the first.
+    A signal that arrives before `begin` is forwarded by `begin`. A later signal raises _StoppedError, unless it comes
+    within `REPEATED` seconds of the first.
     """
 
-    def __init__(self, ranks: PContext) -> None:
-        self._ranks, self.signum, self._first = ranks, 0, 0.0
+    def __init__(self) -> None:
+        self._ranks: PContext | None = None
+        self.signum, self._first = 0, 0.0
         for forwarded in STOPPING:
             signal.signal(forwarded, self._forward)
+
+    def begin(self, ranks: PContext) -> None:
+        """Starts to forward signals to `ranks`."""
+        self._ranks = ranks
+        if self.signum:
+            self._send(self.signum)
 
     def end(self) -> None:
         for forwarded in STOPPING:
             signal.signal(forwarded, signal.default_int_handler if forwarded == signal.SIGINT else signal.SIG_DFL)
 
     def _forward(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum and time.monotonic() - self._first > REPEATED:
+        if self._ranks is not None and self.signum and time.monotonic() - self._first > REPEATED:
             raise _StoppedError(signum)
         if not self.signum:
             self.signum, self._first = signum, time.monotonic()
-        for pid in self._ranks.pids().values():
+        self._send(signum)
+
+    def _send(self, signum: int) -> None:
+        for pid in self._ranks.pids().values() if self._ranks is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 

@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from fa_train.data.batches import MicroBatches
+from fa_train.parallel.launch import launch
 from tests.support.processes import REPOSITORY
 from tests.support.ranks import forked, processes_can_talk
 from tests.support.runs import start_and_stop
@@ -154,3 +157,19 @@ def test_sigusr1_saves_and_ends_with_a_status_of_its_own(tmp_path):
     assert last < 400
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:07d}.ckpt"]
     assert json.loads((folder / "result.json").read_text())["tokens"] == last * 4 * 64
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda stop: stop.name)
+def test_a_signal_while_ranks_start_ends_the_run(stop, tmp_path, monkeypatch):
+    def start_and_signal(self) -> None:
+        start(self)
+        os.kill(os.getpid(), stop)
+
+    start = SubprocessContext._start
+    monkeypatch.setattr(SubprocessContext, "_start", start_and_signal)
+    (tmp_path / "rank.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nsignal.pause()\n")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "rank.py")])
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # launch sets it, and monkeypatch restores it
+    with pytest.raises(SystemExit) as end:
+        launch(2, [], {})
+    assert end.value.code == 128 + stop
