@@ -32,22 +32,28 @@ SMALL_MODEL = {
 def documented() -> list[str]:
     """Returns the commands of the documented runs on one device, without a leading `python`.
 
-    A sweep is replaced by its first run.
+    A sweep is replaced by its first run. Of commands that `shrunk` makes equal, the list has the first.
     """
-    found: dict[str, None] = {}
+    found: dict[tuple[str, ...], str] = {}
     for words in (words for page in GUIDES for words in commands(page) if words[:2] == ["python", "train.py"]):
         overrides = [word.split(",")[0] if "-m" in words else word for word in words[1:] if word != "-m"]
         line = shlex.join(overrides)
         if not re.search("--config-dir|ckpt_path|trainer.devices|float8", line):  # float8 needs a GPU
-            found[line] = None
-    return list(found)
+            found.setdefault(tuple(sorted(shrunk(overrides[1:]))), line)
+    return list(found.values())
 
 
 def documented_on_several_devices() -> list[str]:
-    """Returns the commands of the documented runs on several devices of one machine, without a leading `python`."""
-    lines = [words for page in GUIDES for words in commands(page) if "train.py" in words]
-    found = {shlex.join(words).removeprefix("python "): None for words in lines}
-    return [line for line in found if "trainer.devices" in line and "num_nodes" not in line]
+    """Returns the commands of the documented runs on several devices of one machine, without a leading `python`.
+
+    Of commands that `shrunk` makes equal, the list has the first.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    for words in (words for page in GUIDES for words in commands(page) if "train.py" in words):
+        line, place = shlex.join(words).removeprefix("python "), words.index("train.py") + 1
+        if "trainer.devices" in line and "num_nodes" not in line:
+            found.setdefault((words[0], *sorted(shrunk(words[place:]))), line)
+    return list(found.values())
 
 
 def shrunk(overrides: list[str]) -> list[str]:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fa_train.data.batches import PackedRows
-from fa_train.data.datamodule import synthetic_data
+from tests.data.support import numbered
 from tests.data.support.fitting import Recorder
-from tests.data.support.numbered import OPTIONS
 from tests.support.processes import start_server
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 
@@ -18,7 +17,7 @@ LENGTH, STEPS = 16, 3
 
 def make():
     """Returns a data module whose steps have 4 micro-batches of 2 rows."""
-    return synthetic_data(vocab_size=50, document_len=10, length_sigma=0, **OPTIONS | dict(max_steps=STEPS))
+    return numbered.make([10] * 60, packing="concat", max_steps=STEPS)
 
 
 def trainer(folder, **changes):

@@ -8,7 +8,7 @@ from fa_kernels.flash_attention.features import Features
 from fa_kernels.flash_attention.schedule import causal_schedule
 from tests.kernels.support.attention_check import cumulative
 
-LENGTHS, HEADS, KV_HEADS = [70, 0, 130, 25], 4, 2
+LENGTHS, HEADS, KV_HEADS = [40, 0, 70, 25], 2, 1
 TOTAL = sum(LENGTHS)
 # (dtype, head_dim, soft cap): each kind of Hopper kernel, and a head_dim that only portable kernels support
 KINDS = [
@@ -27,7 +27,7 @@ def problem(seed, dtype, head_dim, softcap, device, cu_seqlens, sinks):
         for n in (HEADS, HEADS, KV_HEADS, KV_HEADS)
     )
     if cu_seqlens is not None:  # NaN in the first document must not reach the others
-        q[3, 0, 0] = v[5, 1, 2] = torch.nan
+        q[3, 0, 0] = v[5, 0, 2] = torch.nan
     logits = torch.linspace(-1, 1, HEADS, device=device) if sinks else None
     options = causal_schedule(cu_seqlens, TOTAL, q.device), Features(head_dim**-0.5, softcap, logits, [])
     return (do, q, k, v), options, backend.forward(q, k, v, *options, dtype)

@@ -35,7 +35,8 @@ def test_most_configurations_are_accepted():
 
 @pytest.mark.slow
 def test_a_small_configuration_is_measured_and_written(tmp_path, monkeypatch):
-    small = ["model=nano", "model.vocab_size=64", "batch_size=2", "trainer.precision=32-true"]
+    small = ["model=nano", "model.n_layers=1", "model.vocab_size=64", "batch_size=1", "trainer.precision=32-true"]
+    small += ["lit_gpt.compile_model=false", "data.document_len=100000"]
     monkeypatch.setattr(random_plans, "overrides_of", lambda number: (64 + number, small))
     monkeypatch.setattr(random_plans, "planned", lambda number, device: planned(number, "cpu"))
     monkeypatch.setattr(random_plans, "measured", lambda config, device: measured(config, "cpu"))
