@@ -24,13 +24,14 @@ class Block:
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
-        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output
-        # in the dtype of x, unless it is fused with the residual addition before it (GPT.may_add_later).
+        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code with activation checkpointing, an
+        # OffsetRMSNorm saves its output in the dtype of x.
         is_offset = model.norm == "offset_rmsnorm"
         self.adds_later = not self.eager and self.levers.checkpointing == "none" and self.levers.offload is not True
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
         self.converts = self.norm_input > self.x  # whether norms convert their input to fp32
-        self.normed = self.x if is_offset and not self.eager and not self.adds_later else self.x_rounded
+        in_dtype_of_x = is_offset and not self.eager and self.levers.checkpointing != "none"
+        self.normed = self.x if in_dtype_of_x else self.x_rounded
         if is_offset and self.adds_later:
             self.normed += model.dim * 4  # the sum 1 + weight
         # Compiled code saves attention's output for other purposes, so that attention's post-norm saves no input.
@@ -39,8 +40,8 @@ class Block:
         if model.extras.post_norms:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
-            if self.adds_later and self.levers.mlp_chunk:  # a simulation with torch 2.13 needs this much
-                self.attention_post_norm += self.x_rounded
+            if self.adds_later and (self.levers.mlp_chunk or model.activation == "swiglu"):
+                self.attention_post_norm += self.x_rounded  # without chunks, only torch 2.11 saves this tensor
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
