@@ -281,7 +281,7 @@ def init_adapters(model: GPT) -> None:
 def adapters_of(model: GPT) -> Adapters | None:
     """Returns the sizes of a model's adapters for the memory planner, or None for a model without adapters.
 
-    Sizes that differ between blocks, such as Adapters.ffn_rank, are the maximum over all blocks.
+    If a size differs between blocks, such as Adapters.ffn_rank, the result has the maximum over all blocks.
     """
     sizes, quantized, has_dropout = [], False, False
     with_adapters: set[str] = set()
@@ -350,7 +350,7 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     settings = next(linear.settings for _, linear in adapted(model))
     targets = settings.target_modules
     if model.origin is not None and model.origin.has_images:
-        # full names, because the names of the image encoder's modules can have the same last part
+        # full names, because a module of the image encoder can have the same last part in its name
         targets = sorted(name for _, linear in adapted(model) for name in linear.names.values())
     elif targets == ALL_LINEAR:
         targets = sorted({part for _, linear in adapted(model) for part in linear.names})

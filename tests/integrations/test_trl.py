@@ -45,7 +45,7 @@ def trainer_of(model: Any, folder: str) -> Any:
 def logits_and_gradients(model: Any, weight: Tensor, *parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Joins the inputs `parts` end to end.
 
-    Returns the logits, and the gradients of sum(logits * weight) for the trained weights.
+    Returns the logits, and the gradients of sum(logits * weight) with respect to the trained parameters.
     """
     model.zero_grad()
     logits = torch.cat([model(**inputs, use_cache=False).logits for inputs in parts], dim=1)

@@ -150,8 +150,8 @@ class TextCorpus:
     """Text documents from a file, a folder or a glob.
 
     A .txt or .md file is one document. Each row of a .jsonl, .csv or .parquet file is one document.
-    Raises: ValueError if there is nothing to read at `path`, the suffix of a file is not supported, a file is not
-    UTF-8, or a row has no text_column.
+    Raises: ValueError if there is nothing to read at `path`, if the suffix of a file is not supported, if a file is not
+    UTF-8, or if a row has no text_column.
     """
 
     def __init__(self, path: str, text_column: str) -> None:

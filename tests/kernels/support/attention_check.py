@@ -63,7 +63,7 @@ def left_by_rounding(
     o_dtype: torch.dtype,
     truth: torch.dtype,
 ) -> Results:
-    """Returns the errors of dq, dk and dv if an exact backward pass reads a rounded o and a rounded lse.
+    """Returns the errors of dq, dk and dv after an exact backward pass that reads a rounded o and a rounded lse.
 
     Our backward pass computes P from lse, so an error of lse scales a row of P and dS. Our backward pass also computes
     delta from o, so an error of o changes delta. The errors of o and lse change dq, dk and dv as if one extra term were

@@ -1,4 +1,4 @@
-"""Imports tiny random Hugging Face checkpoints of every model family, which transformers writes."""
+"""For each model family, transformers writes a tiny random checkpoint, and the tests import this checkpoint."""
 
 import json
 import weakref
