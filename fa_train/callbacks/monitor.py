@@ -121,7 +121,8 @@ class Monitor(Callback):
     ) -> None:
         if self._window_start is None:  # in on_train_start, the callback Sample may use the device after this callback
             self._window_start, self._window_waited = Timestamp(pl_module.device), time_waited(trainer)
-            # Lightning's step for loggers. After a resume, Lightning's value can be 1 too low or 1 too high.
+            # Lightning's step for loggers, which can be 1 too low or 1 too high after a resume. Lightning changes this
+            # value after on_train_start. Callbacks that run before Monitor still see the old value.
             replace_private("lightning", trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)

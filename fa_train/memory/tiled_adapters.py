@@ -1,9 +1,9 @@
 """Computes an FFN that has adapters or 4-bit weights in chunks of tokens, as tiled_ffn.py does without them.
 
 The weights of the FFN are frozen. The backward pass recomputes the activations of each chunk, and computes the
-gradients of the input and of the adapters. The gradients of the adapters are summed over chunks in fp32. The loops over
-chunks are custom operators. torch.compile would unroll other loops and mix operations of different chunks, so that
-tensors with ffn_dim channels would again exist for all tokens.
+gradients of the input and of the adapters. The gradients of the adapters are summed over chunks in fp32, and the sums
+are rounded to the dtype of the input. The loops over chunks are custom operators. torch.compile would unroll a Python
+loop and mix operations of different chunks, so that tensors with ffn_dim channels would exist for all tokens.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ class FrozenLinear(NamedTuple):
 
     weight: W, (rows, columns), or the 4-bit codes of W.
     bias: (rows,), or None.
-    a, b: the joined matrices of all adapters, (rank, columns) and (rows, rank), or None without adapters.
+    a, b: the joined matrices of all adapters, (rank, columns) and (rows, rank), or None without adapters. `b` includes
+    the factor LoRA.scale.
     The other fields are the parts of a 4-bit weight, in the order of fa_train.models.nf4.NF4_PARTS, or None.
     """
 
@@ -53,10 +54,17 @@ def tiled_adapted_mlp(
     """Computes down(activate(up(x))) in chunks of chunk_size tokens.
 
     Shapes: x (total, dim) -> (total, dim). The result has autocast's dtype, or x's dtype without autocast.
-    Raises: ValueError if a weight or a bias is not frozen.
+    Raises: ValueError if x is not (total, dim), or if gradients are recorded and a weight or a bias is not frozen.
     """
-    if any(w is not None and w.requires_grad for w in (up.weight, up.bias, down.weight, down.bias)):
-        raise ValueError("memory.mlp_chunk needs frozen weights in an FFN with adapters; got weights that are trained")
+    if x.dim() != 2:
+        raise ValueError(f"x must be (total, dim); got {tuple(x.shape)}")
+    weights = {"up.weight": up.weight, "up.bias": up.bias, "down.weight": down.weight, "down.bias": down.bias}
+    trained = [name for name, w in weights.items() if w is not None and w.requires_grad]
+    if trained and torch.is_grad_enabled():
+        raise ValueError(
+            "memory.mlp_chunk needs frozen weights in an FFN with adapters; "
+            f"got trained {', '.join(trained)}. Choose memory=selective, which has no chunks"
+        )
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
@@ -74,7 +82,7 @@ def _rounded_adapters(linear: FrozenLinear, dtype: torch.dtype) -> FrozenLinear:
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node whose backward computes the gradients. As tiled_ffn._Backward, it returns a placeholder."""
+    """The autograd node whose backward computes the gradients. Like tiled_ffn._Backward, it returns a placeholder."""
 
     @staticmethod
     def forward(ctx: Any, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None) -> Tensor:

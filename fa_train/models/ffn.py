@@ -3,7 +3,7 @@
 | class | chosen if | saved for the backward, besides the input x and the weights |
 |:--|:--|:--|
 | RecomputedFFN | by default | up(x) |
-| DenseFFN | a layer has an adapter or computes in float8 | up(x) and the activations |
+| DenseFFN | a layer has an adapter or 4-bit weights, or computes in float8 | up(x) and the activations |
 | TiledFFN | memory.mlp_chunk is set | nothing, or up(x) with memory.offload=all |
 | TiledAdaptedFFN | memory.mlp_chunk is set, and a layer has an adapter or 4-bit weights | nothing |
 """
@@ -79,7 +79,10 @@ class TiledFFN(FFN):
 
 
 class TiledAdaptedFFN(FFN):
-    """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_adapters."""
+    """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_adapters.
+
+    The layers' `forward` and hooks do not run.
+    """
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
         super().__init__(up, down, activation)
@@ -100,15 +103,20 @@ def build_ffn(config: ModelConfig, memory: Memory) -> FFN:
 
 
 def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: Memory) -> FFN:
-    """Builds an FFN from two linear layers, which may have adapters or compute in float8.
+    """Builds an FFN from two linear layers, which may have adapters or 4-bit weights, or compute in float8.
 
     This file's docstring lists the FFN classes.
+    Raises: ValueError if memory.mlp_chunk does not support the class of a layer.
     """
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:
         if plain:
             return RecomputedFFN(up, down, activation, checkpointed=memory.checkpointing != "none")
         return DenseFFN(up, down, activation)
+    for linear in (up, down):
+        if type(linear) is not nn.Linear and not hasattr(linear, "frozen"):
+            name = type(linear).__name__
+            raise ValueError(f"memory.mlp_chunk needs layers of class nn.Linear or LoRALinear in the FFN; got {name}")
     if not plain:
         return TiledAdaptedFFN(up, down, activation, memory.mlp_chunk)
     return TiledFFN(up, down, activation, memory.mlp_chunk, keep=memory.offload == "all")

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fa_train.memory import tiled_adapters
 from fa_train.memory.tiled_adapters import FrozenLinear, adapted_mlp_backward, adapted_mlp_forward, tiled_adapted_mlp
 from fa_train.memory.tiled_ffn import activate
+from fa_train.models.ffn import choose_ffn
 from fa_train.models.nf4 import NF4_PARTS, nf4_weight, quantized
-from tests.memory.support.small import LargestTensor
+from tests.memory.support.small import LargestTensor, levers
 from tests.support.tolerance import assert_as_accurate
 
 TOTAL, DIM, FFN_DIM, RANK = 50, 16, 32, 3
@@ -109,11 +110,27 @@ def test_activations_never_exist_at_once(activation, device):
     assert largest.elements == x.numel()  # without chunks, the activations would have twice as many elements
 
 
-def test_weights_that_are_trained_are_refused(device):
-    x, up, down = draw("swiglu", "up", device)
-    down.weight.requires_grad_()
-    with pytest.raises(ValueError, match=r"needs frozen weights in an FFN with adapters; got weights that are trained"):
+@pytest.mark.parametrize("trained", ["up.weight", "up.bias", "down.weight", "down.bias"])
+def test_weights_that_are_trained_are_refused(trained, device):
+    x, up, down = draw("swiglu", "up", device, bias=True)
+    layer, field = trained.split(".")
+    getattr({"up": up, "down": down}[layer], field).requires_grad_()
+    with pytest.raises(ValueError, match=rf"needs frozen weights in an FFN with adapters; got trained {trained}\. "):
         tiled_adapted_mlp(x, up, down, "swiglu", 16)
+    with torch.no_grad():
+        tiled_adapted_mlp(x, up, down, "swiglu", 16)
+
+
+def test_wrong_shapes_and_layers_are_named(device):
+    x, up, down = draw("swiglu", "up", device)
+    with pytest.raises(ValueError, match=r"x must be \(total, dim\); got \(1, 50, 16\)"):
+        tiled_adapted_mlp(x[None], up, down, "swiglu", 16)
+
+    class Own(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match=r"needs layers of class nn.Linear or LoRALinear in the FFN; got Own"):
+        choose_ffn(Own(8, 32), nn.Linear(16, 8), "swiglu", levers(mlp_chunk=4))
 
 
 def test_no_gradient_of_a_frozen_adapter_is_computed(device, monkeypatch):
@@ -127,5 +144,6 @@ def test_no_gradient_of_a_frozen_adapter_is_computed(device, monkeypatch):
 def test_operators_keep_torchs_rules(activation, adapted, device):
     x, up, down = draw(activation, adapted, device, bias=True)
     checks = ("test_schema", "test_faketensor")
+    x = x.T.contiguous().T  # results are contiguous also for an input that is not
     torch.library.opcheck(adapted_mlp_forward, (x, list(up), list(down), activation, 16), test_utils=checks)
     torch.library.opcheck(adapted_mlp_backward, (x, x, list(up), list(down), activation, 16), test_utils=checks)

@@ -129,7 +129,7 @@ def in_two_processes(rank: int, folder: str, environments: list[dict[str, str]])
     dist.barrier()  # wait until rank 0 has renamed the checkpoint
     newest = max((shared / "cut" / "checkpoints").iterdir())
     train_in(shared / "two_from_cut", shared, *RANKS, f"ckpt_path={newest}")
-    train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER)
+    train_in(shared / "sharded_adapter", shared, *RANKS, *ADAPTER, "memory.mlp_chunk=16")
     for run, start in (("two_from_two_adapters", "sharded_adapter"), ("two_from_one_adapter", "adapter")):
         train_in(shared / run, shared, *RANKS, *ADAPTER, f"ckpt_path={shared}/{start}/{step_three}")
     train_in(shared / "sharded_frozen", shared, *RANKS, *FROZEN)

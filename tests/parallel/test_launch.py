@@ -167,7 +167,8 @@ def test_a_signal_while_ranks_start_ends_the_run(stop, tmp_path, monkeypatch):
 
     start = SubprocessContext._start
     monkeypatch.setattr(SubprocessContext, "_start", start_and_signal)
-    (tmp_path / "rank.py").write_text("import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nsignal.pause()\n")
+    program = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\ntime.sleep(30)\n"
+    (tmp_path / "rank.py").write_text(program)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "rank.py")])
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # launch sets it, and monkeypatch restores it
     with pytest.raises(SystemExit) as end:

@@ -241,13 +241,14 @@ class ChatEncoder:
             raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {error}") from error
         if not has_blocks:
             return Rendered(texts[0], [])
-        if _without_markers(texts[1]).text != texts[0]:
+        rendered = _without_markers(texts[1])
+        if rendered.text != texts[0]:
             raise ValueError(
                 "a chat template must not change the text of a {% generation %} block, for example with a filter; "
                 f"{self._name}'s does so for {chat.where}. Set data.chat_template=<file> to a copy in which the filter "
                 "is inside the block"
             )
-        return _without_markers(texts[1])
+        return rendered
 
     @cached_property
     def _special_tokens(self) -> tuple[str, ...]:

@@ -241,6 +241,8 @@ class Block:
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
         if self.gradient_bytes != 4:  # the fp32 sums of weight gradients are rounded after the loop
             chunks = max(chunks, weights // 2)
+        if self.run.compute_bytes != 4:  # the sums of the adapters' gradients are rounded after the loop
+            chunks = max(chunks, adapters // 2)
         return held + rounded + self.x_rounded + weights + adapters + self._ffn_rounded() + chunks
 
     def _gradients_of_ffn(self) -> int:

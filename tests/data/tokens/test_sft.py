@@ -151,7 +151,9 @@ MARKED_ELSEWHERE = {
     "macro": "{% macro of(message) %}" + OF_ASSISTANT + "{% endmacro %}{{ of(message) }}",
     "variable": "{% set answer %}" + OF_ASSISTANT + "{% endset %}{{ answer }}",
     "filter": "{% filter trim %}" + OF_ASSISTANT + "{% endfilter %}",
-    "white-space": OF_ASSISTANT.replace("{% generation %}", " \n {%- generation -%} \n ").replace("\n{%", "\n\n{%"),
+    "white-space": OF_ASSISTANT.replace("{% generation %}", " \n {%- generation -%} \n ")
+    .replace("\n{%", "\n\n{%")
+    .replace("{% endgeneration %}", " {%- endgeneration -%} "),
 }
 
 

@@ -116,9 +116,15 @@ def test_jobs_differ_in_attention_and_length_alone(job, other):
 def test_a_continued_ablation_has_the_same_settings(job):
     """A StepCase has no batch_size, so the earlier result would be shown as that of the new batch size."""
     job(0, "naive", 64, "ok")
-    assert job(0, "naive", 64, "ok", "sweep_job.timeout=9")[1] == 0
+    assert job(0, "naive", 64, "ok", "sweep_job.timeout=9", "logger=csv", "++trainer.logger=false")[1] == 0
     with pytest.raises(SystemExit, match="got batch_size=2, but batch_size=1 in the earlier jobs of"):
         job(0, "naive", 64, "ok", "batch_size=2")
+
+
+@pytest.mark.slow
+def test_an_ablation_without_a_result_may_continue_with_other_settings(job):
+    job(0, "naive", 64, "failed: a wrong setting")
+    assert job(0, "naive", 64, "ok", "batch_size=2")[1] == 1
 
 
 @pytest.mark.slow
