@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 import triton
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+
 
 def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
     """Returns what a reader needs to repeat a measurement: command, commit, date, GPU and versions."""
-    if commit is None:
-        git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-        commit = git.stdout.strip() if git.returncode == 0 else "unknown: no git checkout, and no --commit"
+    commit = _commit() if commit is None else commit
     processor = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return {
         "command": command,
@@ -23,6 +23,19 @@ def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}",
         "date": today.isoformat(),
     }
+
+
+def _commit() -> str:
+    """Returns the commit of this repository, which need not be that of the folder in which the command was started."""
+    unknown = "unknown: no git checkout, and no --commit"
+    if not (REPOSITORY / ".git").exists():  # git would name the commit of a repository around this folder
+        return unknown
+    try:
+        describe = ["git", "describe", "--always", "--dirty"]
+        git = subprocess.run(describe, cwd=REPOSITORY, capture_output=True, text=True)
+    except OSError:  # git is not installed
+        return unknown.replace("no git checkout", "git is not installed")
+    return git.stdout.strip() if git.returncode == 0 else unknown
 
 
 def results_prefix(what: str, today: date) -> Path:

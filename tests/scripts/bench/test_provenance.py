@@ -1,0 +1,46 @@
+"""A results page names the commit of this repository, wherever the command was started."""
+
+import subprocess
+from datetime import date
+
+import pytest
+
+from scripts.bench import provenance
+
+
+def git(*arguments, cwd):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def commit() -> str:
+    return provenance.describe("command", None, date(2026, 11, 29))["commit"]
+
+
+@pytest.fixture
+def other_repository(tmp_path, monkeypatch):
+    """A repository around the folder `checkout`. The test runs in the repository's folder."""
+    git("init", cwd=tmp_path)
+    git("commit", "--allow-empty", "--message=other", cwd=tmp_path)
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(provenance, "REPOSITORY", checkout)
+    return checkout
+
+
+def test_the_commit_is_not_that_of_the_current_folder(other_repository):
+    git("init", cwd=other_repository)
+    git("commit", "--allow-empty", "--message=own", cwd=other_repository)
+    assert commit() == git("describe", "--always", cwd=other_repository)
+
+
+def test_a_downloaded_folder_does_not_have_the_commit_of_a_repository_around_it(other_repository):
+    assert commit() == "unknown: no git checkout, and no --commit"
+
+
+def test_a_page_is_written_without_git(other_repository, monkeypatch, tmp_path):
+    (other_repository / ".git").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit() == "unknown: git is not installed, and no --commit"
