@@ -5,7 +5,8 @@ JOBS ?= 2
 ARGS ?=
 PART ?= 1/1
 BIN := $(VENV)/bin
-
+# Otherwise a venv that could not be completed, for example without ensurepip, would count as installed.
+.DELETE_ON_ERROR:
 
 .PHONY: train install-dev test test-fast test-oldest-triton aot-reports test-gpu gpu-check lint format docs clean
 
@@ -30,7 +31,7 @@ test-fast: $(VENV)/.installed-dev $(VENV)/hf-kernels
 # launches. Most other tests need Triton's interpreter, which in this old version does not work with NumPy 2.4.
 CASES ?= not rest
 test-oldest-triton: $(VENV)/triton-3.6
-	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -k "$(CASES)" tests/kernels/aot \
+	PYTHONPATH="$(abspath $<)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -k "$(CASES)" tests/kernels/aot \
 		tests/kernels/launch/test_record.py::test_replayed_launches_are_those_of_triton \
 		--ignore tests/kernels/aot/test_reports.py --ignore tests/kernels/aot/test_entries.py
 
@@ -42,7 +43,7 @@ aot-reports: $(VENV)/triton-3.6
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/aot
 	$(BIN)/python -m tests.kernels.aot.reports
 	$(MAKE) test-oldest-triton
-	PYTHONPATH=$(abspath $<) $(BIN)/python -m tests.kernels.aot.reports
+	PYTHONPATH="$(abspath $<)" $(BIN)/python -m tests.kernels.aot.reports
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -67,6 +68,8 @@ docs: $(VENV)/.installed-docs
 
 # The version of pip that comes with Python 3.11 takes three times as long to resolve and install the dependencies.
 $(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or \
+		sys.exit("error: PYTHON must be Python 3.11 or newer; got Python " + sys.version.split()[0])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "pip>=26"
 
