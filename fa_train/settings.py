@@ -320,6 +320,17 @@ def _hidden_error(target: Any) -> ImportError | None:
     return None
 
 
+def _resolved(node: str, target: Any) -> Any:
+    """Returns what `target` names. Raises: ValueError that names the node and the reason if the import fails."""
+    hidden = _hidden_error(target)  # called first, because a second import of a module can fail for another reason
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{node}._target_ must be a name that can be imported; got {shown(target)}: {hidden or error}"
+        ) from error
+
+
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     """Returns the keys that a node accepts, from the parameters of its `_target_`.
 
@@ -327,13 +338,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     partial: whether the node has `_partial_: true`. The config may omit the positional parameters of a partial node,
     because they are passed later.
     """
-    try:
-        function = pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        reason = _hidden_error(target) or error
-        raise ValueError(
-            f"{node}._target_ must be a name that can be imported; got {shown(target)}: {reason}"
-        ) from error
+    function = _resolved(node, target)
     if not callable(function):
         raise ValueError(f"{node}._target_ must name a function or a class; got {target}")
     parameters = parameters_of(function)
@@ -342,7 +347,7 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     keys = _keys_of_parameters(parameters, partial)
     if keys.others and (other := PASSED_ON.get(_name(function))):
         # a config need not set the positional parameters of `other`, because `function` passes their values to `other`
-        passed_on = _keys_of_parameters(parameters_of(pkgutil.resolve_name(other)) or {}, partial=True)
+        passed_on = _keys_of_parameters(parameters_of(_resolved(node, other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}
     for base in reversed(inspect.getmro(function) if inspect.isclass(function) else ()):

@@ -454,11 +454,21 @@ def test_other_names_lead_to_keys(tmp_path):
     assert not OTHER_NAMES.keys() & cfg.keys()
 
 
+FAILS_DIFFERENTLY_TWICE = """
+import {0}
+if hasattr({0}, "has_failed"):
+    raise ImportError("circular import")
+{0}.has_failed = True
+import not_installed
+"""
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
         pytest.param("needs", "No module named 'not_installed'", id="missing"),
         pytest.param("shorter", "No module named '{shorter}'", id="missing-with-a-name-that-begins-alike"),
+        pytest.param("twice", "No module named 'not_installed'", id="missing-if-a-second-import-fails-otherwise"),
         pytest.param("wrong", "cannot import name 'nothing' from 'json'", id="name"),
         pytest.param("fine", "module '{module}' has no attribute 'Thing'", id="attribute"),
         pytest.param("nowhere", "module '{package}' has no attribute 'nowhere'", id="module"),
@@ -467,7 +477,7 @@ def test_other_names_lead_to_keys(tmp_path):
 def test_why_a_target_cannot_be_imported_is_said(module, reason, tmp_path, monkeypatch):
     shorter = tmp_path.name[:-1]  # the package's name without its last character; no module has this name
     texts = {"__init__": "", "needs": "import not_installed", "shorter": f"import {shorter}"}
-    texts |= {"wrong": "from json import nothing", "fine": ""}
+    texts |= {"wrong": "from json import nothing", "fine": "", "twice": FAILS_DIFFERENTLY_TWICE.format(tmp_path.name)}
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path.parent)
