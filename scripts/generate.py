@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.bounds import Dtype
 from fa_train.errors import explain
+from fa_train.output import replace_unprintable
 
 
 def main() -> None:
@@ -65,4 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    replace_unprintable()
     main()

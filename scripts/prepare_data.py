@@ -22,6 +22,7 @@ from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.errors import explain
+from fa_train.output import replace_unprintable
 from scripts.composed import composed
 
 if TYPE_CHECKING:  # only for type hints, because the import of torch and Lightning takes seconds
@@ -53,6 +54,7 @@ if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         sys.exit()
+    replace_unprintable()
     try:
         print(main(sys.argv[1:]))
     except (ValueError, HydraException, OmegaConfBaseException) as error:
