@@ -35,7 +35,11 @@ class Record(Callback):
             run.define_metric("*", step_metric="tokens", step_sync=True)
             report: Report = trainer.datamodule.packing_report()  # type: ignore[attr-defined]
             run.summary.update(report.metrics())
-            run.log({name: length_chart(histogram) for name, histogram in report.charts().items()})
+            charts = {name: length_chart(histogram) for name, histogram in report.charts().items()}
+            try:
+                run.log(charts)
+            except PermissionError as error:  # wandb first writes the chart's table to a folder in the home directory
+                raise ValueError(f"wandb needs a folder that can be written; got the error: {error}") from error
             trainer.print(f"wandb: {run.settings.sync_dir if run.offline else run.url}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

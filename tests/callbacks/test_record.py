@@ -3,12 +3,15 @@
 import csv
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import wandb
 from lightning.pytorch.callbacks import Callback
+from wandb.sdk.artifacts.staging import get_staging_dir
 
 from fa_train import training
+from fa_train.callbacks import record
 from fa_train.callbacks.record import Record
 from fa_train.errors import TrainedWeightsError
 from tests.support.runs import run
@@ -21,6 +24,17 @@ class Ends(Callback):
 
 
 EARLY = "{_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/loss, stopping_threshold: 99}"
+
+
+def test_a_home_that_wandb_cannot_write_is_a_mistake_in_one_line(monkeypatch):
+    monkeypatch.setenv("WANDB_DATA_DIR", "/dev/null/wandb")
+    fake = Mock()  # a run of W&B
+    fake.log = lambda _: get_staging_dir()
+    monkeypatch.setattr(record, "wandb_run", lambda _: fake)
+    trainer = Mock()
+    trainer.datamodule.packing_report().charts.return_value = {}
+    with pytest.raises(ValueError, match=r"wandb needs a folder .* /dev/null/wandb/.* set WANDB_DATA_DIR"):
+        Record().on_fit_start(trainer, pl_module=Mock())
 
 
 @pytest.mark.slow
