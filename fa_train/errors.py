@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ def explain(error: BaseException) -> str:
             group, _, option = vars(link)["missing_cfg_file"].rpartition("/")
             names = [name for name in vars(link)["options"] if not name.startswith("_")]
             return f"{group} must be one of {', '.join(names)}; got {option}"
-    if line := _of_group(str(error)):
+    if line := _of_group(str(error)) or _of_override(error):
         return line
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     # str.partition removes Hydra's search path from the message
@@ -105,6 +106,18 @@ def _of_group(text: str) -> str | None:
         return None
     advice = ". trainer.logger=false switches logging off" if group == "logger" else ""
     return f"{group} must be one of {', '.join(options(group))}; got {given}{advice}"
+
+
+def _of_override(error: BaseException) -> str | None:
+    """Returns the message for an override that Hydra cannot read, such as data.path=/home/José, or None."""
+    key, _, value = str(getattr(error, "override", "")).partition("=")  # an attribute of OverrideParseException
+    if not value or " while evaluating " in str(error):  # Hydra explains errors of its functions, such as range(a)
+        return None
+    quoted = value.replace("\\", r"\\").replace('"', r"\"")
+    return (
+        f"{key} must be a value that Hydra can read; got {value}. If it is text, quote it for Hydra and for the shell: "
+        + shlex.quote(f'{key}="{quoted}"')
+    )
 
 
 def _of_data_worker(error: BaseException) -> str:

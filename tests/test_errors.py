@@ -1,5 +1,7 @@
 """The message of an error is one line, without a traceback."""
 
+import shlex
+
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,6 +54,31 @@ def test_a_group_without_an_option_is_answered_with_the_options(override, line, 
 def test_a_group_that_the_command_line_does_not_remove_is_not_named(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "preset=cpu"])
     assert explain(ValueError("Interpolation key 'logger' not found")) == "Interpolation key 'logger' not found"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param("/home/José", id="not-ascii"),
+        pytest.param("/data/lr=3", id="equals-sign"),
+        pytest.param("/data/new (2)", id="parentheses"),
+        pytest.param("/data/Bob's", id="apostrophe"),
+        pytest.param('/data/3" "disks', id="quotes"),
+    ],
+)
+def test_a_value_that_hydra_cannot_read_is_answered_with_the_same_value_in_quotes(path):
+    with pytest.raises(Exception) as raised, composed("folder", "preset=cpu", "data=text", f"data.path={path}"):
+        pass
+    line, _, advice = explain(raised.value).partition(". If it is text, quote it for Hydra and for the shell: ")
+    assert line == f"data.path must be a value that Hydra can read; got {path}"
+    with composed("folder", "preset=cpu", "data=text", *shlex.split(advice)) as cfg:
+        assert cfg.data.path == path
+
+
+def test_hydra_explains_the_errors_of_its_own_functions():
+    with pytest.raises(Exception) as raised, composed("folder", "preset=cpu", "seq_len=range(a)"):
+        pass
+    assert "mismatch type argument start" in explain(raised.value)
 
 
 @pytest.mark.parametrize("kind", [ValueError, DiskFullError])
