@@ -3,6 +3,7 @@
 If a user gives an unknown option or key, the error message names options or keys that exist.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,3 +96,8 @@ def _has(content: Any, names: list[str]) -> bool:
             return False
         content = content[name]
     return True
+
+
+def in_quotes(text: str) -> str:
+    """Returns a value of an override that Hydra reads as `text`. Only backslashes before a quote are escapes."""
+    return '"' + re.sub(r'(\\+)($|")', r"\1\1\2", text).replace('"', r"\"") + '"'

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import yaml
 
-from fa_train.config_options import COPIED_NODES, OTHER_NAMES, options, options_with
+from fa_train.config_options import COPIED_NODES, OTHER_NAMES, in_quotes, options, options_with
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -113,10 +113,9 @@ def _of_override(error: BaseException) -> str | None:
     key, _, value = str(getattr(error, "override", "")).partition("=")  # an attribute of OverrideParseException
     if not value or " while evaluating " in str(error):  # Hydra explains errors of its functions, such as range(a)
         return None
-    quoted = value.replace("\\", r"\\").replace('"', r"\"")
     return (
         f"{key} must be a value that Hydra can read; got {value}. If it is text, quote it for Hydra and for the shell: "
-        + shlex.quote(f'{key}="{quoted}"')
+        + shlex.quote(f"{key}={in_quotes(value)}")
     )
 
 

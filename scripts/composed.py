@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from fa_train.config_options import CONF
+from fa_train.config_options import CONF, in_quotes
 from fa_train.run_config import check, wandb_tags
 
 
@@ -56,4 +56,4 @@ def _overrides(arguments: list[str]) -> list[str]:
         return overrides
     if not folder.is_dir():
         raise ValueError(f"--config-dir must be a folder with config files; got {folder}")
-    return [f"hydra.searchpath=['file://{folder.absolute()}']", *overrides]
+    return [f"hydra.searchpath=[{in_quotes(f'file://{folder.absolute()}')}]", *overrides]

@@ -64,6 +64,7 @@ def test_a_group_that_the_command_line_does_not_remove_is_not_named(monkeypatch)
         pytest.param("/data/new (2)", id="parentheses"),
         pytest.param("/data/Bob's", id="apostrophe"),
         pytest.param('/data/3" "disks', id="quotes"),
+        pytest.param('/data=\\a\\"b\\', id="backslashes"),
     ],
 )
 def test_a_value_that_hydra_cannot_read_is_answered_with_the_same_value_in_quotes(path):

@@ -10,7 +10,7 @@ from scripts.memory_table import memory_table
 @pytest.fixture
 def folder(tmp_path):
     """Returns a config folder with the option experiment=mine."""
-    path = tmp_path / "my conf, 1" / "experiment" / "mine.yaml"
+    path = tmp_path / "my conf's, 1" / "experiment" / "mine.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("# @package _global_\ndefaults: [override /data: stdlib]\nseq_len: 96\n")
     return str(path.parents[1])
@@ -20,7 +20,7 @@ def test_options_of_a_config_folder_can_be_chosen(folder, monkeypatch, tmp_path)
     for option in (["--config-dir", folder], [f"--config-dir={folder}"], ["-cd", folder]):
         assert composed([*option, "preset=cpu", "experiment=mine"]).seq_len == 96
     monkeypatch.chdir(tmp_path)
-    assert composed(["preset=cpu", "experiment=mine", "--config-dir", "my conf, 1"]).data.seq_len == 96
+    assert composed(["preset=cpu", "experiment=mine", "--config-dir", "my conf's, 1"]).data.seq_len == 96
 
 
 @pytest.mark.slow
