@@ -32,7 +32,7 @@ SMALL_MODEL = {
 def documented() -> list[str]:
     """Returns the commands of the documented runs on one device, without a leading `python`.
 
-    A sweep is replaced by its first run. Of commands that `shrunk` makes equal, the list has the first.
+    A sweep is replaced by its first run. If `shrunk` makes several commands equal, the list has only the first.
     """
     found: dict[tuple[str, ...], str] = {}
     for words in (words for page in GUIDES for words in commands(page) if words[:2] == ["python", "train.py"]):
@@ -46,7 +46,7 @@ def documented() -> list[str]:
 def documented_on_several_devices() -> list[str]:
     """Returns the commands of the documented runs on several devices of one machine, without a leading `python`.
 
-    Of commands that `shrunk` makes equal, the list has the first.
+    If `shrunk` makes several commands equal, the list has only the first.
     """
     found: dict[tuple[str, ...], str] = {}
     for words in (words for page in GUIDES for words in commands(page) if "train.py" in words):

@@ -121,8 +121,8 @@ class Monitor(Callback):
     ) -> None:
         if self._window_start is None:  # in on_train_start, the callback Sample may use the device after this callback
             self._window_start, self._window_waited = Timestamp(pl_module.device), time_waited(trainer)
-            # Lightning's step for loggers, which can be 1 too low or 1 too high after a resume. Lightning changes this
-            # value after on_train_start. Callbacks that run before Monitor still see the old value.
+            # Corrects Lightning's step for loggers, which can be 1 too low or 1 too high after a resume. on_train_start
+            # would be too early, because Lightning sets this value later.
             replace_private("lightning", trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
@@ -360,7 +360,7 @@ def peak_of_host() -> int:
 
 
 def forget_peak_of_host() -> None:
-    """Makes `peak_of_host` start again at the current resident memory. Does nothing on systems without this feature."""
+    """Makes `peak_of_host` start again at the current memory, if /proc/self/clear_refs can be written."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,9 +1,10 @@
-"""Computes an FFN that has adapters or 4-bit weights in chunks of tokens, as tiled_ffn.py does without them.
+"""Computes an FFN in chunks of tokens if the FFN has adapters or 4-bit weights. tiled_ffn.py computes other FFNs.
 
 The weights of the FFN are frozen. The backward pass recomputes the activations of each chunk, and computes the
 gradients of the input and of the adapters. The gradients of the adapters are summed over chunks in fp32, and the sums
-are rounded to the dtype of the input. The loops over chunks are custom operators. torch.compile would unroll a Python
-loop and mix operations of different chunks, so that tensors with ffn_dim channels would exist for all tokens.
+are rounded to the dtype of the input. The loops over chunks are inside custom operators, because torch.compile would
+unroll a Python loop and mix operations of different chunks. Tensors with ffn_dim channels would then exist for all
+tokens.
 """
 
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ class FrozenLinear(NamedTuple):
 
     weight: W, (rows, columns), or the 4-bit codes of W.
     bias: (rows,), or None.
-    a, b: the joined matrices of all adapters, (rank, columns) and (rows, rank), or None without adapters. `b` includes
-    the factor LoRA.scale.
+    a, b: the matrices A and B of all adapters of the layer, each joined into one matrix: (rank, columns) and
+    (rows, rank). They are None without adapters. `b` includes the factor LoRA.scale.
     The other fields are the parts of a 4-bit weight, in the order of fa_train.models.nf4.NF4_PARTS, or None.
     """
 
@@ -63,7 +64,7 @@ def tiled_adapted_mlp(
     if trained and torch.is_grad_enabled():
         raise ValueError(
             "memory.mlp_chunk needs frozen weights in an FFN with adapters; "
-            f"got trained {', '.join(trained)}. Choose memory=selective, which has no chunks"
+            f"got weights that are trained: {', '.join(trained)}. Freeze them, or choose memory=selective"
         )
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -82,7 +83,7 @@ def _rounded_adapters(linear: FrozenLinear, dtype: torch.dtype) -> FrozenLinear:
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node whose backward computes the gradients. Like tiled_ffn._Backward, it returns a placeholder."""
+    """The autograd node whose backward computes the gradients of x and of the adapters. See tiled_ffn._Backward."""
 
     @staticmethod
     def forward(ctx: Any, activation: str, chunk_size: int, x: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -141,7 +142,7 @@ def _forward_fake(
 def adapted_mlp_backward(
     dy: Tensor, x: Tensor, up: Sequence[Tensor | None], down: Sequence[Tensor | None], activation: str, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, and of A and B of `up` and of `down`. Without an adapter, a gradient is empty."""
+    """Returns the gradients of x, up.a, up.b, down.a and down.b. A layer without adapters has empty gradients."""
     adapters = [*up[2:4], *down[2:4]]
     dtype = torch.promote_types(x.dtype, torch.float32)
     sums = [x.new_zeros(0 if w is None else w.shape, dtype=dtype) for w in adapters]

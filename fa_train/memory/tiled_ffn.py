@@ -22,9 +22,10 @@ from fa_train.models.config import Activation
 
 
 def activate(projected: Tensor, activation: str) -> Tensor:
-    """Applies SwiGLU or GeGLU (arXiv:2002.05202), with gates before values, or GELU. GELU has the tanh approximation.
+    """Applies SwiGLU, GeGLU (arXiv:2002.05202) or GELU. GeGLU and GELU use the tanh approximation of GELU.
 
-    Shapes: (..., ffn_dim) for GELU, and otherwise (..., 2 * ffn_dim) -> (..., ffn_dim).
+    Shapes: (..., up_dim) -> (..., ffn_dim). For GELU, up_dim is ffn_dim. Otherwise, up_dim is 2 * ffn_dim, and gates
+    come before values.
     """
     if activation == "gelu":
         return F.gelu(projected, approximate="tanh")

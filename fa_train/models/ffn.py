@@ -3,9 +3,9 @@
 | class | chosen if | saved for the backward, besides the input x and the weights |
 |:--|:--|:--|
 | RecomputedFFN | by default | up(x) |
-| DenseFFN | a layer has an adapter or 4-bit weights, or computes in float8 | up(x) and the activations |
-| TiledFFN | memory.mlp_chunk is set | nothing, or up(x) with memory.offload=all |
-| TiledAdaptedFFN | memory.mlp_chunk is set, and a layer has an adapter or 4-bit weights | nothing |
+| DenseFFN | mlp_chunk is not set, and a layer has an adapter, 4-bit weights or float8 | up(x) and the activations |
+| TiledFFN | mlp_chunk is set, and both layers are plain | nothing, or up(x) with memory.offload=all |
+| TiledAdaptedFFN | mlp_chunk is set, and a layer has an adapter or 4-bit weights | nothing |
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: M
     """Builds an FFN from two linear layers, which may have adapters or 4-bit weights, or compute in float8.
 
     This file's docstring lists the FFN classes.
-    Raises: ValueError if memory.mlp_chunk does not support the class of a layer.
+    Raises: ValueError if memory.mlp_chunk is set and a layer is neither nn.Linear nor LoRALinear.
     """
     plain = type(up) is nn.Linear and type(down) is nn.Linear
     if memory.mlp_chunk is None:

@@ -201,7 +201,7 @@ class LoRALinear(nn.Linear):
         return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
 
     def frozen(self) -> FrozenLinear:
-        """Returns the tensors of this layer, for memory.mlp_chunk, which refuses dropout."""
+        """Returns the tensors of this layer for memory.mlp_chunk. There is no dropout, because mlp_chunk refuses it."""
         a, b = self._factors() if self.lora_A else (None, None)
         parts = [self.nf4[name] for name in NF4_PARTS] if self.nf4 else []
         return FrozenLinear(self.weight, self.bias, a, b, *parts)
@@ -350,7 +350,7 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     settings = next(linear.settings for _, linear in adapted(model))
     targets = settings.target_modules
     if model.origin is not None and model.origin.has_images:
-        # full names, because a module of the image encoder can have the same last part in its name
+        # full names, because a module of the image encoder can share the last part of its name with an adapted one
         targets = sorted(name for _, linear in adapted(model) for name in linear.names.values())
     elif targets == ALL_LINEAR:
         targets = sorted({part for _, linear in adapted(model) for part in linear.names})

@@ -79,8 +79,8 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 class _Forwarding:
     """Forwards signals to all ranks. `signum` is the first signal, or 0.
 
-    A signal that arrives before `begin` is forwarded by `begin`. A later signal raises _StoppedError, unless it comes
-    within `REPEATED` seconds of the first.
+    Before `begin`, signals are kept, and `begin` forwards the first one. After `begin`, a second signal raises
+    _StoppedError if it comes more than `REPEATED` seconds after the first signal.
     """
 
     def __init__(self) -> None:

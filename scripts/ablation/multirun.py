@@ -55,8 +55,8 @@ def run_job(train: Train, cfg: DictConfig, timeout: float) -> dict[str, float]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{number}.jsonl"
     case = case_of(cfg)
-    is_first = not any(result.final for _, result in rows(folder))
-    require_same_settings(hydra.overrides.task, folder / "settings.json", is_first)
+    no_result_yet = not any(result.final for _, result in rows(folder))
+    require_same_settings(hydra.overrides.task, folder / "settings.json", no_result_yet)
     others = rows(folder, but=path)
     require_one_sweep(case, others)
     log = folder / f"{number}.log"
@@ -95,22 +95,22 @@ def require_one_sweep(case: StepCase, others: list[Row[StepCase]]) -> None:
             sys.exit(f"error: an ablation's jobs may differ in attention and seq_len only; got {case} and {other}")
 
 
-def require_same_settings(overrides: Sequence[str], path: Path, is_first: bool) -> None:
+def require_same_settings(overrides: Sequence[str], path: Path, no_result_yet: bool) -> None:
     """Ends the program if a job has other overrides than the earlier jobs in the multirun's folder.
 
-    A StepCase does not hold all settings, so the results of the earlier jobs could be those of other settings.
+    A StepCase does not hold all settings, so one table could otherwise show results of different settings.
     overrides: the job's overrides; those that match `FREE` are not compared. path: holds the compared overrides of the
-    first job. is_first: whether no job in the folder has a final result.
+    first job. no_result_yet: whether no job in the folder has a final result.
     """
     own = sorted({override for override in overrides if not FREE.match(override.lstrip("+~"))})
-    if is_first or not path.exists():
+    if no_result_yet or not path.exists():
         path.write_text(json.dumps(own) + "\n", encoding="utf-8")
     first = json.loads(path.read_text(encoding="utf-8"))
     if own != first:
         got, earlier = (" ".join(sorted({*x} - {*y})) or "no override" for x, y in ((own, first), (first, own)))
         sys.exit(
             f"error: an ablation's jobs may differ in attention and seq_len only; got {got}, but {earlier} in the "
-            f"earlier jobs of {path.parent}. Choose another hydra.sweep.dir"
+            f"earlier jobs in {path.parent}. Choose another hydra.sweep.dir"
         )
 
 

@@ -77,7 +77,7 @@ def _model_of(draw: random.Random, has_adapter: bool) -> dict[str, Any]:
     head_dim = draw.choice((64, 64, 64, 128, 128, 128, 96, 80, 256, 192))
     dim = draw.choice((768, 1024, 1536, 2048, 3072, 4096))
     n_heads = max(1, round(dim / head_dim * draw.choice((1, 1, 1, 0.5, 1.25))))
-    if has_adapter:  # in transformers, the dim of a Llama is a multiple of n_heads
+    if has_adapter:  # train.py refuses other models, because transformers cannot read them as a Llama
         n_heads = next(fewer for fewer in range(n_heads, 0, -1) if dim % fewer == 0)
     layers = draw.choice((2, 3, 5, 8, 12) if dim <= 2048 else (2, 3, 5))
     family = {

@@ -250,7 +250,7 @@ def test_a_step_without_labels_has_no_loss(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system cannot forget a peak")
 def test_the_peak_of_a_run_on_the_cpu_is_its_own(monkeypatch):
-    """Earlier jobs of a sweep have the same process. On Linux, ru_maxrss includes the parent process."""
+    """All jobs of a sweep run in one process. On Linux, ru_maxrss includes the peak of the parent process."""
     cpu, earlier = torch.device("cpu"), torch.ones(2**28, dtype=torch.uint8)
     before = memory(cpu)["perf/peak_gib"]
     del earlier
@@ -261,7 +261,7 @@ def test_the_peak_of_a_run_on_the_cpu_is_its_own(monkeypatch):
 
 
 class SlowStart(Callback):
-    """The data loader's first batch takes ten seconds."""
+    """Pretends that the first batch took ten seconds to load."""
 
     def on_train_start(self, trainer, pl_module) -> None:
         trainer.train_dataloader.waited += 10

@@ -297,7 +297,8 @@ def test_a_rank_that_never_reached_the_store_does_not_try_again(store, environme
 
 
 def test_the_second_signal_gives_the_exit_status(monkeypatch):
-    forwarding = launch._Forwarding(SimpleNamespace(pids=dict))
+    forwarding = launch._Forwarding()
+    forwarding.begin(SimpleNamespace(pids=dict))
     try:
         forwarding._forward(signal.SIGUSR1, None)
         forwarding._forward(signal.SIGUSR1, None)  # a duplicate of the first signal, from another process

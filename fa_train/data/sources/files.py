@@ -354,7 +354,7 @@ def _csv(path: Path) -> Iterator[SourceRow]:
 
 
 class _WholeLineEnds(io.FileIO):
-    """A file that never returns the two bytes of a line end \\r\\n in different reads.
+    """A file whose reads never split a line end \\r\\n.
 
     If a block of Arrow's CSV reader ends with \\r, Arrow removes a \\n at the start of the next block, even in a quoted
     value.

@@ -22,7 +22,7 @@ from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.encoding import Encoded, Encoder
 from fa_train.data.tokens.tokenizer import HFTokenizer, Tokenizer
 
-FORMAT = "6"  # the version of the conversion from chats to tokens, which is part of the cache key
+FORMAT = "6"  # the version of the conversion from chats to tokens; the cache key contains this version
 GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
@@ -244,9 +244,9 @@ class ChatEncoder:
         rendered = _without_markers(texts[1])
         if rendered.text != texts[0]:
             raise ValueError(
-                "a chat template must not change the text of a {% generation %} block, for example with a filter; "
-                f"{self._name}'s does so for {chat.where}. Set data.chat_template=<file> to a copy in which the filter "
-                "is inside the block"
+                "a chat template must not change the text of a {% generation %} block after the block, for example by "
+                f"a filter; {self._name}'s template changes it for {chat.where}. Apply the filter inside the block, in "
+                "a copy of the template, and set data.chat_template=<copy>"
             )
         return rendered
 
@@ -262,7 +262,7 @@ def _with_markers(template: str) -> str:
     The spans that transformers returns are not used, because they are wrong for a block in a macro, a filter or a
     variable.
     """
-    # the empty `if` keeps the whitespace control of the tags, such as {%- generation -%}
+    # `if true` keeps the whitespace control of the tags, such as {%- generation -%}
     template = GENERATION.sub(rf"{{%\1 generation %}}{BEGIN}{{% if true \2%}}", template)
     return END_GENERATION.sub(rf"{{%\1 endif %}}{END}{{% endgeneration \2%}}", template)
 

@@ -24,10 +24,11 @@ class Block:
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
-        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code with activation checkpointing, an
-        # OffsetRMSNorm saves its output in the dtype of x.
-        is_offset = model.norm == "offset_rmsnorm"
+        # whether blocks leave out their last addition (GPT.may_add_later)
         self.adds_later = not self.eager and self.levers.checkpointing == "none" and self.levers.offload is not True
+        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output:
+        # in the dtype of x with activation checkpointing, and otherwise in the dtype of autocast.
+        is_offset = model.norm == "offset_rmsnorm"
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
         self.converts = self.norm_input > self.x  # whether norms convert their input to fp32
         in_dtype_of_x = is_offset and not self.eager and self.levers.checkpointing != "none"
@@ -41,7 +42,7 @@ class Block:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
             if self.adds_later and (self.levers.mlp_chunk or model.activation == "swiglu"):
-                self.attention_post_norm += self.x_rounded  # without chunks, only torch 2.11 saves this tensor
+                self.attention_post_norm += self.x_rounded  # found by simulation; without chunks, only with torch 2.11
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
@@ -220,7 +221,7 @@ class Block:
         # the size of the gradient of the FFN's output, or 0 if the gradient of the block's output is the same tensor
         rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
         if not self.plain_ffn and not self.levers.mlp_chunk:
-            # with GPT.may_add_later, autograd holds the gradient of the FFN's output until the block's backward ends
+            # with adds_later, autograd holds the gradient of the FFN's output until the block's backward ends
             held += rounded if self.adds_later else 0
             return held + self._gradients_of_ffn()
         if not self.levers.mlp_chunk:  # the backward pass recreates autocast's copy of the FFN's last weight
@@ -233,7 +234,7 @@ class Block:
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
             return held + max(of_operand, of_factors)
         weights = 0 if self.run.adapters else (self.up_weight + self.down_weight) * 4
-        adapters = self.run.adapters.ffn_joined * 4 if self.run.adapters else 0  # the fp32 sums of their gradients
+        adapters = self.run.adapters.ffn_joined * 4 if self.run.adapters else 0  # fp32 sums of the adapters' gradients
         chunk = self._chunk(self.run.tokens)
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk * (3 if self.model.activation == "geglu" else 1)
@@ -260,7 +261,8 @@ class Block:
         # the gradients of the activations, of the gates and of the values
         of_factors = 3 * hidden if self.model.gated else 0
         if self.model.gated and is_adapted and self.adds_later:
-            of_factors += hidden  # one kernel adds the two gradients of the activations, and computes the other two
+            # one kernel reads both gradients of the activations, and writes those of the gates and of the values
+            of_factors += hidden
         of_input = x_rounded + max(x_rounded, weights["up"]) - (hidden if self.model.gated else 0)
         return max(of_activations, of_factors, of_input) - (hidden if is_adapted else 0)
 
@@ -316,7 +318,7 @@ class Block:
         return {name: elements * self.run.compute_bytes * quantized for name, elements in weights.items()}
 
     def _ffn_rounded(self) -> int:
-        """Returns the bytes of the dequantized weights of the FFN, or otherwise of autocast's copies of the weights."""
+        """Returns the bytes of the FFN's weights that are dequantized or copied by autocast, or 0."""
         is_quantized = self.run.adapters is not None and self.run.adapters.quantized
         copies = self.rounds_weights or is_quantized
         return (self.up_weight + self.down_weight) * self.run.compute_bytes if copies else 0

@@ -19,8 +19,8 @@ from fa_train.models.float8 import MULTIPLE
 
 GATHERED_SHARE = 0.9  # the rest of the GPU's memory is for bytes that the planner does not predict
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
-# Each chunk of the loss reads and writes the fp32 gradient of the head's weight. On an H200 with 4.8e12 bytes/s, this
-# takes more time than the gradient's matrix product if a chunk has fewer than about 600 tokens.
+# Each chunk of the loss reads and writes the fp32 gradient of the last linear layer's weight. On an H200, this takes
+# longer than the matrix product that computes the gradient if a chunk has fewer than about 600 tokens.
 LOSS_CHUNK = 1024  # tokens
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 # FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md

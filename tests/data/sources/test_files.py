@@ -218,7 +218,7 @@ def test_a_csv_file_is_searched_for_invalid_bytes_only_after_an_error(tmp_path, 
 
 
 def test_a_line_end_in_a_value_is_kept_at_the_end_of_a_block(tmp_path, monkeypatch):
-    """Arrow reads .csv files in blocks, and some block here ends between \\r and \\n."""
+    """Arrow reads .csv files in blocks. With one of these block sizes, a block ends between \\r and \\n."""
     path, value = tmp_path / "a.csv", "one\r\ntwo\r"
     path.write_bytes(b"text\r\n" + f'"{value}"\r\n'.encode() * 3)
     for size in range(20, 40):

@@ -118,7 +118,7 @@ def test_auto_takes_chunks_before_host_memory(tokens):
 
 
 def test_copies_save_no_time_where_chunks_are_computed_again():
-    """The chunks of an FFN with adapters are computed again even with offload=all."""
+    """An FFN with adapters recomputes its chunks even with offload=all, so copies to the host save no computation."""
     plan = changed(with_adapters(LLAMA_1B)[0], seq_len=2**17)
     chunks, copies = (extra_seconds(with_levers(plan, Levers("none", x, 16384))) for x in (False, "all"))
     assert chunks < copies

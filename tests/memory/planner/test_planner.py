@@ -160,7 +160,7 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul.
 
-    With SwiGLU and post_norms, torch 2.11 keeps one tensor more than later versions, which the planner counts.
+    With SwiGLU and post_norms, torch 2.11 keeps one more tensor than later versions. The planner counts this tensor.
     """
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     kept = kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision)
