@@ -172,6 +172,7 @@ def test_a_loaded_state_has_every_bit():
 
 def test_two_compiled_updates_serve_all_shapes(monkeypatch):
     """The update is compiled for one size first, and then a second time for all sizes that are multiples of 16."""
+    torch._dynamo.reset()  # forget the shapes that earlier tests used
     counter = CompileCounter()
     compiled = torch.compile(master_weights._update, fullgraph=True, backend=counter)
     monkeypatch.setattr(master_weights, "_compiled_update", compiled)
