@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fa_train.memory.loss import add_product
-from fa_train.memory.tiled_ffn import _activated, _activation_backward, _chunks
+from fa_train.memory.tiled_ffn import activation_backward, apply_activation, row_chunks
 from fa_train.models.config import Activation
 from fa_train.models.nf4 import nf4_weight
 
@@ -124,8 +124,8 @@ def adapted_mlp_forward(
     with torch.autocast(x.device.type, enabled=False):
         first, second = _dense(x, up, down, activation)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for rows in _chunks(x.shape[0], chunk_size):
-            activated = _activated(_linear(x[rows], first), activation, in_place=True)
+        for rows in row_chunks(x.shape[0], chunk_size):
+            activated = apply_activation(_linear(x[rows], first), activation, in_place=True)
             _linear(activated, second, out=y[rows])
             del activated  # free the activations before the next chunk allocates memory
     return y
@@ -149,10 +149,10 @@ def adapted_mlp_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     with torch.autocast(x.device.type, enabled=False):
         first, second = _dense(x, up, down, activation)
-        for rows in _chunks(x.shape[0], chunk_size):
+        for rows in row_chunks(x.shape[0], chunk_size):
             projected = _linear(x[rows], first)
             d_activated = _input_gradient(dy[rows], second)
-            activated, d_projected = _activation_backward(projected, d_activated, activation, in_place=True)
+            activated, d_projected = activation_backward(projected, d_activated, activation, in_place=True)
             del projected, d_activated
             _add_adapter_gradients(sums[2:], dy[rows], activated, second)
             del activated  # free the activations before the products below allocate memory

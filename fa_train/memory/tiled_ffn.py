@@ -176,11 +176,11 @@ def mlp_forward(
         up, up_bias, down, down_bias = _rounded(x.dtype, up, up_bias, down, down_bias)
         y = x.new_empty(x.shape[0], down.shape[0])
         kept = x.new_empty(x.shape[0] if keep else 0, up.shape[0])
-        for rows in _chunks(x.shape[0], chunk_size):
+        for rows in row_chunks(x.shape[0], chunk_size):
             if keep:
-                activated = _activated(_linear(x[rows], up, up_bias, out=kept[rows]), activation, in_place=False)
+                activated = apply_activation(_linear(x[rows], up, up_bias, out=kept[rows]), activation, in_place=False)
             else:
-                activated = _activated(F.linear(x[rows], up, up_bias), activation, in_place=True)
+                activated = apply_activation(F.linear(x[rows], up, up_bias), activation, in_place=True)
             _linear(activated, down, down_bias, out=y[rows])
             del activated  # free the activations before the next chunk allocates memory
     return y, kept
@@ -223,14 +223,14 @@ def mlp_backward(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     with torch.autocast(x.device.type, enabled=False):
         up, up_bias, down, _ = _rounded(x.dtype, *weights)
-        for rows in _chunks(x.shape[0], chunk_size):
+        for rows in row_chunks(x.shape[0], chunk_size):
             if projected is None:
                 recomputed = F.linear(x[rows], up, up_bias)
-                activated, d_projected = _activation_backward(recomputed, dy[rows] @ down, activation, in_place=True)
+                activated, d_projected = activation_backward(recomputed, dy[rows] @ down, activation, in_place=True)
                 del recomputed
             else:
                 kept = projected[rows]
-                activated, d_projected = _activation_backward(kept, dy[rows] @ down, activation, in_place=False)
+                activated, d_projected = activation_backward(kept, dy[rows] @ down, activation, in_place=False)
             if with_weights:
                 add_product(d_down, dy[rows].T, activated)
             del activated  # free the activations before the matmuls below allocate memory
@@ -277,8 +277,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> T
     return torch.addmm(bias, x, weight.T, out=out)
 
 
-def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
-    """Applies the activation as `activate` does. in_place: whether GELU may overwrite `projected`."""
+def apply_activation(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
+    """Computes `activate` with less memory, outside autograd. in_place: whether GELU may overwrite `projected`."""
     if activation == "swiglu":
         return swiglu(projected)
     if activation == "geglu":
@@ -288,7 +288,7 @@ def _activated(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
     return gelu(projected, approximate="tanh")
 
 
-def _activation_backward(
+def activation_backward(
     projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the activations and the gradient of `projected`. in_place: whether `projected` may be overwritten.
@@ -297,7 +297,7 @@ def _activation_backward(
     """
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)
-        return _activated(projected, activation, in_place=in_place), d_activated
+        return apply_activation(projected, activation, in_place=in_place), d_activated
     if activation == "geglu":
         return _geglu_backward(projected, d_activated, projected if in_place else torch.empty_like(projected))
     if not in_place:
@@ -325,5 +325,5 @@ def _rounded(dtype: torch.dtype, *weights: Tensor | None) -> tuple[Tensor, Tenso
     return up, up_bias, down, down_bias
 
 
-def _chunks(total: int, chunk_size: int) -> list[slice]:
+def row_chunks(total: int, chunk_size: int) -> list[slice]:
     return [slice(start, start + chunk_size) for start in range(0, total, chunk_size)]

@@ -80,8 +80,7 @@ nf4_linear.register_autograd(_gradient_of_x, setup_context=_save_parts)
 def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
     """Dequantizes a weight to (out_features, in_features) in `dtype`.
 
-    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao dequantizes the
-    weight.
+    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao dequantizes it.
     parts: the 4-bit codes, and the tensors of NF4_PARTS in their order.
     """
     run = _weight_by_kernel if parts[0].is_cuda else _weight_by_torchao

@@ -1,9 +1,9 @@
 """Dequantization of NF4 weights (QLoRA, arXiv:2305.14314) in the format of torchao's NF4Tensor.
 
 A weight consists of blocks of elements. Each element is stored as a 4-bit code, the index of one of the 16 values in a
-table. Each block has a scale. An element of the weight is its value in the table times the scale of its
-block. The scales are quantized too: a scale is q / factor + mean, where q is an 8-bit integer. A group of scales shares
-one factor. All scales share one mean.
+table. Each block has a scale. An element of the weight is its value in the table times the scale of its block. The
+scales are quantized too: a scale is q / factor + mean, where q is an 8-bit integer. A group of scales shares one
+factor. All scales share one mean.
 """
 
 import torch

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fa_train.memory import tiled_ffn
-from fa_train.memory.tiled_ffn import _activation_backward, activate, mlp_backward, mlp_forward
+from fa_train.memory.tiled_ffn import activate, activation_backward, mlp_backward, mlp_forward
 from tests.memory.support.small import LargestTensor, compile_blocks, levers, small_gpt, step, stream
 from tests.support.marks import slow
 from tests.support.tolerance import assert_as_accurate
@@ -134,11 +134,11 @@ def test_passes_overwrite_what_they_read(activation, device, monkeypatch):
 
     def spy(projected: Tensor, d_activated: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
         before = {projected.data_ptr(), d_activated.data_ptr()}
-        results = _activation_backward(projected, d_activated, activation, in_place=in_place)
+        results = activation_backward(projected, d_activated, activation, in_place=in_place)
         places.append(before == {x.data_ptr() for x in results})
         return results
 
-    monkeypatch.setattr(tiled_ffn, "_activation_backward", spy)
+    monkeypatch.setattr(tiled_ffn, "activation_backward", spy)
     arguments, dy = draw(activation, False, device)
     run(tiled_ffn.tiled_mlp, arguments, dy, 25)
     assert places == [True, True]
@@ -176,7 +176,7 @@ def test_the_input_may_be_frozen(device):
 def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, device, monkeypatch):
     """Checkpointing recomputes only the operations before the FFN."""
     calls = []
-    for name in ("_activated", "_activation_backward"):
+    for name in ("apply_activation", "activation_backward"):
         function = getattr(tiled_ffn, name)
         monkeypatch.setattr(tiled_ffn, name, lambda *args, f=function, n=name, **kw: calls.append(n) or f(*args, **kw))
     model = small_gpt(levers(checkpointing, mlp_chunk=8), device, n_layers=2)
@@ -184,7 +184,7 @@ def test_checkpointing_does_not_repeat_the_forward(checkpointing, compiled, devi
         compile_blocks(model)
     step(model, stream(device))
     chunks = 2 * 24 // 8  # 2 layers, and 24 tokens in chunks of 8 tokens
-    assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
+    assert calls == ["apply_activation"] * chunks + ["activation_backward"] * chunks
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu"])

@@ -149,14 +149,14 @@ def test_memory_levers_change_nothing_compiled(memory):
 def test_each_chunk_is_computed_once_and_recomputed_once(checkpointing, compiled, monkeypatch):
     """Compiled blocks must run the loop inside an operator too, because unrolled code needs more memory."""
     calls = []
-    for name in ("_activated", "_activation_backward"):
+    for name in ("apply_activation", "activation_backward"):
         function = getattr(tiled_adapters, name)
         count = partial(lambda f, n, *args, **kw: calls.append(n) or f(*args, **kw), function, name)
         monkeypatch.setattr(tiled_adapters, name, count)
     model = small(levers(checkpointing, mlp_chunk=8))
     step(compile_blocks(model) if compiled else model, stream(CPU))
     chunks = 3 * 24 // 8  # 3 layers, and 24 tokens in chunks of 8 tokens
-    assert calls == ["_activated"] * chunks + ["_activation_backward"] * chunks
+    assert calls == ["apply_activation"] * chunks + ["activation_backward"] * chunks
 
 
 def assert_like_none(model: GPT, activation: str) -> None:
