@@ -2,9 +2,8 @@
 
 The weights of the FFN are frozen. The backward pass recomputes the activations of each chunk, and computes the
 gradients of the input and of the adapters. The gradients of the adapters are summed over chunks in fp32, and the sums
-are rounded to the dtype of the input. The loops over chunks are inside custom operators, because torch.compile would
-unroll a Python loop and mix operations of different chunks. Tensors with ffn_dim channels would then exist for all
-tokens.
+are rounded to the dtype of the input. The loops over chunks are inside custom operators. torch.compile would unroll a
+Python loop and mix operations of different chunks, and would then need memory for ffn_dim channels of all tokens.
 """
 
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ class FrozenLinear(NamedTuple):
 
     weight: W, (rows, columns), or the 4-bit codes of W.
     bias: (rows,), or None.
-    a, b: the matrices A and B of all adapters of the layer, each joined into one matrix: (rank, columns) and
-    (rows, rank). They are None without adapters. `b` includes the factor LoRA.scale.
+    a: the matrices A of all adapters of the layer, joined into one matrix, (rank, columns). rank is the sum of the
+    adapters' ranks. b: the matrices B times LoRA.scale, joined into one matrix, (rows, rank). Without adapters, a and b
+    are None.
     The other fields are the parts of a 4-bit weight, in the order of fa_train.models.nf4.NF4_PARTS, or None.
     """
 
@@ -120,7 +120,7 @@ class _Forward(torch.autograd.Function):
 def adapted_mlp_forward(
     x: Tensor, up: Sequence[Tensor | None], down: Sequence[Tensor | None], activation: str, chunk_size: int
 ) -> Tensor:
-    """Returns the FFN's output, (total, dim). up, down: the fields of a FrozenLinear."""
+    """Returns the FFN's output, (total, dim). up, down: the fields of each layer's FrozenLinear."""
     with torch.autocast(x.device.type, enabled=False):
         first, second = _dense(x, up, down, activation)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -142,7 +142,7 @@ def _forward_fake(
 def adapted_mlp_backward(
     dy: Tensor, x: Tensor, up: Sequence[Tensor | None], down: Sequence[Tensor | None], activation: str, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, up.a, up.b, down.a and down.b. A layer without adapters has empty gradients."""
+    """Returns the gradients of x, up.a, up.b, down.a and down.b. Without adapters, gradients of a and b are empty."""
     adapters = [*up[2:4], *down[2:4]]
     dtype = torch.promote_types(x.dtype, torch.float32)
     sums = [x.new_zeros(0 if w is None else w.shape, dtype=dtype) for w in adapters]
