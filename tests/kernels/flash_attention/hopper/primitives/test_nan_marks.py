@@ -80,6 +80,6 @@ def test_backward_marks_exactly_the_rows_with_nan(head_dim, dtype, deterministic
     o, lse = fwd.attention_forward(q, k, v, schedule, features, dtype)
     marks.clear()
     dq, dk, dv, _ = bwd.attention_backward(do, None, q, k, v, o, lse, schedule, features, deterministic)
-    of_q, of_k = marks
+    of_k, of_q = marks
     assert torch.equal(of_q, not_finite(dq)) and torch.equal(of_k, not_finite(dk, dv))
     assert dk.isfinite().all() == (nan_in == "nothing")
