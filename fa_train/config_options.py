@@ -43,7 +43,7 @@ OTHER_NAMES = {
 }
 
 
-# {node of conf/: the node that it copies by an interpolation}
+# {node of conf/ that is a copy (an interpolation): the original node}
 COPIED_NODES = {
     "model.attention": "attention",
     "model.loss": "memory.loss",
@@ -99,5 +99,5 @@ def _has(content: Any, names: list[str]) -> bool:
 
 
 def in_quotes(text: str) -> str:
-    """Returns a value of an override that Hydra reads as `text`. Only backslashes before a quote are escapes."""
+    """Quotes `text` for Hydra, as the value of an override. Hydra reads only backslashes before a quote as escapes."""
     return '"' + re.sub(r'(\\+)($|")', r"\1\1\2", text).replace('"', r"\"") + '"'

@@ -168,7 +168,7 @@ def require_no_upload(logger: Any) -> None:
 
 
 def require_device_count(devices: Any, accelerator: str) -> None:
-    """Raises: ValueError if trainer.devices is -1 or a list, which both choose GPUs, and the run is on the CPU."""
+    """Raises: ValueError if trainer.devices chooses GPUs (by -1 or a list), but the run is on the CPU."""
     chooses_gpus = devices == -1 or isinstance(devices, list)
     if chooses_gpus and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu())):
         raise ValueError(

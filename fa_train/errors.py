@@ -90,7 +90,7 @@ def explain(error: BaseException) -> str:
 
 
 def _of_group(text: str) -> str | None:
-    """Returns the message for an override that sets a config group to no option, such as logger=null or ~logger.
+    """Returns the message for an override that chooses no option of a config group, such as logger=null or ~logger.
 
     text: the message of Hydra or OmegaConf. Returns None for messages about other errors.
     """
@@ -120,7 +120,7 @@ def _of_override(error: BaseException) -> str | None:
 
 
 def _of_data_worker(error: BaseException) -> str:
-    """Returns an error's message. If torch put the traceback of a DataLoader worker before the message, removes it."""
+    """Returns an error's message, without the traceback that torch adds if the error occurred in a data worker."""
     text = str(error)
     if not re.match(r"Caught \w+ in DataLoader worker process", text):
         return text

@@ -19,7 +19,7 @@ def fit(
 ) -> bool:
     """Trains the model. Returns False if memory ran out in a run of one rank, and otherwise True.
 
-    At its end, a run without fsdp frees the weights and the optimizer states, so the model cannot be used afterwards.
+    A run without fsdp frees the weights and the optimizer states at its end, so the model cannot be used afterwards.
 
     A signal ends the process with exit status 128 plus the signal's number. If training diverges, all ranks raise
     DivergedError.

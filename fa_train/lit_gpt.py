@@ -28,7 +28,7 @@ from fa_train.optim.resume import keep_own_settings, require_same_kind
 from fa_train.parallel.ddp import require_averaged
 from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
 
-SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores both counts under these keys
+SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores skip counts under these keys
 # FOR_MICRO_BATCH or FOR_UPDATE is part of each seed, so that micro-batches and updates get different random numbers
 FOR_MICRO_BATCH, FOR_UPDATE = 1, 2
 
@@ -108,7 +108,7 @@ class LitGPT(L.LightningModule):
         self.skipped_steps, self._skipped_in_a_row = torch.tensor(self._skips_before, device=device)
 
     def _has_trainer(self) -> bool:
-        """Returns False in load_from_checkpoint, in which Lightning calls some hooks without a trainer."""
+        """Returns whether there is a trainer. In load_from_checkpoint, Lightning calls some hooks without a trainer."""
         try:
             return self.trainer is not None
         except RuntimeError:
@@ -225,7 +225,7 @@ class LitGPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss, labels = self._of_all_ranks(self._val_sums)
         self._val_sums.zero_()
-        # NaN without labels. In trainer.fit, Monitor logs val/loss. trainer.validate returns what the logger gets.
+        # val/loss is NaN without labels. In trainer.fit, Monitor logs it. trainer.validate returns only logged metrics.
         self.log("val/loss", loss / labels, logger=not self._is_fitting())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -172,8 +172,8 @@ class Checkpoint(CheckpointCallback):
         # the same step. Diverged weights must not replace an older checkpoint.
         self._loggers_are_open = False  # the callback Record has already closed the W&B run
         diverged = isinstance(exception, DivergedError) or monitor_of(trainer).has_diverged
-        # An update of the weights increases global_step at its end. If global_step is still what it was before the
-        # newest update, the newest update failed, and may have changed only some weights.
+        # An update of the weights increases global_step at its end. A failed update does not increase global_step, and
+        # may have changed only some weights.
         half_updated = self._update_after == trainer.global_step
         alone = trainer.world_size == 1 and not half_updated and not isinstance(exception, CheckpointError)
         stopped = isinstance(exception, SIGTERMException)

@@ -45,7 +45,7 @@ class Reading:
     steps: int  # the number of optimizer steps since the previous Reading, or since training started
     lr: float
     memory: dict[str, float]
-    values: Tensor  # five numbers from LitGPT, (5,) fp64 in host memory; wait for `end` before reading them
+    values: Tensor  # (5,) fp64 in host memory, from LitGPT; wait for `end` before reading
     start: Timestamp
     end: Timestamp
     validations: list[Span]  # between start and end
@@ -62,7 +62,7 @@ class Monitor(Callback):
     the host has read its values. A pending log is finished before a validation, before a checkpoint and at the end of a
     run. With several ranks, a log also needs one small collective, which does not use the GPUs.
     `latest` holds the newest value of each metric. `latest_step` is the step of the newest log. Every log contains
-    `tokens`, the number of tokens that were trained on so far. `tokens` and perf/tokens_per_s include padding. A
+    `tokens`, the number of tokens that the model has been trained on. `tokens` and perf/tokens_per_s include padding. A
     checkpoint stores `tokens`, and a resumed run continues to count from the stored number. W&B uses `tokens` as its
     x-axis. The metrics perf/* cover the steps since the previous log, without validation. perf/mfu is missing if the
     device's peak FLOP/s are unknown. train/skipped_steps is the number of skipped optimizer steps (see LitGPT).
@@ -119,10 +119,10 @@ class Monitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._window_start is None:  # in on_train_start, the callback Sample may use the device after this callback
+        if self._window_start is None:  # on_train_start would be too early: Sample may use the device there
             self._window_start, self._window_waited = Timestamp(pl_module.device), time_waited(trainer)
-            # Corrects Lightning's step for loggers, which can be 1 too low or 1 too high after a resume. on_train_start
-            # would be too early, because Lightning sets this value later.
+            # After a resume, the step that Lightning gives to loggers can be 1 too low or 1 too high. It is corrected
+            # here, because Lightning sets it after on_train_start.
             replace_private("lightning", trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
@@ -202,7 +202,7 @@ class Monitor(Callback):
         """Returns the metrics that each rank measures itself.
 
         seconds: the time of a step.
-        together: with several ranks, whether to return means and maxima over the ranks.
+        together: whether to return means and maxima over the ranks. A run of one rank ignores `together`.
         """
         own = {
             "perf/step_ms": 1e3 * seconds,
@@ -360,7 +360,7 @@ def peak_of_host() -> int:
 
 
 def forget_peak_of_host() -> None:
-    """Makes `peak_of_host` start again at the current memory, if /proc/self/clear_refs can be written."""
+    """Resets the result of `peak_of_host` to the current memory, if /proc/self/clear_refs can be written."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

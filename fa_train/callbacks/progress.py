@@ -53,7 +53,7 @@ class StepProgress(ProgressBar):
         self._show(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._show(trainer)  # Monitor may have logged the training step
+        self._show(trainer)  # Monitor may just have logged the metrics of a training step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:

@@ -61,7 +61,7 @@ class Record(Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_explained = isinstance(exception, CheckpointError | TrainedWeightsError)
         if isinstance(exception, ValueError) and not is_explained and trainer.global_step > self._first_step:
-            # print a traceback, because any other ValueError after the first step is not a user's mistake
+            # print a traceback, because an unexplained ValueError after the first step is not a user's mistake
             traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):

@@ -8,7 +8,8 @@ import torch
 class Timestamp:
     """The point at which a device has finished all work that the host launched before this object was created.
 
-    On a GPU, a CUDA event records the time of the Timestamp. On a CPU, the time is that of the object's creation.
+    On a GPU, a CUDA event records the time of the Timestamp. On a CPU, the Timestamp has the time at which the object
+    was created.
     """
 
     def __init__(self, device: torch.device) -> None:

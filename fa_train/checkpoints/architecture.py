@@ -38,7 +38,7 @@ def differences(
     node: the config node of the settings, for example "model".
     own, stored: the settings of the run and of the checkpoint, as {name: value}. If an older version of fa_train wrote
     the checkpoint, `stored` is None.
-    owner: a phrase such as "this run" or "the export". The returned text says that `owner` has the settings `own`.
+    owner: the words that the returned text uses for the run, for example "this run" or "the export".
     chosen: the keys of settings that are not compared, for example "model.rope_scaling".
     """
     if stored is None:

@@ -93,7 +93,7 @@ def require_same_weights(model: GPT, stored: Shapes, content: Mapping[str, Any],
     own = {
         name: p
         for name, p in model.named_parameters()
-        # earlier versions left out every frozen weight, not only the weights in `base_weights`
+        # a checkpoint of an earlier version lacks all frozen weights, not only those in `base_weights`
         if p.requires_grad or reference is None or (name not in model.base_weights and PREFIX + name in stored)
     }
     require_same_shapes({PREFIX + name: shape for name, shape in shapes(own).items()}, stored, checkpoint)

@@ -1,4 +1,4 @@
-"""The metrics of a checkpoint, which all belong to exactly the checkpoint's step."""
+"""Finds the metrics that a run had at the step of a checkpoint."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -13,10 +13,10 @@ VAL_STEP = "val/step"  # the step of val/loss in the metrics of a run
 def metrics_of(checkpoint: Path, result: Mapping[str, float]) -> dict[str, float]:
     """Returns the tokens, train/loss and val/loss of a checkpoint's step. Omits metrics that are not known.
 
-    A checkpoint can be written before the validation of its step, and then does not store val/loss. In this case,
+    A checkpoint that is written before the validation of its step does not store val/loss. For such a checkpoint,
     val/loss comes from `result`, but only if all metrics in `result` belong to the checkpoint's step.
-    result: the newest metrics of the checkpoint's run, as in its result.json. result.json can be of a later step, or of
-    another run in the same folder.
+    result: the newest metrics of the checkpoint's run, as in its result.json. The metrics in result.json can belong to
+    a later step, or to another run in the same folder.
     Raises: CheckpointError if the checkpoint is damaged.
     """
     content, _ = read_parts(checkpoint)

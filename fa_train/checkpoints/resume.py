@@ -35,8 +35,8 @@ def override_for(checkpoint: Path, runs: Path) -> str:
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
     """Returns the path of the checkpoint to resume from, or None to start a new run.
 
-    ckpt_path: a path, "last" for the newest undamaged checkpoint of the runs in `runs`, or None. A run is a folder in
-    `runs`, or `runs` itself. Deeper folders belong to runs with another run_name.
+    ckpt_path: a path, "last" for the newest undamaged checkpoint of the runs in `runs`, or None. `runs` itself and each
+    folder in `runs` can be the folder of a run. Deeper folders belong to runs with another run_name.
     say: called with one line of text for each damaged checkpoint that "last" skips.
     Raises: ValueError if ckpt_path is empty, does not exist, is damaged or is not a checkpoint.
     """

@@ -149,8 +149,8 @@ class MicroBatches(Dataset[Batch]):
     size: rows per micro-batch.
     step_rows: the number of rows in a step, on all ranks together. By default, a step has one micro-batch per rank.
     context: the number of consecutive ranks that share each micro-batch.
-    shard: returns the function that takes a rank's part out of a micro-batch (fa_train.models.gpt.GPT.context_shard).
-    `shard` is required if `context` is greater than 1.
+    shard: a function such as fa_train.models.gpt.GPT.context_shard. It returns another function, which selects a rank's
+    part of a micro-batch. `shard` is required if `context` is greater than 1.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class RangeSampler(DistributedSampler[int]):
     """Yields the indices from start to stop - 1.
 
     All ranks need the same indices, because MicroBatches depends on the rank. With several ranks, Lightning by default
-    replaces the sampler, so that ranks get different indices. Lightning does not replace a DistributedSampler, so
-    RangeSampler is a subclass of it.
+    replaces the sampler, so that ranks get different indices. RangeSampler is a DistributedSampler, because Lightning
+    does not replace a DistributedSampler.
     The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning expects the
     length of the whole run, which includes the batches before a resume.
     """

@@ -162,7 +162,7 @@ class Sample:
     def __call__(self, trainer: Any, lit_gpt: Any) -> None:
         """Samples on rank 0.
 
-        All ranks compute if the model is sharded, because each rank then has only a part of the weights.
+        If the model is sharded, all ranks run the model, because each rank has only a part of the weights.
 
         trainer: Lightning's trainer. lit_gpt: the LitGPT, whose model must be on the device.
         """
@@ -229,7 +229,7 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
 
 
 def stop_tokens(model: GPT, *ends: int | None) -> set[int]:
-    """Returns the tokens that end a text, which are those of `ends` and those that the model's checkpoint names."""
+    """Returns the tokens that end a text: the tokens in `ends`, and the tokens that the model's checkpoint names."""
     named = [] if model.origin is None else model.origin.eos_ids
     return {i for i in (*ends, *named) if i is not None}
 
@@ -265,7 +265,7 @@ def _chosen(logits: Tensor, temperature: float, top_k: int | None, top_p: float,
     """Chooses the next token from the logits. Shapes: (vocab_size,) fp32 -> ()."""
     if temperature == 0.0:
         return logits.argmax()
-    # in fp64 and with a maximum of 0, the softmax is not NaN if `temperature` is tiny
+    # if `temperature` is tiny, fp64 and the subtraction of the maximum prevent NaN in the softmax
     scaled = (logits - logits.max()).double() / max(temperature, 1e-300)
     probabilities, tokens = scaled.softmax(dim=-1).float().sort(descending=True, stable=True)
     if top_k is not None:
@@ -276,7 +276,7 @@ def _chosen(logits: Tensor, temperature: float, top_k: int | None, top_p: float,
 
 
 def _require_positions(model: GPT, n_prompt: int, max_new_tokens: int) -> None:
-    """Raises: ValueError if the model has fewer learned positions than tokens of the prompt plus max_new_tokens."""
+    """Raises: ValueError if n_prompt + max_new_tokens is larger than the number of the model's learned positions."""
     learned = model.position_embedding
     if learned is None or n_prompt + max_new_tokens <= learned.num_embeddings:
         return

@@ -93,7 +93,7 @@ def refuse_other_masks(mask_function: Any, use_vmap: bool) -> None:
 def forbid_later_keys(
     mask_function: Callable[..., Tensor], batch: int, seqlen_q: int, q_offset: int | Tensor, device: torch.device
 ) -> None:
-    """Stops compiled code with an error if a query sees the key after its own, as in a bidirectional block.
+    """Stops compiled code with an error if a query sees the key of the next token, as in a bidirectional block.
 
     On a GPU, the error is an assertion in a kernel. Call only for causal masks.
     """
@@ -281,7 +281,7 @@ def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, 
     keys of a row.
     """
     left, right = window
-    # [batch, seqlen_k + 1], the number of unmasked keys before each key of a row, then the number in the whole row
+    # [batch, seqlen_k + 1], entry i of a row is the number of unmasked keys among the row's first i keys
     before = F.pad(_counts(mask, seqlen_k).cumsum(-1), (1, 0))
     place = _places(mask, seqlen_q)
     return (

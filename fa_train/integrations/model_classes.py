@@ -58,14 +58,16 @@ def require_supported(model_class: type, name: str) -> None:
 
 
 def require_known_window(model: Any, name: str) -> None:
-    """Raises: ValueError if layers do not pass their sliding window on, and it is shorter than the longest sequence.
+    """Checks that the attention function gets the sliding window of a model.
 
     model: a model of transformers.
+    Raises: ValueError if the layers do not pass their sliding window to the attention function, and the window is
+    shorter than the longest sequence.
     """
     if not WINDOW_ONLY_IN_MASK & {base.__name__ for base in type(model).__mro__}:
         return
     window, longest = model.config.sliding_window, model.config.max_position_embeddings
-    if window and window < longest:  # Qwen2-MoE has 0 if it uses no window
+    if window and window < longest:  # in a Qwen2-MoE without a window, sliding_window is 0
         raise ValueError(
             f"config.sliding_window of {type(model).__name__} must be None, or at least max_position_embeddings="
             f"{longest}, because its layers do not pass the window to {name}; got {window}"

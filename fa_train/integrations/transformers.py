@@ -55,8 +55,8 @@ REFUSED = {  # {unsupported argument of `attention`: its meaning, for the error 
     "sinks": "sinks under this name (s_aux is supported)",
 }
 
-# Without causality, eager attention in these layers sees sliding_window tokens on each side. In other layers with a
-# window in both directions, eager attention sees sliding_window - 1 tokens on each side.
+# In these layers, eager attention without causality sees sliding_window tokens on each side. In all other layers, eager
+# attention without causality sees sliding_window - 1 tokens on each side.
 INCLUSIVE_WINDOWS = {"T5GemmaSelfAttention"}
 
 
@@ -144,9 +144,9 @@ def attention(
         value: (batch, n_kv_heads, seqlen_k, v_head_dim).
         attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask with padding is
             given, position_ids and cu_seqlens are ignored, as in flash_attention_2.
-        is_causal: whether attention is causal. If transformers made attention_mask, the mask decides, as in eager
-            attention, and is_causal is ignored. If attention_mask does not decide and is_causal is None, the attribute
-            `module.is_causal` decides.
+        is_causal: whether attention is causal. An attention_mask that transformers has made says whether attention is
+            causal, so is_causal is ignored, as in eager attention. Without such a mask, is_causal=None means that the
+            attribute `module.is_causal` says whether attention is causal.
         scaling: the factor that the scores are multiplied by.
         sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
             also sees the next sliding_window - 1 tokens.

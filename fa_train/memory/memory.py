@@ -50,7 +50,7 @@ class Memory:
     loss: the last linear layer and its cross entropy (fa_train.memory.loss).
     auto: if true, train.py ignores checkpointing, offload and mlp_chunk, and uses the fastest levers that fit
     (fa_train.memory.planner.levers).
-    Raises: ValueError in the cases in which `Levers` raises a ValueError.
+    Raises: the errors of `Levers`.
     """
 
     checkpointing: Checkpointing

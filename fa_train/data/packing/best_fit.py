@@ -147,7 +147,7 @@ def report_plan(
     policy: LongDocuments,
     loss_mask: LossMask | None = None,
 ) -> PackingReport:
-    """Returns the numbers of documents and tokens in a packing plan, and of labels if loss_mask is given."""
+    """Counts the documents and tokens in a packing plan. Also counts the labels if loss_mask is given."""
     tokens_kept = np.bincount(plan[:, DOCUMENT], plan[:, STOP] - plan[:, START], len(lengths)).astype(np.int64)
     n_pieces = np.bincount(plan[:, DOCUMENT], minlength=len(lengths))
     lost = lengths - tokens_kept

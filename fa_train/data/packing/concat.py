@@ -23,7 +23,7 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     """Returns an upper bound on the number of documents in a row, for any document order. Padding is one document."""
     lengths = lengths[lengths > 0]  # empty documents do not appear in rows
     if not (lengths % seq_len).any():
-        return 1  # all document ends are row ends, so a row holds tokens of only one document
+        return 1  # all lengths are multiples of seq_len, so each row holds tokens of only one document
     # A row of the shortest documents holds the largest number of whole documents. The row can also hold a part of one
     # document at its start, a part of another document at its end, and padding, which counts as one document.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))

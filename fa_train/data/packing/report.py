@@ -28,11 +28,12 @@ class PackingReport:
 
     tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_split is None if it depends on the epoch.
     documents_long: the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len.
-    held_out: the report on the held-out documents, which no other field counts. None if unknown.
+    held_out: the report on the held-out documents, or None if unknown. No other field counts held-out documents.
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
-    rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents. None if unknown.
-    files: how many files of the whole corpus were read and skipped, as a text. None if the corpus has no files.
+    rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents, or None if
+    unknown.
+    files: a text that says how many files of the whole corpus were read and skipped, or None without files.
     """
 
     packing: str
@@ -50,7 +51,7 @@ class PackingReport:
     rows: int
     seq_len: int
     histogram: Histogram
-    labels: LabelCounts | None = None  # None if all tokens are trained on
+    labels: LabelCounts | None = None  # None if the model is trained on all tokens
     held_out: "PackingReport | None" = None
     held_out_tail: bool = False
     rows_skipped: int | None = None

@@ -20,7 +20,7 @@ class LossMask(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns, for each of n ranges of tokens, how many tokens of the range the model is trained on.
+        """Returns how many tokens of each of n ranges the model is trained on.
 
         Range i has the tokens from start[i] to stop[i] - 1 of the document with the index document[i].
         Shapes: (n,) int64.

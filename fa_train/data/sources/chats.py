@@ -64,7 +64,7 @@ class ChatCorpus:
       - {"conversations": [{"from", "value"}, ...]} (the format of ShareGPT).
       - {"prompt", "completion"}. Each value is a text or a list of messages. The model is trained only on the
         completion.
-      - {"prompt", "response"}. The meaning is the same as that of {"prompt", "completion"}.
+      - {"prompt", "response"}, which means the same as {"prompt", "completion"}.
       - {"instruction", "input", "output"} (the format of Alpaca). "input" may be missing or empty.
       - {"instruction", "context", "response"} (the format of Dolly). "context" may be missing, empty or named "input".
       - {"question", "answer"} or {"query", "response"}.
@@ -339,5 +339,5 @@ def _encodable(value: Any) -> Any:
 def _json(text: str, name: str, where: str) -> Any:
     try:
         return _encodable(json.loads(text))
-    except (ValueError, RecursionError) as error:  # text is no JSON, has a huge integer, or is nested too deeply
+    except (ValueError, RecursionError) as error:  # text is not JSON, has a huge integer, or is nested too deeply
         raise ValueError(f"{name} must be JSON; {where} has {text[:100]!r}: {error}") from error

@@ -265,7 +265,7 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
 
     if config is not None:
         raise ValueError(f"a dataset of save_to_disk has no configs; got config {config}")
-    # The code below hashes the dataset's files. A dataset in memory would have no list of its files.
+    # The code below hashes the dataset's files. With keep_in_memory=True, the dataset would have no list of its files.
     try:
         saved = load_from_disk(str(Path(folder).expanduser()), keep_in_memory=False)
     except IndexError as error:  # save_to_disk writes no file for a dataset without rows
@@ -280,7 +280,7 @@ def _load_saved_dataset(folder: str, config: str | None, split: str) -> Any:
 
 
 def _with_content_hash(saved: Any) -> Any:
-    """Returns a saved dataset with a hash of its files as its fingerprint.
+    """Returns a copy of a saved dataset. The copy's fingerprint is a hash of the dataset's files.
 
     The fingerprint that `datasets` saves is a hash of the transforms of a dataset. Datasets with different rows can
     therefore have the same saved fingerprint. The rows of the returned dataset have all columns, as Python objects. If

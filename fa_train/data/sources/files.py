@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-CSV_BLOCK = 2**26  # bytes that are read at a time; a row of a .csv file must not be larger
+CSV_BLOCK = 2**26  # the number of bytes that are read at a time, and the maximum size of a row of a .csv file
 WILDCARDS = frozenset("*?[")
 KINDS_SHOWN = 6  # FileCounts.text names at most this many kinds of skipped files
-RECOVERED = "lost+found"  # where fsck puts recovered files, at the top of a disk; only the user root can read it
+RECOVERED = "lost+found"  # the folder into which fsck puts recovered files; only the user root can read this folder
 # A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
 # The last group is missing if no quote ends the value. White space may follow the last quote.
 QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("[ \t]*+(?![^,\r\n]))?')
@@ -60,7 +60,7 @@ class FileCounts:
         return FileCounts(self.read + other.read, self.skipped + other.skipped)
 
     def text(self) -> str:
-        # kinds such as .jsonl.gz come first, because the files may be compressed data
+        # list kinds such as .jsonl.gz first, because these files may be compressed training data
         kinds = sorted(self.skipped.items(), key=lambda item: (item[0].count(".") < 2, -item[1], item[0]))
         parts = [f"{number:,} {kind}" for kind, number in kinds[:KINDS_SHOWN]]
         if rest := sum(number for _, number in kinds[KINDS_SHOWN:]):
@@ -98,11 +98,11 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
     skipped["names that begin with a dot"] += len(hidden)
     files = _once(root, found)
     skipped["links to files that are already read"] += len(found) - len(files)
-    if base.is_dir():  # skip .csv files that lie next to other files: they often only describe these
+    if base.is_dir():  # skip .csv files if there are other files: a .csv file often only describes the others
         others = [p for p in files if suffix_of(p) != ".csv"] or files
         skipped[".csv"] += len(files) - len(others)
         files = others
-    counts = FileCounts(len(files), +skipped)  # the + removes the kinds of the Counter whose count is 0
+    counts = FileCounts(len(files), +skipped)  # the + removes kinds with a count of 0
     if not files:
         raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
     return root, files, counts
@@ -116,7 +116,7 @@ def suffix_of(path: Path) -> str:
 def _sort_out(paths: Iterable[Path], suffixes: Sequence[str]) -> tuple[set[Path], Counter[str]]:
     """Returns the files that have one of the suffixes, and the number of other files of each kind.
 
-    Raises: ValueError if a link with one of the suffixes or without a suffix leads to nothing.
+    Raises: ValueError if a link leads to nothing, and its name has one of the suffixes or no suffix.
     """
     found, skipped = set(), Counter[str]()
     for path in set(paths):
@@ -133,7 +133,7 @@ def _sort_out(paths: Iterable[Path], suffixes: Sequence[str]) -> tuple[set[Path]
 def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
     """Returns the sorted paths, with only one path to each file.
 
-    If several paths lead to a file, the function chooses a path that has no links below `root`, if there is one.
+    If several paths lead to a file, the function prefers a path without links below `root`.
     """
     chosen: dict[str, Path] = {}
     top = os.path.realpath(root)
@@ -148,8 +148,7 @@ def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
 def _matching(folder: Path, pattern: Sequence[str], hidden: set[Path]) -> Iterator[Path]:
     """Yields the paths below a folder that match a pattern, such as ("**", "*.txt").
 
-    A wildcard does not match a dot at the start of a name. The paths that are skipped for this reason are added to
-    `hidden`.
+    A wildcard does not match a dot at the start of a name. Adds to `hidden` the paths that this rule skips.
     Path.glob is not used, because it skips folders that cannot be read, and does not follow links in `**`.
     """
     part, *rest = pattern
@@ -301,7 +300,7 @@ def _parsed(line: str, where: str) -> dict[str, Any] | ValueError:
         return _object(json.loads(line), "every line must be a JSON object", where)
     except UnicodeEncodeError as error:
         return _not_utf8(where, ord(line[error.start]) - 0xDC00)  # the surrogate of byte b is U+DC00 + b
-    except (ValueError, RecursionError) as error:  # the line is no JSON, has a huge integer, or is nested too deeply
+    except (ValueError, RecursionError) as error:  # the line is not JSON, has a huge integer, or is nested too deeply
         return ValueError(f"every line must be a JSON object; {where} is not: {error}")
 
 
@@ -314,7 +313,7 @@ def _items(path: Path) -> Iterator[SourceRow]:
     text = read_text(path)
     try:
         items = json.loads(text)
-    except (ValueError, RecursionError) as error:  # the same errors as in _parsed
+    except (ValueError, RecursionError) as error:  # text is not JSON, has a huge integer, or is nested too deeply
         where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
         raise ValueError(f"a .json file must be a list of objects; {where} is not: {error}") from error
     if not isinstance(items, list):
@@ -369,7 +368,7 @@ class _WholeLineEnds(io.FileIO):
 
 
 def _require_closed_quotes(path: Path) -> None:
-    """Raises: ValueError if a quoted value has no end. Arrow would read all later rows as a part of this value."""
+    """Raises: ValueError if a quoted value has no end. Arrow would read all later rows as a part of such a value."""
     if not path.stat().st_size:  # an empty file cannot be mapped
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -32,7 +32,7 @@ SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it 
 BATCH = 256  # the number of documents per call of the tokenizer
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
-# whether each token is trained on (0 or 1); the column is left out if all tokens are trained on
+# 1 for each token that the model is trained on, otherwise 0; the column is left out if no token has a 0
 LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))
 Keyed = tuple[str, Any]  # (key, document)
 

@@ -84,7 +84,7 @@ class ChatEncoder:
 
     @cached_property
     def end_id(self) -> int | None:
-        """The first special token after the content of a trained answer, or None if there is none.
+        """The id of the first special token that follows the content of a trained answer, or None without such a token.
 
         The value is also None if the template rejects a chat of one question and one answer.
         """
@@ -182,8 +182,9 @@ class ChatEncoder:
         """Returns the spans of the {% generation %} blocks of chat.messages[index:]. rendered: the whole chat.
 
         A block does not say which message it belongs to. The method therefore renders the messages before `index`,
-        and skips as many blocks as they have. If an answer can have several blocks, the number of blocks could depend
-        on later messages. Then the text of the chat must begin with the text of the messages before `index`.
+        counts the blocks in the rendered text, and skips this number of blocks. If the chat has more or fewer blocks
+        than answers, the number of blocks could depend on later messages. The method then requires that the text of the
+        chat begins with the text of the messages before `index`.
         """
         # without the generation prompt, some templates end the text with a block that holds the end-of-text token
         before = self._render(template, chat, chat.messages[:index], add_generation_prompt=True, has_blocks=True)
@@ -268,7 +269,7 @@ def _with_markers(template: str) -> str:
 
 
 def _without_markers(marked: str) -> Rendered:
-    """Removes BEGIN and END from a rendered text. Returns the text, and the spans between them."""
+    """Removes BEGIN and END from a rendered text. Returns the new text, and the spans between BEGIN and END."""
     text, spans, start = "", [], 0
     for part in re.split(f"({BEGIN}|{END})", marked):
         if part == BEGIN:
@@ -281,7 +282,7 @@ def _without_markers(marked: str) -> Rendered:
 
 
 def _reasoning(message: Message) -> list[str]:
-    """Returns the names of the fields that hold the reasoning of a message. Empty if the role is not assistant."""
+    """Returns the names of the fields that hold the reasoning of a message, or [] if the role is not assistant."""
     if message["role"] != "assistant":
         return []
     return [name for name in REASONING if isinstance(message.get(name), str) and message[name].strip()]
@@ -329,8 +330,8 @@ def _marked(messages: list[Message]) -> tuple[list[Message], dict[str, tuple[str
 def overlaps_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Returns a mask of the tokens that have a character in one of the spans, (length,) bool.
 
-    A token can begin with the last space of the prompt and contain the first word of the answer. Such a token is in the
-    mask, as in the assistant mask of transformers. Otherwise an answer of one word could have no label.
+    A token can begin with the last space of the prompt and contain the first word of the answer. The mask includes such
+    tokens, like the assistant mask of transformers. Without such tokens, an answer of one word could have no label.
     offsets: the start and the end of each token in characters, (length, 2). Some tokenizers do not include leading
     spaces in the offsets, so each token is assumed to start where the previous token ended.
     """

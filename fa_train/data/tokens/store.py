@@ -20,7 +20,7 @@ from fa_train.data.tokens.encoding import Encoder
 from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, SKIPPED, write_shards
 
 HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is held out
-SHORTEST_TAIL = 2  # the held-out part of a document has at least this number of tokens, because 1 token has no label
+SHORTEST_TAIL = 2  # the held-out part of a document has at least 2 tokens, because a single token has no label
 
 
 def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers: int = 1) -> Path:

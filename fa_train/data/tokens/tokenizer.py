@@ -115,10 +115,10 @@ class HFTokenizer:
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def begin_with_bos(self) -> None:
-        """Makes `hf` begin a text as TextEncoder does: with bos, or with no special token if there is no bos.
+        """Makes `hf` begin each text with bos, like TextEncoder. If there is no bos, `hf` adds no token before a text.
 
-        Tokenizers that already begin a text in this way are not changed. Slow tokenizers are not changed either,
-        because they have no post-processor.
+        Does not change a tokenizer that already begins texts in this way. Does not change a slow tokenizer, because it
+        has no post-processor.
         """
         begin = [] if self.bos_id is None else [self.bos_id]
         if self.hf.is_fast and self.hf("").input_ids not in (begin, [*begin, self.eos_id]):

@@ -42,7 +42,7 @@ class Block:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
             if self.adds_later and (self.levers.mlp_chunk or model.activation == "swiglu"):
-                self.attention_post_norm += self.x_rounded  # found by simulation; without chunks, only with torch 2.11
+                self.attention_post_norm += self.x_rounded  # from a simulation; only torch 2.11 needs it without chunks
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
@@ -250,7 +250,7 @@ class Block:
         """Returns the bytes that the backward of an FFN with frozen weights allocates, besides its saved tensors.
 
         If `down` has an adapter, the activations get two gradients: one through the frozen weight, and one through
-        LoRA's A. The sum of the two gradients is a third tensor. By then, the activations themselves are freed.
+        LoRA's A. The sum of the two gradients is a third tensor. The activations are freed before the sum exists.
         """
         hidden, x_rounded = self.hidden, self.x_rounded
         weights, is_adapted = self._dequantized(), self.saves_input["down"]
@@ -318,7 +318,7 @@ class Block:
         return {name: elements * self.run.compute_bytes * quantized for name, elements in weights.items()}
 
     def _ffn_rounded(self) -> int:
-        """Returns the bytes of the FFN's weights that are dequantized or copied by autocast, or 0."""
+        """Returns the bytes of the FFN's dequantized weights, or of autocast's copies of its weights, or 0."""
         is_quantized = self.run.adapters is not None and self.run.adapters.quantized
         copies = self.rounds_weights or is_quantized
         return (self.up_weight + self.down_weight) * self.run.compute_bytes if copies else 0

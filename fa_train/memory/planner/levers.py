@@ -17,18 +17,18 @@ from fa_train.memory.planner.plan import OptimizerKind, Plan, RunSize
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 from fa_train.models.float8 import MULTIPLE
 
-GATHERED_SHARE = 0.9  # the rest of the GPU's memory is for bytes that the planner does not predict
+GATHERED_SHARE = 0.9  # with gathered blocks, a plan may use this share of GPU memory: predictions can be low
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
-# Each chunk of the loss reads and writes the fp32 gradient of the last linear layer's weight. On an H200, this takes
-# longer than the matrix product that computes the gradient if a chunk has fewer than about 600 tokens.
+# Each chunk of the loss reads and writes the fp32 gradient of the last linear layer's weight. If a chunk has fewer than
+# about 600 tokens, an H200 needs more time to read and write this gradient than to compute it.
 LOSS_CHUNK = 1024  # tokens
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 # FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. With
-# these costs, the search chooses FFN chunks over equally fast copies to the host, which need pinned memory.
+# Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. These
+# costs make the search prefer FFN chunks to equally fast copies to the host, because copies need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5  # estimates of two costs that are too small to measure
 
 Change = tuple[list[str], dict[str, Any]]  # overrides of train.py, and the fields of RunSize that they set
@@ -187,10 +187,11 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "fl
 
 
 def _micro_batches(plan: Plan) -> list[tuple[list[str], Plan]]:
-    """Returns one plan for each supported number of rows per micro-batch. The rows of a step stay the same.
+    """Returns a pair (overrides of train.py, plan) for each supported number of rows per micro-batch.
 
-    Each plan has a list of overrides of train.py. The first plan is ([], plan), and the last has the fewest rows. With
-    float8, the number of tokens of a micro-batch must be a multiple of 16 (fa_train.preflight.require_float8).
+    The number of rows per step stays the same. The first pair is ([], plan). The last pair has the fewest rows per
+    micro-batch. With float8, the number of tokens of a micro-batch must be a multiple of 16
+    (fa_train.preflight.require_float8).
     """
     run = plan.run
     counts = [n for n in range(run.rows - 1, 0, -1) if run.rows % n == 0]

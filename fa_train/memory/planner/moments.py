@@ -94,7 +94,7 @@ class _Step:
         rounded_in_forward = 0 if self.recomputes else n_layers * rounded
         # the input, statistics and output of the last norm, and one gradient
         last_norm = block.x + block.statistics + 2 * block.x
-        if self.model.norm == "offset_rmsnorm":  # saves its input in fp32; the last norm is never compiled
+        if self.model.norm == "offset_rmsnorm":  # the last norm is never compiled, so it saves its input in fp32
             last_norm += self.run.tokens * self.model.dim * 4 - block.x
         forward, in_forward = max(block.forward().items(), key=_nbytes)
         return [
@@ -227,9 +227,9 @@ class _Step:
     def _some_blocks(self) -> list[tuple[str, int]]:
         """Returns the first two and the last two blocks, because one of these blocks has the highest peak.
 
-        Each result is a pair of a block's name and the number of blocks, including the named block, that have not
-        finished their backward. Apart from the first and the last block, the peak memory changes by the same amount
-        from each block to the next. A block in the middle therefore never has the highest peak.
+        Each result is a pair (name of a block, left). `left` is the number of blocks that have not finished their
+        backward, including the named block. Apart from the first and the last block, the peak memory changes by the
+        same amount from each block to the next. A block in the middle therefore never has the highest peak.
         """
         n_layers = self.model.n_layers
         lefts = {n_layers: "last", n_layers - 1: "second to last", 2: "second", 1: "first"}

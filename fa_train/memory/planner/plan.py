@@ -47,7 +47,7 @@ class Adapters:
 
     @property
     def plain_ffn(self) -> bool:
-        """Whether the linear layers of the FFN have neither adapters nor quantized weights."""
+        """True if no linear layer of the FFN has an adapter, and the weights are not quantized."""
         return not self.quantized and not {"up", "down"} & set(self.adapted)
 
 
