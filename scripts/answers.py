@@ -34,7 +34,7 @@ def answers(
     """Returns the text that the model writes after each `prompt`, or its answer to each user message in `chat`.
 
     Exactly one of `prompt` and `chat` must be given. A prompt begins with the special tokens that the model's tokenizer
-    puts before a text. For a model that was trained on texts, this is the bos token, as in training.
+    puts before a text. For a model that was trained on texts, a prompt begins with the bos token, as in training.
 
     dtype=None uses the dtype of the stored weights on a GPU and float32 on the CPU. Raises: ValueError if the model or
     its tokenizer is missing, if `chat` is given without a chat template, or if an argument has an impossible value.

@@ -40,7 +40,7 @@ def composed(arguments: list[str], unread: Collection[str] = ()) -> DictConfig:
 def _overrides(arguments: list[str]) -> list[str]:
     """Replaces --config-dir with the override that has the same effect, because Hydra's `compose` takes no options.
 
-    Raises: ValueError if the folder does not exist, or for any other option.
+    Raises: ValueError if the folder does not exist, or if another option is given.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", "-cd", type=Path)

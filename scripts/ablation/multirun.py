@@ -100,7 +100,7 @@ def require_same_settings(overrides: Sequence[str], path: Path, no_result_yet: b
 
     A StepCase does not hold all settings, so one table could otherwise show results of different settings.
     overrides: the job's overrides; those that match `FREE` are not compared. path: holds the compared overrides of the
-    first job. no_result_yet: whether no job in the folder has a final result.
+    first job. no_result_yet: true if no job in the folder has a final result.
     """
     own = sorted({override for override in overrides if not FREE.match(override.lstrip("+~"))})
     if no_result_yet or not path.exists():

@@ -64,7 +64,7 @@ WINDOW = 4096  # number of keys that a query sees in the token stream "window"
 STREAMS = ("one", "log-normal", "short", "window")
 FROM_FILE = "file"
 FITS_ONE_GPU = 2**19  # maximum number of tokens for which one GPU computes the attention of all heads
-UNTIMED_CALLS = 2  # the second call with new shapes is recorded, and training repeats most of its recordings
+UNTIMED_CALLS = 2  # the second call records its launches; most calls in training repeat recorded launches
 START_METHOD = "spawn"
 
 

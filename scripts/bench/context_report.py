@@ -20,7 +20,7 @@ class Result:
 
     ms: the milliseconds of each part of the benchmark. The docstring of scripts/bench/context.py explains the parts.
     ranks_ms: the milliseconds that each rank takes for its share of the attention, without communication.
-    received: the fraction of the other ranks' keys that a rank receives, for the rank with the largest fraction.
+    received: the largest fraction of the other ranks' keys that any rank receives.
     exposed: the time of `shared` in a repetition, divided by the time of `alone` in the same repetition, minus 1.
     flops: the FLOPs of a forward pass on all ranks together.
     """

@@ -198,7 +198,7 @@ def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
 
     Returns {(index of the feature, head_dim): error or an empty string}.
     """
-    # Different head_dims share no kernel, so processes that work on the same feature compile no kernel twice.
+    # Each head_dim has its own kernels, so processes that work on the same feature do not compile the same kernel.
     cases = sorted(
         (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
     )
@@ -225,7 +225,7 @@ def timed(prepare: Mapping[str, Callable[[], Run]], rep: float) -> dict[str, flo
     runs: dict[str, Run] = {}
     for name, prepare_one in prepare.items():
         runs[name] = captured(prepare_one)
-        torch.cuda.empty_cache()  # `captured` makes a call before it records the graph; this frees that call's memory
+        torch.cuda.empty_cache()  # frees the memory of the call that `captured` makes before it records
     return median_ms(runs, rep=rep)
 
 

@@ -3,8 +3,9 @@
 The inputs have so few tokens that the GPU waits for the host. Inputs are bf16, attention is causal, and attention
 schedules are built in advance. `forward` is a call without gradients, and `forward, autograd` is a call with gradients.
 The column `backward` shows the time of torch.autograd.grad for one call, including the start of autograd's engine and
-thread. `backward, of 16` is the backward of 16 chained calls, divided by 16: the time that one more layer of a model
-adds. The column `backward's node` shows the time of a direct call of the backward node, without autograd's engine.
+thread. `backward, of 16` shows the time of the backward of 16 chained calls, divided by 16. This is the time that one
+more layer of a model adds. The column `backward's node` shows the time of a direct call of the backward node, without
+autograd's engine.
 
 A sample is the mean of --calls calls without a GPU sync. Each of --rounds rounds takes one sample for every cell of the
 table, in random order. After the last call of a sample has returned, the GPU may need extra time to finish its work.

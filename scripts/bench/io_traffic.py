@@ -17,7 +17,7 @@ Q. In the backward, a causal mask adds three transfers: reading dS, reading one 
 In flash attention, each query tile reads its own rows once, and reads all keys and values that its queries see. By
 theorem 2 of arXiv:2205.14135, flash attention moves O(`N**2 * d**2 / M`) elements, where M is the number of elements
 that fast memory holds. The formulas for flash attention count all bytes that the multiprocessors load, although most of
-them come from the L2 cache. The column `least` shows the traffic if each tensor moves only once.
+them come from the L2 cache. The column `least` shows the traffic of a kernel that moves each tensor only once.
 """
 
 import argparse

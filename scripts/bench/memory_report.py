@@ -30,10 +30,10 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
 
 
 def slowdown(row: Row, lever: Lever, rows: Sequence[Row]) -> float | None:
-    """Returns how much slower a step with all levers of `row` is than a step with all of these levers except `lever`.
+    """Returns the fraction by which `lever` lengthens a step that also uses all other levers of `row`.
 
     For example, 0.1 means that a step takes 10% longer with `lever` than without. Returns None if `row` does not use
-    `lever` or has no step time. Also returns None if no row in `rows` has exactly the levers of `row` without `lever`.
+    `lever`, or if the step time with or without `lever` was not measured.
     """
     other = levers_of(row.combination).without(lever)
     without = next((r for r in rows if other and r.combination == other.name and r.seq_len == row.seq_len), None)

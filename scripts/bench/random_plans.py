@@ -1,9 +1,9 @@
 """Compares predicted and measured peaks of random configurations (python -m scripts.bench.random_plans).
 
-A configuration combines a model, memory levers, a precision, an optimizer and an adapter. The number of a
-configuration determines all of them. Each configuration runs two training steps of train.py's loop, as in
-scripts/bench/planner.py. Configurations that train.py refuses, or that would need too much memory, are skipped. Writes
-OUT.md and OUT.json.
+A configuration is a random combination of a model, memory levers, a precision, an optimizer and an adapter. The
+configuration's number is the seed of the random choices. Each configuration runs two training steps of train.py's loop,
+as in scripts/bench/planner.py. Configurations that train.py refuses, or that would need too much memory, are skipped.
+Writes OUT.md and OUT.json.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class Row:
     strategy: str
     gpus: int
     outcome: str = "ok"  # "ok" or "failed: REASON"
-    gpu: int | None = None  # the index of the GPU, for a run on one GPU
+    gpu: int | None = None  # the GPU's index in a run on one GPU, else None
     tokens_per_s: float | None = None  # of all GPUs together
     tokens_per_s_min: float | None = None  # tokens/s of the slowest log entry
     tokens_per_s_max: float | None = None

@@ -246,9 +246,10 @@ def check(candidate: Candidate, device: str = "cuda") -> str:
     """Compiles a candidate into Triton's cache and checks its outputs. Returns an error message, or an empty string.
 
     An error is the difference of an output element from its value in fp64. The root mean square of the candidate's
-    errors may be twice that of torch, plus rounding. A candidate is accepted if its largest error is at most four times
-    torch's largest error, plus rounding. The factor is needed because a largest error depends on chance. For example,
-    on an AMD CPU, the largest error of a correct dq in fp32 was up to 2.9 times the largest error of torch.
+    errors must be at most twice that of torch's errors, plus rounding. The candidate's largest error must be at most
+    four times torch's largest error, plus rounding. The factor of four is needed because a largest error depends on
+    chance. For example, on an AMD CPU, the largest error of a correct dq in fp32 was up to 2.9 times the largest error
+    of torch.
     """
     tensors = inputs(candidate, CHECKED_TOKENS, 2, device)
     found = launcher(candidate, *tensors)()
