@@ -10,8 +10,8 @@ import triton.language as tl
 Arch = Literal["interpreter", "sm80", "sm90", "sm100", "unknown"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) is exp2(x * LOG2_E)
-# Each GPU uses the tile sizes of one architecture. Consumer Blackwell (12.x) uses the same tile sizes as sm_89, because
-# it has the instructions and the shared memory of sm_89. These tile sizes are those of sm80.
+# Each GPU uses the tile sizes of one architecture. sm_89 uses the tile sizes of sm80, and so does consumer Blackwell
+# (12.x), which has the instructions and the shared memory of sm_89.
 _ARCHITECTURES: dict[tuple[int, int], Arch] = {
     (8, 0): "sm80",
     (8, 6): "sm80",

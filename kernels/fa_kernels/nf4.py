@@ -43,12 +43,13 @@ def dequantize(
 ) -> Tensor:
     """Returns the elements of an NF4 weight on a GPU, (2 * n_bytes,) in `dtype`.
 
-    The elements are computed in the dtype of `table` and then converted to `dtype`. They equal those of torchao bit for
+    The elements are computed in the dtype of `table` and then converted to `dtype`. The results equal torchao's bit for
     bit.
     Shapes: codes (n_bytes,) uint8, two codes per byte; scalers (n_scales,) int8; factors (n_factors,); mean (); table
     (16,). n_scales divides n_bytes, and n_factors divides n_scales. factors, mean and table have the same dtype: fp32,
     fp16 or bf16.
-    Raises: ValueError if a length does not divide the one before, or the table does not have 16 values.
+    Raises: ValueError if n_scales does not divide n_bytes, n_factors does not divide n_scales, or the table does not
+    have 16 values.
     """
     n_bytes, n_scales, n_factors = codes.numel(), scalers.numel(), factors.numel()
     if not (n_scales and n_factors) or n_bytes % n_scales or n_scales % n_factors or table.shape != (16,):

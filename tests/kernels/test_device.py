@@ -1,4 +1,4 @@
-"""The kernels that are not attention run on the GPU of their inputs, also if another GPU is the current one."""
+"""Kernels other than attention run on the GPU of their inputs, even if another GPU is the current one."""
 
 import pytest
 import torch

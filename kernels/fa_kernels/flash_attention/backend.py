@@ -144,8 +144,8 @@ def prepare_backward(
     """Computes what a backward pass can compute before the elements of k and v are known.
 
     `prepare_backward`, `gradients_of_keys` and `gradient_of_queries`, called in this order, are equal to one call of
-    `backward`. Other work, such as an exchange with other GPUs, can start between the three calls. The arguments are
-    those of `backward`, but no tensor has a batch dimension.
+    `backward`. With separate calls, other work can start in between, such as an exchange with other GPUs. The arguments
+    are those of `backward`, but no tensor has a batch dimension.
     Returns the tensors to pass as `prepared` to `gradients_of_keys` and `gradient_of_queries`. `gradients_of_keys` may
     change these tensors.
     If there are sinks, the last tensor is delta (delta.py).
@@ -225,8 +225,8 @@ def backward_workspace(head_dim: int, dtype: torch.dtype, softcap: float, arch: 
 def in_order(x: Tensor) -> Tensor:
     """Returns x, or a contiguous copy if kernels cannot read x in place.
 
-    The last dimension of the result has stride 1. The stride between neighbouring tokens is the same within a sequence
-    and between sequences, so `packed` can flatten the result without a copy.
+    The last dimension of the result has stride 1. All neighbouring tokens are the same distance apart in memory, even
+    across sequences, so `packed` can flatten the result without a copy.
     Shapes: (tokens, heads, head_dim) or (batch, seqlen, heads, head_dim).
     """
     if x.stride(-1) == 1 and (x.dim() == 3 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
@@ -244,9 +244,9 @@ def _common_key(
 ) -> tuple[Hashable, ...]:
     """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
 
-    The recording key contains all values that determine the kernel launches and the checks of checks.py. The tensors
-    of a schedule are always int32, contiguous and on one device, so the recording key holds only the device and the
-    numbers of tokens and tiles of a schedule. The recording key does not hold the strides of contiguous tensors,
+    The recording key contains all values that determine the kernel launches and the checks of checks.py. The tensors of
+    a schedule are always int32, contiguous and on one device. For these tensors, the recording key therefore holds only
+    the device and the numbers of tokens and tiles. The recording key does not hold the strides of contiguous tensors,
     because these strides follow from the shape or do not matter.
     """
     return (

@@ -10,13 +10,13 @@ from fa_kernels.device import interpreted
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
-# Kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. For small x, the
-# relative error is large.
+# In fp16 and fp32, kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. The relative error
+# of this formula is large for small x.
 MAX_SOFTCAP = 1000.0
 
 
 def require_backend(device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Raises ValueError unless flash attention can run on `device`, and in `dtype` unless dtype is None."""
+    """Raises ValueError unless flash attention can run on `device`, and in `dtype` if one is given."""
     if device.type != "cuda" and not interpreted():
         raise ValueError(
             f"attention=flash needs a CUDA GPU; this run is on {device.type}. "
@@ -68,7 +68,7 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 
 def require_schedule_of(q: Tensor, k: Tensor, key_start: Tensor, query_start: Tensor, *, gradients: bool) -> None:
-    """Raises ValueError unless a schedule is for as many queries and keys as q and k have.
+    """Raises ValueError unless a schedule fits the numbers of queries and keys in q and k.
 
     key_start, query_start: tensors of the schedule. query_start may be empty unless `gradients` is True.
     Shapes: as in require_consistent.
@@ -109,7 +109,7 @@ def softcap_of(softcap: float) -> float:
     Raises: ValueError if the soft cap is above MAX_SOFTCAP, infinite or NaN, or requires a gradient.
     """
     require_constant("softcap", softcap)
-    # Comparisons also work if softcap is symbolic in compiled code, but torch cannot trace math.isfinite.
+    # In compiled code, softcap can be symbolic. Comparisons then work, but torch cannot trace math.isfinite.
     if not -math.inf < softcap <= MAX_SOFTCAP:
         raise ValueError(
             f"softcap must be finite and at most {MAX_SOFTCAP:g}, and 0 means no soft cap; got {float(softcap)}"

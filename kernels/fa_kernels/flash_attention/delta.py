@@ -70,6 +70,6 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
     Shapes: sinks (n_heads,), lse and delta (n_heads, total) -> (n_heads,).
     """
-    # If a query sees no key and the sink is -inf, lse is also -inf. With a finite lse, the probability is 0, not NaN.
+    # If a query sees no key and the sink is -inf, lse is also -inf. The clamp makes the probability 0 instead of NaN.
     lse = lse.clamp(min=torch.finfo(lse.dtype).min)
     return -(torch.exp(sinks[:, None] - lse) * delta).sum(dim=1)

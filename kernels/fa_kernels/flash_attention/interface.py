@@ -178,11 +178,11 @@ def flash_attn_varlen_func(
 
     Raises:
         ValueError: for the same reasons as in flash_attn_func, or if a value in cu_seqlens or block_table is wrong.
-            Values in cu_seqlens and block_table are checked only if they are on the CPU, or if FLASH_ATTENTION_DEBUG=1
-            allows the host to wait for the GPU. Compiled code never checks values. cu_seqlens must start at 0, must not
-            decrease and must not end after the last row. A document may have at most max_seqlen_q queries and
-            max_seqlen_k keys. Every page of a document must exist. Wrong values that are not checked give wrong
-            results, but no access out of bounds.
+            Values in cu_seqlens and block_table are checked if they are on the CPU. Values on a GPU are checked only
+            with FLASH_ATTENTION_DEBUG=1, because this check makes the host wait for the GPU. Compiled code never checks
+            values. cu_seqlens must start at 0, must not decrease and must not end after the last row. A document may
+            have at most max_seqlen_q queries and max_seqlen_k keys. Every page of a document must exist. Wrong values
+            that are not checked give wrong results, but no access out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -394,7 +394,7 @@ def _seqlen_that_decides(max_seqlen: int) -> int | None:
 
     A long document causes most of the batch's work, so the kernels are chosen for the length of the long document.
     """
-    # If max_seqlen is a tensor, its value is ignored, because the host would have to wait for the GPU to read it.
+    # A tensor max_seqlen is ignored, because reading its value could make the host wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 

@@ -59,8 +59,8 @@ def flash_attn_with_kvcache(
         v_cache: like k_cache, but its head_dim may differ.
         k: (batch, seqlen_new, n_kv_heads, head_dim), or None to append nothing.
         v: like k, but with the head_dim of v_cache.
-        rotary_cos: (positions, rotary_dim / 2). The number of positions must be at least the number of tokens that the
-            cache can hold for each sequence. rotary_dim must be a multiple of 16.
+        rotary_cos: (positions, rotary_dim / 2). `positions` must be at least the number of tokens that the cache can
+            hold for each sequence. rotary_dim must be a multiple of 16.
         rotary_sin: like rotary_cos.
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
             length of the cache.
@@ -85,9 +85,9 @@ def flash_attn_with_kvcache(
         o (batch, seqlen_q, n_heads, v_cache's head_dim) in q's dtype; lse (batch, n_heads, seqlen_q) float32 in nats.
 
     Raises:
-        ValueError: if an argument has a wrong shape, dtype, device or value. k needs cache_seqlens, rotary_cos needs k,
-            and block_table and cache_batch_idx must not be combined. Values of cache_seqlens, cache_batch_idx and
-            block_table are checked only on the CPU. On a GPU, wrong values in cache_seqlens, cache_batch_idx and
+        ValueError: if an argument has a wrong shape, dtype, device or value. k requires cache_seqlens, and rotary_cos
+            requires k. block_table and cache_batch_idx must not be combined. Values of cache_seqlens, cache_batch_idx
+            and block_table are checked only on the CPU. On a GPU, wrong values in cache_seqlens, cache_batch_idx and
             block_table are not detected, but never cause an access outside of the cache.
 
     Source: Flash-Decoding, pytorch.org/blog/flash-decoding; FlashAttention-2, arXiv:2307.08691.

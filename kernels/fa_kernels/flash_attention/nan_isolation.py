@@ -23,8 +23,8 @@ def isolate_nan(x):
     The vector has one element per row of x: NaN if the row contains inf or NaN, and 0 otherwise.
 
     In the forward pass, x is a block of V, and the next matmul computes P V. P is 0 where a query does not see a key.
-    Because 0 * NaN is NaN, NaN would reach other documents without `isolate_nan`. The caller can add the returned
-    vector to each query's row of P, but only at the keys that the query sees. With the vector added to P, a query's
+    Because 0 * NaN is NaN, NaN would reach other documents without `isolate_nan`. In each query's row of P, the caller
+    can add the elements of the vector that belong to keys that the query sees. With the vector added to P, a query's
     output o is NaN if the query sees a key whose row of V contains inf or NaN. `isolate_nan` doubles the instructions
     of a masked loop, so kernels for one document are compiled without `isolate_nan`.
     """

@@ -227,8 +227,8 @@ class _Attention(torch.autograd.Function):
         o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, is_observed)
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # The schedule is not passed to save_for_backward, because hooks may offload tensors that are saved with
-        # save_for_backward, and all layers share the schedule.
+        # All layers share the schedule, so it is not passed to save_for_backward: hooks may offload the tensors that
+        # save_for_backward receives.
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
         return (o, lse) if wants_lse else o

@@ -80,9 +80,9 @@ def build_schedule(
 ) -> Schedule:
     """Returns the schedule of packed queries and keys. The GPU computes the schedule, and the host does not wait.
 
-    The last query of a document is aligned with the document's last key, the query before the last query with the key
-    before the last key, and so on (flash-attn's bottom-right alignment). Tokens after the last document see no token,
-    and no token sees them.
+    In each document, the last query is aligned with the last key, the second-to-last query with the second-to-last key,
+    and so on (flash-attn's bottom-right alignment). Tokens after the last document see no token, and no token sees
+    them.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, both with the same number of documents.

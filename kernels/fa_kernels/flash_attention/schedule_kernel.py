@@ -1,8 +1,8 @@
 """Computes all tensors of a schedule (schedule.py) in one kernel launch.
 
-With torch, computing a schedule would need more than thirty operators. To launch thirty operators, the host needs more
-time than the GPU needs for attention over short documents. Each program of the kernel computes either the ranges of
-some tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
+With torch, computing a schedule would need more than thirty operators. For short documents, launching thirty operators
+takes the host longer than attention takes the GPU. Each program of the kernel computes either the ranges of some
+tokens, or the positions of some tiles in query_tiles, wide_query_tiles or key_tiles. A binary search in cu_seqlens
 finds the document of a token. To find the position of a tile without sorting, a program counts the tiles that come
 before this tile. Each program finds the documents of all tiles itself, so programs do not communicate.
 
@@ -37,9 +37,9 @@ class _Side:
 
     The range of a query contains the keys that the query sees. The range of a key contains the queries that see the
     key. A query sees `left` keys before its aligned key, and `right` keys after its aligned key. If a kernel computes
-    the range of each query, `before` is therefore `left`, and `after` is `right`. The `right` queries before a key's
-    aligned query see the key, and so do the `left` queries after its aligned query. If a kernel computes the range of
-    each key, `before` is therefore `right`, and `after` is `left`.
+    the range of each query, `before` is therefore `left`, and `after` is `right`. A key is seen by the `right` queries
+    before its aligned query, and by the `left` queries after its aligned query. If a kernel computes the range of each
+    key, `before` is therefore `right`, and `after` is `left`.
     """
 
     own_ptr: tl.tensor  # cu_seqlens of the tokens whose ranges are computed, for example of the queries
@@ -169,8 +169,8 @@ def _schedule_kernel(
     query_start_ptr = wide_query_tiles_ptr + _aligned(tl.cdiv(total_q, WIDE_TILE), ALIGNMENT)
     query_end_ptr = query_start_ptr + _aligned(total_k, ALIGNMENT)
     key_tiles_ptr = query_end_ptr + _aligned(total_k, ALIGNMENT)
-    # Programs that compute the same tensors have consecutive ids. For example, after_wide is the first id after the
-    # programs that compute wide_query_tiles.
+    # Programs that compute the same tensors have consecutive ids. For example, after_wide is the id of the first
+    # program after those that compute wide_query_tiles.
     after_tiles = tl.cdiv(tl.cdiv(total_q, WORK_TILE), TILES)
     after_wide = after_tiles + tl.cdiv(tl.cdiv(total_q, WIDE_TILE), TILES)
     after_queries = after_wide + tl.cdiv(total_q, TOKENS)

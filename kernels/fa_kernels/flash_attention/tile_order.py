@@ -62,9 +62,9 @@ def heads_per_section(k: Tensor, v: Tensor, n_heads: int) -> int:
 def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int, fewest: int = 1) -> int:
     """Returns the number of KV heads in a section. If possible, Q, dO and dQ of a section fit in L2.
 
-    A section (a group of heads that are processed together) has at least `fewest` KV heads, and at least about two
-    tiles per program, unless q has too few heads. If the last section of heads had fewer than two tiles per program,
-    the section's longest tiles would start late, and most multiprocessors would be idle while these tiles run.
+    A section is a group of heads that are processed together. A section has at least `fewest` KV heads, and at least
+    about two tiles per program, unless there are too few KV heads. If the last section had fewer than two tiles per
+    program, its longest tiles would start late. Most multiprocessors would then be idle while these tiles run.
     `programs` is the number of programs that run at the same time. n_tiles is the number of tiles per KV head.
     """
     total, n_heads, head_dim = q.shape
@@ -82,10 +82,10 @@ def fewest_kv_heads(total_k: int, total_q: int, crosses_documents: bool) -> int:
     Callers pass the result to kv_heads_per_section as the argument `fewest`.
 
     With one KV head at a time, all running tiles of a document compete for the same rows of dQ. Packed documents are
-    faster with sections of at least two KV heads (scripts/results/key_order_h100_202611.md). For the part of a long
-    document that one GPU has in context parallelism, processing two KV heads at a time was up to 25% slower than
-    processing one KV head at a time (scripts/results/context_shares_h100_202611.md). A likely reason is that most tiles
-    of keys use the same queries, and that Q, dO and dQ of two KV heads do not fit in L2.
+    faster with sections of at least two KV heads (scripts/results/key_order_h100_202611.md). In context parallelism,
+    each GPU processes a part of a long document. For such a part, sections of two KV heads were up to 25% slower than
+    sections of one KV head (scripts/results/context_shares_h100_202611.md). A likely reason is that most tiles of keys
+    use the same queries, and that Q, dO and dQ of two KV heads do not fit in L2.
     """
     is_part_of_document = 2 * total_k >= 3 * total_q
     return 2 if crosses_documents and not is_part_of_document else 1

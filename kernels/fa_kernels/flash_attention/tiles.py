@@ -134,8 +134,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 
     The pass for dK and the pass for dV both compute the scores, so the two passes together need five matmuls. One pass
     for dK and dV (dkdv) needs only four matmuls. The pass for dK and the pass for dV each have half as many
-    accumulators as one pass for dK and dV. The tiles of these two passes can therefore be twice as long, and two
-    warpgroups can divide the rows of the scores.
+    accumulators as one pass for dK and dV. With fewer accumulators, tiles can be twice as long, and two warpgroups can
+    divide the rows of the scores.
     """
     if itemsize > 2 and arch != "interpreter":
         return ("dkdv",)
@@ -333,5 +333,5 @@ def precision_of(x: Tensor) -> str:
 
 @cache  # called at every launch
 def _has_tf32(device: torch.device) -> bool:
-    """Returns whether a CUDA device's tensor cores support TF32, which Ampere and newer GPUs do."""
+    """Returns whether a CUDA device's tensor cores support TF32, as on Ampere and newer GPUs."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -456,7 +456,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         The function looks for `address` only in the first row of each tensor, because the address ranges of whole
         tensors can overlap. For example, q, k and v can be views of one projection. If several tensors start at the
         same address, `same` records that their addresses must also be equal in repeated calls.
-        Raises: _Unclear if no tensor's first row contains `address`, or two tensors have it at different offsets.
+        Raises: _Unclear if no tensor's first row contains `address`, or two first rows contain it at different offsets.
         """
         found = []
         for i, x in enumerate(self.tensors):

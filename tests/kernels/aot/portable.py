@@ -199,7 +199,7 @@ def resources(log):
 def idle_barriers(ttgir):
     """Returns the mbarriers that a Gluon kernel allocates but passes to no warp group.
 
-    If an mbarrier is passed to no warp group, ptxas can use its shared memory for other data.
+    If an mbarrier is passed to no warp group, Triton can give the mbarrier's memory to another buffer.
     """
     barriers = re.findall(r"(%\S+) = ttg\.local_alloc\b.*-> !ttg\.memdesc<\S*xi64,", ttgir)
     assert barriers, "the pattern finds no barrier"

@@ -81,7 +81,7 @@ def environment() -> dict[str, str]:
 
 
 def read(file: Path) -> dict[str, Any] | None:
-    """Returns the report in a file, or None if the file is missing or its key is not the present `key()`."""
+    """Returns the report in a file, or None if the file is missing or was written with another `key()`."""
     if not file.exists():
         return None
     kept = json.loads(file.read_text())

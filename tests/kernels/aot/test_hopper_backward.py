@@ -86,7 +86,7 @@ def test_prepared_rows_delta_and_sums_are_exact(device, total, head_dim, with_dl
     tables = CONFIGS, CAPPED_CONFIGS
     of_one = [config.block_m for table in tables for config in table.values()]
     longest = max(wide.BLOCK, keys.BLOCK_M, *of_one)
-    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires rows of a multiple of four elements
+    assert rows.shape[:2] == (2, 3) and rows.shape[2] % 4 == 0  # TMA requires a multiple of four elements per row
     assert rows.shape[2] >= total - 1 + longest, "the last block of queries reads the next head's lse and delta"
     log2_lse = lse * 1.4426950408889634
     log2_lse[1, 5] = float("inf")  # if a row sees no key, `prepare` writes inf, because 2^(score - inf) is 0

@@ -3,7 +3,8 @@
 The algorithm is that of arXiv:2307.08691 (algorithm 2), but a separate kernel computes dQ. Both kernels compute S and
 dP. Together, the two kernels need seven matmuls, while one fused kernel would need five. Exactly one program computes
 each output, so the kernels need no atomics, and gradients are bitwise repeatable. If dK and dV of a tile do not fit in
-the registers together, the first kernel runs twice, once for dK and once for dV, which makes eight matmuls in total.
+the registers together, the first kernel runs twice, once for dK and once for dV. The backward pass then needs eight
+matmuls.
 """
 
 from typing import Any
@@ -335,7 +336,7 @@ def attention_backward(
 def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
 ) -> tuple[Tensor, Tensor]:
-    """Returns dk and dv, as attention_backward does."""
+    """Computes dk and dv like `attention_backward`, but not dq."""
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     (n_heads, head_dim), (n_kv_heads, v_head_dim) = q.shape[1:], v.shape[1:]
     section = heads_per_section(k, v, n_heads)
@@ -359,7 +360,7 @@ def gradients_of_keys(
 def gradient_of_queries(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, features: Features
 ) -> Tensor:
-    """Returns dq, as attention_backward does."""
+    """Computes dq like `attention_backward`, but not dk and dv."""
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     n_heads, head_dim = q.shape[1:]
     tiles = launch_tiles(q.device, head_dim, v.shape[2], "dq", q.element_size())

@@ -28,7 +28,7 @@ def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.constexpr, A_WIDTH: tl.constexpr,
               B_COLUMNS: tl.constexpr, B_WIDTH: tl.constexpr, ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads the same rows of two tensors, like `load_columns`: block 0 of both tensors, then block 1 of both."""
+    """Loads the same rows of two tensors (see `load_columns`): block 0 of both tensors, then block 1 of both."""
     a = ()
     b = ()
     for i in tl.static_range(2):

@@ -1,7 +1,7 @@
 """Compares the portable Triton kernels with a reference in fp64, in the interpreter or compiled on a GPU.
 
-By default, the interpreter skips half of the cases of packed documents, and some cases of features in full attention.
-With DOCUMENT_CASES=all, the interpreter runs all cases.
+By default, the interpreter skips half of the cases of packed documents. It also skips some cases that combine a feature
+with full attention. With DOCUMENT_CASES=all, the interpreter runs all cases.
 """
 
 import math

@@ -10,7 +10,7 @@ dK and dV. The kernel in queries.py computes dQ. The two kernels are always dete
 computes each output.
 
 NaN isolation: if a call may have several documents, the kernels mark the output rows that contain NaN (nan_marks.py).
-After the backward, portable kernels recompute the tiles whose rows are marked because of NaN (portable/repair.py).
+The portable kernels then recompute the tiles that contain marked rows (portable/repair.py).
 """
 
 from collections.abc import Sequence
@@ -88,9 +88,9 @@ def gradients_of_keys(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tensors: Sequence[Tensor], schedule: Schedule,
     features: Features, deterministic: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns dk and dv, as attention_backward does.
+    """Computes dk and dv like `attention_backward`, but not dq.
 
-    tensors: the result of Prepared.tensors. `gradients_of_keys` adds to one of these tensors.
+    tensors: the result of Prepared.tensors. `gradients_of_keys` changes dq_sum and semaphores, if they exist.
     """
     prepared, do = Prepared.of(tensors, _needs(q, schedule, features, deterministic)), _readable(do, q.dtype)
     dk, dv, marks = _gradients_of_keys(do, q, k, v, prepared, schedule, features)
@@ -104,7 +104,7 @@ def gradient_of_queries(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, tensors: Sequence[Tensor], schedule: Schedule,
     features: Features, deterministic: bool,
 ) -> Tensor:  # fmt: skip
-    """Returns dq, as attention_backward does.
+    """Computes dq like `attention_backward`, but not dk and dv.
 
     tensors: the result of Prepared.tensors, after `gradients_of_keys` has used it.
     """

@@ -77,7 +77,7 @@ class Prepared(NamedTuple):
     """The tensors that `prepare` creates for the backward kernels. A tensor that the call does not need is None.
 
     In `rows`, each head has padding after its total_q values. Without padding, the last block of a head would also read
-    lse and delta of the next head, and a NaN in delta of the next head would reach dK, because 0 * NaN is NaN.
+    lse and delta of the next head. A NaN in delta of the next head would then reach dK, because 0 * NaN is NaN.
     """
 
     rows: Tensor  # (2, n_heads, padded) fp32: lse in log2 units (+inf for rows that see no key), then delta

@@ -17,9 +17,9 @@ finished. The first unfinished step never waits for another unfinished step, so 
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused, so a thread needs 26 registers in addition to its accumulators. At
-head_dim 128, the accumulators dK, dV, S and dP together take 192 registers, so a thread of a consumer would need 218.
-If accumulators do not fit, ptxas serialises all matmuls (warning C7512). To save registers, the matmul dP starts only
-after S has become P. A dQ tile takes 32 registers, so a thread of the dQ warpgroup needs at least 58.
+head_dim 128, the accumulators dK, dV, S and dP together take 192 registers, so a thread of a consumer would need 218
+registers. If accumulators do not fit, ptxas serialises all matmuls (warning C7512). To save registers, the matmul dP
+starts only after P has replaced S. A dQ tile takes 32 registers, so a thread of the dQ warpgroup needs at least 58.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """
@@ -139,7 +139,7 @@ def _bwd_kernel(
     delta_start = n_kv_heads * GROUP * padded_q
     inputs = Inputs(descs, stride_qh, stride_kh, stride_vh, stride_doh, padded_q)
     k_bufs, kv_full = buffers.k, barriers.kv_full
-    # Each branch lists all roles, because no Triton variable can hold a list of both functions and constants.
+    # Both branches list all roles, because a Triton variable cannot hold a list that mixes functions and constants.
     if semaphore_ptr is None:
         gl.warp_specialize([
             (consume, (0, dk_descs, work, order, queue, CONFIG, HAS_SOFTCAP, GROUP, ALIGNMENT, False)),

@@ -39,8 +39,8 @@ CONFIGS = {
     (128, torch.bfloat16): _HALVES_128._replace(delta_early=True, each_hands_over=True),
     (128, torch.float16): FusedConfig(64, 2, 2),
 }
-# Configurations for calls with a soft cap. The derivative of the soft cap needs registers. For lack of registers, fp16
-# at head_dim 128 has no configuration, and the configurations at head_dim 96 do not use `ahead`.
+# Configurations for calls with a soft cap. The derivative of the soft cap takes registers, so fp16 has no configuration
+# at head_dim 128, and bf16 does not use `ahead` at head_dim 96.
 _CAPPED_96 = FusedConfig(64, 3, 3)
 CAPPED_CONFIGS = {
     (64, torch.bfloat16): FusedConfig(64, 4, 4, halves=True, ahead=True, after_dp=True, lse_early=False),
@@ -71,7 +71,7 @@ def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
     """Returns `config` with the changes for `ordered` and `late_lse`.
 
     With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, tiles of keys add to dQ in a fixed
-    order, so each program has only one work item, and there is no queue. With a queue, a running program could wait
+    order. There is then no queue, and each program has only one work item. With a queue, a running program could wait
     forever for a program that has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -392,7 +392,7 @@ def _consume_item(
 def _sums_of(gradients):
     """Computes the elementwise sum dK + dV for each column block, and returns a tuple of these sums.
 
-    The sums are used only to find NaN, because a sum is NaN where dK or dV is NaN.
+    The sums are used only to find NaN: a sum is NaN if dK or dV is NaN.
     """
     sums = ()
     for i in gl.static_range(len(gradients) - 1, -1, -1):

@@ -148,9 +148,9 @@ def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.c
 def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.constexpr = False):
     """Returns the first query and the head of the next step.
 
-    By default, the next step is the next block of queries of the same head, or, after the last block, the first block
-    of the next head. With `BACKWARDS`, the next step is the same block of the next head, or, after the last head, the
-    preceding block of queries of the first head.
+    By default, the next step is the next block of queries of the same head. The last block of a head is followed by the
+    first block of the next head. With `BACKWARDS`, the next step is the same block of the next head. The last head is
+    followed by the first head and the preceding block.
     """
     if BACKWARDS:
         if GROUP > 1:

@@ -43,7 +43,8 @@ class OrderBarriers:
     due: one mbarrier for each place in the ring of dS. `due` signals that a step is allowed to add its part to dQ.
     added: `_PLACES` mbarriers. `added` signals that TMA has added a step's dQ to the sum in global memory.
     noted: `_PLACES` mbarriers. With `noted`, the warp that runs `raise_semaphores` confirms that it has received the
-        signal `added` of a step. After this confirmation, a later step is allowed to signal with the same mbarrier.
+        signal `added` of a step. An mbarrier of `added` is used again only after `noted` has confirmed its previous
+        signal.
     """
 
     due: gl.shared_memory_descriptor  # [DS_STAGES]
@@ -70,7 +71,7 @@ def wait_for_order(
     dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp, which signals `due` for each step. The signal allows the program to add the step's part to dQ.
+    """Runs one warp, which signals `due` for each step. `due` allows the program to add the step's part to dQ.
 
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp also waits until the previous tile's part is in memory.
@@ -149,8 +150,8 @@ def _wait_for(semaphore, number):
 def _raise(semaphore, number):
     """Raises a semaphore to `number`. One warp calls this function.
 
-    Writes that are visible to this warp before it calls `_raise` are visible to another program as soon as the other
-    program's call `_wait_for(semaphore, number)` has returned.
+    When the call `_wait_for(semaphore, number)` of another program returns, that program sees all writes that this warp
+    saw before `_raise`.
     """
     asm: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 x; elect.sync x|p, -1; @p red.release.gpu.global.max.s32 [$1], $2; mov.b32 $0, 0; }"

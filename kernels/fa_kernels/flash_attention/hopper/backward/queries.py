@@ -6,9 +6,9 @@ dS K to dQ. The matmul dS K reads dS from registers. Exactly one program writes 
 bits. The kernel of keys.py or wide.py computes dK and dV before the kernel for dQ runs. Both the kernel for dQ and the
 kernel for dK and dV compute the scores.
 
-For one block of scores, the table gives lower bounds on the time in cycles of a multiprocessor. The bounds are computed
-from the throughputs in wide.py. At head_dim 128, a block of scores has 128 queries and 128 keys. At head_dim 256, a
-block of scores has 128 queries and 64 keys. A soft cap doubles the time of the exponentials.
+The table gives lower bounds on the time for one block of scores, in cycles of one multiprocessor. The bounds are
+computed from the throughputs in wide.py. At head_dim 128, a block of scores has 128 queries and 128 keys. At head_dim
+256, a block of scores has 128 queries and 64 keys. A soft cap doubles the time of the exponentials.
 
 | head_dim | tensor cores | shared memory | exponentials |
 |:---------|-------------:|--------------:|-------------:|

@@ -15,9 +15,9 @@ needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 | dK and dV       | 2048         | 2176          | 64 KiB        |
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
-A fused kernel, with a third warpgroup for dQ, took longer than this kernel and the kernel for dQ take in total. For one
-block of 64 x 64 scores, the fused kernel needs at least 2560 cycles of the tensor cores and 2624 cycles of shared
-memory, and adds 64 KiB of fp32 values to dQ in L2.
+A fused kernel, with a third warpgroup for dQ, was slower than this kernel and the kernel for dQ together. For one block
+of 64 x 64 scores, the fused kernel needs at least 2560 cycles of the tensor cores and 2624 cycles of shared memory. It
+also adds 64 KiB of fp32 values to dQ in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -206,8 +206,8 @@ def _consume_dv(
         m, head = next_step(m, head, item, GROUP, BLOCK)
     if marks_ptr is not None:
         mark_rows(dv, item.first, item.kv_head, ranges.total, marks_ptr, 0, THREADS=256)
-    # dV can overwrite K in shared memory, because only this warpgroup reads K. Correct results do not need the call of
-    # `wait_full`, but all measured times of this kernel include the call.
+    # dV can overwrite K in shared memory, because only this warpgroup reads K. Results would also be correct without
+    # `wait_full`, but all measured times of this kernel include this call.
     final = item.n_steps - 1
     wait_full(p_ring.empty, final, pred=item.n_steps > 0)
     _store_halves(dv, None, k_buf, dv_desc, item)

@@ -279,7 +279,7 @@ def _visit_all(
 def consume(
     CONSUMER: gl.constexpr, work, CONFIG: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_SOFTCAP: gl.constexpr
 ):  # fmt: skip
-    """Runs a consumer warpgroup. In each item (a tile of queries of one head), it processes 64 of the queries."""
+    """Runs a consumer warpgroup, which processes 64 queries of each item (a tile of queries of one head)."""
     CONSUMERS: gl.constexpr = work.rings.q.buffers[0].shape[0]
     q = at(work.rings.q.buffers, CONSUMER)
     to_log2 = softmax.scale_to_log2(work.scale.softmax, HAS_SOFTCAP)

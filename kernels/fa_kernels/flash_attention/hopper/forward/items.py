@@ -50,7 +50,7 @@ class Visits:
 
     Blocks are counted backwards: block 0 holds the last keys of the item. Blocks `right` to `left - 1` need no mask,
     because every row of the consumer sees all keys of these blocks. If every block of the consumer needs a mask, `left`
-    is not greater than `right`.
+    is at most `right`.
     """
 
     begin: gl.tensor

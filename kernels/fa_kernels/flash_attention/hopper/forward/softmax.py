@@ -4,8 +4,8 @@ For each row, online softmax (arXiv:1805.02867) subtracts the row's largest scor
 therefore wait for the block's maximum. In this file, `row_max` is the value that softmax subtracts from the scores of a
 row. `row_max` may be less than the largest score of the row. Some exponentials are then larger than 1, and may
 overflow. Exponentials up to 2^15 are as accurate as exponentials up to 1, because fp32 and bf16 have the same relative
-precision at 2^15 as at 1. A row therefore keeps the `row_max` of its first block for later blocks, and does not wait
-for the maxima of later blocks. If a thread's sum of exponentials exceeds 2^15, the thread's warp increases `row_max` of
+precision at 2^15 as at 1. Later blocks of a row therefore use the `row_max` of the row's first block, and do not wait
+for their own maxima. If a partial sum of a thread's exponentials exceeds 2^15, the thread's warp increases `row_max` of
 the affected rows, and computes the exponentials of the block again. An exponential therefore never exceeds 2^15, which
 fp16 can represent. In bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
 
@@ -35,8 +35,8 @@ from fa_kernels.flash_attention.structure import structure
 # is exact for any scale c, and `fma(HIDDEN, c, -HIDDEN * c)` is 0.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
-_LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed sum of one thread's probabilities in one row and block
-_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, row_max ignores rises of at most this many log2 units
+_LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed partial sum of one thread's probabilities (`_under`)
+_LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, scores may exceed row_max by this many log2 units
 
 
 @structure
@@ -188,9 +188,8 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
     twice, once for each of the two columns. exponent_0 and exponent_1 are row_max of the thread's two rows, in log2
     units. Partial sum i adds the values i, i + 4, i + 8 and so on. Without `MAX_FIRST`, `_of_thread` calls `_under` a
     second time if a partial sum exceeds `_LARGEST_SUM`. For a row whose row_max does not change, the second call of
-    `_under` must return the same bits as the first call. `_under` therefore uses an explicit fma. Without the explicit
-    fma, the compiler would use an fma in the first call of `_under`, but would round the product `score * scale` in the
-    second call of `_under`.
+    `_under` must return the same bits as the first call. `_under` therefore uses an explicit fma. Without an explicit
+    fma, the compiler would use an fma only in the first call. In the second call, it would round `score * scale`.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)

@@ -2,8 +2,8 @@
 
 A kernel must use every mbarrier that it allocates. If a kernel initialises an mbarrier, but then never uses it, Triton
 can give the mbarrier's memory to another buffer. Without mbarrier.inval, PTX does not allow other uses of an mbarrier's
-memory. If the memory of an mbarrier was given to a buffer, and several processes take turns on the GPU, 8 bytes of the
-buffer can change to the old value of the mbarrier.
+memory. If a buffer gets the memory of an mbarrier, 8 bytes of the buffer can change to the old value of the mbarrier
+when the GPU switches between processes.
 """
 
 from triton._C.libtriton import ir

@@ -39,7 +39,7 @@ def new_buffer(desc, PLACES: gl.constexpr):
 
 @gluon.jit
 def new_buffers(descs, PLACES: gl.constexpr):
-    """Allocates a buffer for each column block, as `new_buffer` does."""
+    """Calls `new_buffer` for each column block, and returns a tuple of the buffers."""
     buffers = ()
     for i in gl.static_range(len(descs)):
         buffers += (new_buffer(descs[i], PLACES),)
@@ -110,7 +110,7 @@ def begin_scores(a, b, zeros):
 
 @gluon.jit
 def begin_scores_at(a, first, buffers, place, zeros):
-    """Starts the same matmuls as `begin_scores`. b is a tuple with buffer.index(place) for each of `buffers`.
+    """Starts the same matmuls as `begin_scores`. b is the tuple `at(buffers, place)`.
 
     `first` is the first tile of b. The addresses of the other tiles of b are computed between the matmuls, and the
     compiler keeps this order.

@@ -1,7 +1,7 @@
 """NaN marks: the Hopper kernels mark rows whose results contain NaN, and the portable kernels compute these rows again.
 
 A tile of the Hopper kernels may contain several documents. If a query does not see a key, P of the query and the key is
-0. But 0 * NaN is NaN, so NaN in one document reaches all rows of the tile. Isolation in each matmul would cost
+0. But 0 * NaN is NaN, so NaN in one document reaches all rows of the tile. Isolating NaN in each matmul would cost
 registers and time. The Hopper kernels therefore only mark rows whose results are NaN. portable/repair.py then computes
 the tiles of marked rows again.
 

@@ -1,19 +1,18 @@
 """Functions that depend on how the elements of an accumulator are distributed over the registers of threads.
 
 Each thread holds N / 2 elements of a warpgroup's accumulator [64, N], in groups of four elements. A group has two
-adjacent columns of two rows, i and i + 8. A thread holds elements of only two rows of the accumulator. The columns of
-the second group are eight columns to the right of those of the first group, and so on. `PER_ROW` is the layout of an
-accumulator [64, 8] that stores one value for each row. Each of the eight columns of a row holds the row's value, or the
-eight columns of a row add up to the row's value. Each thread holds four elements of an accumulator with the layout
-`PER_ROW`.
+adjacent columns of two rows, i and i + 8. A thread holds elements of only two rows of the accumulator. From one group
+to the next, the two columns move eight columns to the right. `PER_ROW` is the layout of an accumulator [64, 8] that
+stores one value for each row. Each of the eight columns of a row holds the row's value, or the eight columns of a row
+add up to the row's value. Each thread holds four elements of an accumulator with the layout `PER_ROW`.
 
 `in_order_of_threads` reorders an fp32 accumulator for stores to shared memory. In row order, a thread stores 8 bytes at
 a time, and pairs of threads hit the same banks of shared memory. In thread order, a thread stores 16 bytes at a time,
 and the stores need half as many cycles as in row order.
 
 `keep_columns` represents the visible columns of a row as bits of a register. ptxas turns tests of single bits into the
-instruction R2P, which moves seven bits to predicates at once. A version of `keep_columns` that compares each element's
-column with the first and the last visible column would need three times as many instructions.
+instruction R2P, which moves seven bits to predicates at once. Comparing each element's column with the first and the
+last visible column would need three times as many instructions.
 """
 
 from triton.experimental import gluon
@@ -36,7 +35,7 @@ def operand(n):
 
 
 class _OneTuple:
-    """Wraps a Triton code generator. `call_JitFunction` passes all `values` to `function` as one tuple.
+    """Wraps a Triton code generator, so that `call_JitFunction` passes all `values` to `function` as one tuple.
 
     `constants` are further arguments of `function`.
     """

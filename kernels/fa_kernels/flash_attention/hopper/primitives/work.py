@@ -30,7 +30,7 @@ class Ranges:
     """Pointers to the start and the end (exclusive) of the visible range of each of `total` tokens.
 
     The range of a query consists of the keys that the query sees. The range of a key consists of the queries that see
-    the key. The start and the end of a token's range are at least those of the previous token's range.
+    the key. The start and the end of a range never decrease from one token to the next.
     """
 
     start: gl.tensor

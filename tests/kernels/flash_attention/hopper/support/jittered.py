@@ -3,8 +3,8 @@
     python -m tests.kernels.flash_attention.hopper.support.jittered FILE    # writes FILE.
 
 Run the module in a new process, because a process reuses kernels that it has already compiled without the sleeps. At
-each synchronisation, one warp in 8 sleeps for up to 4 us. If a kernel lacks a synchronisation, the sleeps can change
-the order of its reads and writes, and with it the results.
+each synchronisation, one warp in 8 sleeps for up to 4 us. If a kernel lacks a synchronisation, the sleeps can reorder
+the kernel's reads and writes, and so change the results.
 """
 
 import sys
