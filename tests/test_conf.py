@@ -30,7 +30,7 @@ NEEDED = {
 
 
 TOGETHER = ("attention", "callbacks", "data", "logger", "memory", "scheduler", "trainer")
-ALONE = ("adapter", "optimizer", "strategy")  # each option has its own run, because some options exclude others
+ALONE = ("adapter", "optimizer", "strategy")  # tested alone, because some of these options exclude others
 
 
 def options():

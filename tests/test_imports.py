@@ -1,4 +1,4 @@
-"""`fa_kernels` can be imported from any folder, also next to Hugging Face's package named `kernels`."""
+"""Tests imports of `fa_kernels` from any folder, and together with Hugging Face's package named `kernels`."""
 
 import os
 import subprocess

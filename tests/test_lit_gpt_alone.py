@@ -91,7 +91,7 @@ def test_an_own_loss_overrides_loss_sum(tmp_path):
 
 
 def test_the_optimizer_keeps_no_scale_after_a_step(tmp_path):
-    """Otherwise, a later optimizer.step() would scale its gradients too."""
+    """If the optimizer kept grad_scale, a later optimizer.step() would scale its gradients too."""
     lit, trainer = LitGPT(**arguments(small())), trainer_in(tmp_path)
     trainer.fit(lit, loader(batches(1)))
     [optimizer] = trainer.optimizers
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_validated_without_training(trained, tmp_path):
 def test_a_checkpoint_is_loaded_without_a_trainer(trained, capsys):
     lit, path = trained
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1, norm_eps=1e-3)
-    other = {"optimizer": adamw_8bit}  # a run could not resume with it, but nothing loads the optimizer's state
+    other = {"optimizer": adamw_8bit}  # not the checkpoint's optimizer, but no optimizer state is loaded
     loaded = LitGPT.load_from_checkpoint(path, **arguments(model) | other)
     for name, weight in lit.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name

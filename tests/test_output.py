@@ -1,4 +1,4 @@
-"""Text is printed if the encoding of stdout lacks some of its characters."""
+"""Tests that text is printed even if stdout's encoding lacks some characters of the text."""
 
 import os
 import subprocess

@@ -172,7 +172,7 @@ def test_a_checkpoint_is_no_ckpt_before_it_is_whole(tmp_path, monkeypatch):
 
 
 def start_and_finish_ranks(folder, tmp_path, *overrides):
-    """Runs train.py with two ranks, forked from a server that has done the imports, which would take seconds."""
+    """Runs train.py with two ranks. A server that has done the imports forks both, because imports take seconds."""
     processes.start_server()  # start one server now, because otherwise each of the two threads would start a server
     arguments = [*overrides, "strategy=ddp", "trainer.devices=2", f"hydra.run.dir={folder}"]
     with ThreadPoolExecutor() as pool:

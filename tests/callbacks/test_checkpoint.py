@@ -13,8 +13,8 @@ from tests.support.training import column
 pytestmark = pytest.mark.slow
 BEST = ("callbacks.checkpoint.keep_best=true", "trainer.val_check_interval=1")
 
-# The tests use one micro-batch per step. With several micro-batches, the tests would not notice a checkpoint that is
-# written during the next step.
+# This override gives a step one micro-batch. With several micro-batches, a test would not notice if a step's checkpoint
+# were written during the next step.
 ONE_MICRO_BATCH = "data.micro_batch_size=4"
 
 

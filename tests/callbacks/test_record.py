@@ -78,7 +78,7 @@ def test_runs_in_one_folder_keep_the_metrics_of_earlier_runs(tmp_path, capsys):
 def test_a_traceback_is_shown_if_an_error_after_the_first_step_does_not_explain_itself(
     restored, trained, error, shown, capsys
 ):
-    """`trained` is None if the error comes after the checkpoint's step is restored, but before training starts."""
+    """If `trained` is None, the error comes before training starts. The checkpoint's step is already restored."""
     record, trainer = Record(), SimpleNamespace(global_step=0, is_global_zero=False, loggers=[])
     record.on_fit_start(trainer, None)
     trainer.global_step = restored

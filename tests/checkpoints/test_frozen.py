@@ -1,4 +1,4 @@
-"""Tests the checkpoints of models with frozen weights: only the base model of an adapter is left out."""
+"""Tests the checkpoints of models with frozen weights. Checkpoints leave out only the base model of an adapter."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def small() -> GPT:
 
 
 def saved(model: GPT) -> dict:
-    """Returns the checkpoint that LitGPT writes, as far as drop_base and restore_base use it."""
+    """Returns the parts of LitGPT's checkpoint that drop_base and restore_base use."""
     checkpoint = {"state_dict": {f"model.{name}": weight.clone() for name, weight in model.state_dict().items()}}
     drop_base(model, checkpoint, CPU)
     return checkpoint

@@ -1,4 +1,4 @@
-"""The metrics of a checkpoint belong to exactly its step."""
+"""Tests that all metrics of a checkpoint belong to the checkpoint's step."""
 
 import json
 from pathlib import Path

@@ -179,7 +179,7 @@ class Fails(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 3:
-            Path(trainer.default_root_dir, "result.json").mkdir()  # so the run cannot write the file result.json
+            Path(trainer.default_root_dir, "result.json").mkdir()  # keeps the run from writing this file
             raise RuntimeError("the first error")
 
 

@@ -52,7 +52,7 @@ def check_hopper(
     with (
         _backend("hopper"),
         patch.object(schedule, "length_class_of", lambda _: length_class),
-        patch.dict(schedule_cache._KEPT, clear=True),  # schedules of earlier cases can have another `length_class`
+        patch.dict(schedule_cache._KEPT, clear=True),  # forgets earlier schedules: their length_class can differ
     ):
         _check(dtype, (head_dim, head_dim), lengths, several, features, heads, options)
 
@@ -122,8 +122,8 @@ def _require_isolation(
 ) -> None:
     """Requires that NaN in the fourth document changes the results of other documents by no more than rounding errors.
 
-    Results of documents without NaN can change by rounding errors, because repair kernels sometimes recompute them, and
-    round differently from the forward and backward kernels.
+    Repair kernels sometimes recompute results of documents without NaN. The results then change by rounding errors,
+    because repair kernels round differently from the forward and backward kernels.
     """
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)

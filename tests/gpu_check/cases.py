@@ -44,9 +44,8 @@ def all_cases(device: torch.device) -> list[Case]:
 def portable_cases(device: torch.device) -> Iterator[Case]:
     """Yields cases that use each tile size of each pass, for each dtype and width.
 
-    The tile sizes that attention chooses on `device` are tested with one document and with several documents. Except in
-    fp8, the tile sizes that attention chooses on `device` are also tested with unaligned rows, which need different
-    load instructions.
+    The tile sizes that attention chooses on `device` are tested with one document, with several documents and, except
+    in fp8, with unaligned rows. Unaligned rows need different load instructions.
     """
     features, heads, either = cycle(FEATURES), cycle(HEADS), cycle((False, True))
     dtypes = (*DTYPES, FP8) if torch.cuda.get_device_capability(device) >= (8, 9) else DTYPES

@@ -79,7 +79,7 @@ def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
 
 
 def check_nf4(dtype: torch.dtype, n_scales: int, scales_per_factor: int) -> None:
-    """Checks each element against the format's definition in fp64. A scale stands for 64 elements."""
+    """Checks each element against the format's definition in fp64. Each scale applies to 64 elements."""
     codes = torch.randint(256, (32 * n_scales,), device=DEVICE).byte()
     scalers = torch.randint(-128, 128, (n_scales,), device=DEVICE).to(torch.int8)
     factors = (1000 + torch.rand(n_scales // scales_per_factor, device=DEVICE)).to(dtype)

@@ -47,10 +47,10 @@ def own_tiles(width: Width, itemsize: int, device: torch.device) -> Tiles:
 def other_tiles(width: Width, itemsize: int, device: torch.device) -> Iterator[Tiles]:
     """Yields a dictionary {pass: tile sizes} for each call to check.
 
-    Together, the calls use all tile sizes that `device` can run but that attention does not choose on `device`. `width`
-    holds the head_dim of q and k, and the head_dim of v. If one of these two head_dims fills only a part of a tile's
-    columns, the function yields nothing. For a partly filled tile, the kernel's code differs from the code for a full
-    tile only by a mask.
+    Together, the calls cover all tile sizes that `device` can run, except those that attention chooses on `device`.
+    `width` holds the head_dim of q and k, and the head_dim of v. If one of these two head_dims fills only a part of a
+    tile's columns, the function yields nothing. For a partly filled tile, the kernel's code differs from the code for a
+    full tile only by a mask.
     """
     if not _fills_its_parts(width, itemsize):
         return

@@ -64,7 +64,7 @@ def test_a_sub_model_that_supports_fa_train_can_use_it_alone():
     other[0, -1] = 64 - other[0, -1]
     with torch.no_grad():
         ours = model(ids).logits
-        torch.testing.assert_close(model(other).logits[:, :-1], ours[:, :-1])  # causal, as the mask says
+        torch.testing.assert_close(model(other).logits[:, :-1], ours[:, :-1])  # causal: earlier logits do not change
         model.set_attn_implementation("eager")
         torch.testing.assert_close(ours, model(ids).logits)
 

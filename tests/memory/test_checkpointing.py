@@ -158,7 +158,7 @@ def test_an_unknown_checkpointing_is_named():
 
 
 def test_full_checkpointing_has_a_policy_in_compiled_code(monkeypatch):
-    """Without a policy, torch 2.11 keeps the outputs of a compiled autograd.Function. Newer torch versions do not."""
+    """Without a policy, torch 2.11 (but no newer version) keeps the outputs of a compiled autograd.Function."""
     given = []
     monkeypatch.setattr(checkpointing, "recomputed", lambda block, x, contexts: given.append(contexts))
     run = checkpointing.block_runner("full")

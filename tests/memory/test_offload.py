@@ -108,7 +108,7 @@ def test_states_are_back_one_layer_ahead(device, monkeypatch):
 
     monkeypatch.setattr(offload._State, "get", watched)
     step(small_gpt(levers("full", offload=True), device, n_layers=4), stream(device))
-    # When the backward gets the input of a block, the copy of the previous block's input to the device starts.
+    # The copy of the previous block's input to the device starts when the backward gets the input of a block.
     assert present == [(True, False, True)] * 3 + [(True, True, True)]
 
 
@@ -208,7 +208,7 @@ def test_the_embedding_may_be_frozen(device):
 
 @pytest.mark.parametrize("tokens", [24, 32, 48, 64])  # weights have dimensions of 32 (dim), 48 (ffn_dim) and 64 (qkv)
 def test_weights_stay_on_the_device(tokens, device, monkeypatch):
-    """Weights are never offloaded, even if a dimension of a weight has as many elements as there are tokens."""
+    """Weights are never offloaded, even if a dimension of a weight equals the number of tokens."""
     sent, send = [], offload._State.send
 
     def watched(state, *args):

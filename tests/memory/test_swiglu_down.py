@@ -1,4 +1,4 @@
-"""In a compiled FFN, SwiGLU and the down projection form one operator with autograd's gradients and memory."""
+"""Tests the fusion of SwiGLU with the down projection in compiled FFNs, and compares it with plain autograd."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -100,7 +100,7 @@ def test_compiled_blocks_compute_the_same_in_one_graph(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("checkpointing", "again"), [("selective", set()), ("full", {(32, 64), (80, 32), (32, 160)})])
 def test_selective_checkpointing_keeps_the_scales_of_weights(checkpointing, again):
-    """Only with full checkpointing, the backward graph recomputes the scales of weights."""
+    """The backward graph recomputes the scales of weights only with full checkpointing."""
     largest: list[tuple[int, ...]] = []
 
     def record(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:

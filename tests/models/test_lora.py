@@ -147,7 +147,7 @@ def test_memory_levers_change_nothing_compiled(memory):
     [("none", False), ("selective", False), pytest.param("selective", True, marks=pytest.mark.slow)],
 )
 def test_each_chunk_is_computed_once_and_recomputed_once(checkpointing, compiled, monkeypatch):
-    """Compiled blocks must run the loop inside an operator too, because unrolled code needs more memory."""
+    """In compiled blocks too, the loop over chunks must be inside an operator. An unrolled loop needs more memory."""
     calls = []
     for name in ("apply_activation", "activation_backward"):
         function = getattr(tiled_adapters, name)

@@ -123,7 +123,7 @@ def assert_like_adamw(make: Callable[[nn.Module], Optimizer], model: nn.Module, 
 
 @pytest.fixture
 def without_compiler() -> Iterator[None]:
-    """Disables torch.compile, because torchao would take time to compile its update once for each shape."""
+    """Disables torch.compile. Otherwise, torchao would compile its update for each shape, which takes time."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -302,7 +302,7 @@ def test_a_small_second_moment_is_not_rounded_to_zero():
 
 @pytest.mark.usefixtures("without_compiler")
 def test_a_second_moment_in_bf16_decreases():
-    """If decreases by 0.5% were rounded to nearest, they would be lost, because bf16 has 8 bits."""
+    """Rounding to nearest would lose all decreases below 0.19%, because bf16 has 8 significant bits."""
     model = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
     optimizer = adamw_bf16(model, **SETTINGS | {"betas": (0.9, 0.995)})
     exact = 0.0

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers of users continue with the settings of the resumed run, not with the checkpoint's."""
+"""In a resumed run, an optimizer or scheduler that a user chose has the run's settings, not the checkpoint's."""
 
 import inspect
 import re
@@ -44,7 +44,7 @@ SCHEDULERS = {
 
 
 class SelfTuning(optim.SGD):
-    """Keeps a value that changes in each step in its groups, as Prodigy keeps d."""
+    """An optimizer whose param_groups hold a value that changes in each step, such as `d` in Prodigy."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr)
@@ -137,7 +137,7 @@ def test_a_setting_that_needs_more_state_is_refused(kind, name, value):
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_of_torch_follows_its_settings(name):
-    """A resumed run has the learning rates of a whole run with the same settings, whatever the checkpoint's were."""
+    """A resumed run has the same learning rates as a whole run with its settings. The checkpoint has other settings."""
     first, whole, resumed = (of(optim.SGD, lr=lr, momentum=0.9) for lr in (0.1, 0.2, 0.2))
     schedules = [SCHEDULERS[name](optimizer, n) for optimizer, n in ((first, 3), (whole, 5), (resumed, 5))]
     rates(first, schedules[0], STOPPED)

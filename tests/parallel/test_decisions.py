@@ -39,7 +39,7 @@ def test_processes_that_want_one_folder_get_different_ones(tmp_path):
 
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_a_folder_that_cannot_be_created_is_refused(kind, tmp_path):
-    """Without this check, fresh_folder would try new names forever if `runs` is a link to a folder that is missing."""
+    """If `runs` is a broken link, mkdir raises FileExistsError. fresh_folder must not try new names forever."""
     runs = tmp_path / "runs"
     runs.symlink_to(tmp_path / "missing" / "runs") if kind == "link" else runs.touch()
     with pytest.raises(ValueError, match=rf"must be in a folder that can be created; got {tmp_path}/runs/nano/now"):

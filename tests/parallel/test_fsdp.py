@@ -182,8 +182,8 @@ def spoil_one_rank(shared: Path) -> None:
 def agree(rank: int) -> None:
     """Calls Agreement.largest five times on each rank. Before each call, one of the two ranks sleeps.
 
-    In call 3, rank 1 passes 143, the exit code after SIGTERM. Agreement.largest must return the 143 of rank 1 on both
-    ranks in call 4 and in call 5, even if one rank is faster.
+    In call 3, rank 1 passes 143, the exit code after SIGTERM. Calls 4 and 5 must return 143 on both ranks, even if one
+    rank is faster.
     """
     agreement = Agreement()
     answers = []

@@ -73,8 +73,8 @@ def assert_ranks_are_compared(folder, printed) -> None:
         )
     }  # fmt: skip
     assert all(len(values) == 4 for values in measured.values())
-    # Other programs can delay rank 0 in some steps. At most one micro-batch is fetched before a step begins, and the
-    # wait for the run's first micro-batch is not counted.
+    # Other programs can delay rank 0 in some steps. At most one micro-batch of a step is fetched before the step
+    # begins. The wait for the run's first micro-batch is not counted.
     assert min(measured["compute_ms_max"]) >= 500 and max(measured["communication_ms_max"]) >= 200
     assert min(measured["data_wait_ms_max"]) >= 50 and sum(measured["data_wait_ms_max"]) >= 350
     assert 1 in measured["slowest_rank"] and min(measured["slowest_over_mean"]) > 1
@@ -170,7 +170,7 @@ def test_a_signal_while_ranks_start_ends_the_run(stop, tmp_path, monkeypatch):
     program = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\ntime.sleep(30)\n"
     (tmp_path / "rank.py").write_text(program)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "rank.py")])
-    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # launch sets it, and monkeypatch restores it
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore what `launch` sets
     with pytest.raises(SystemExit) as end:
         launch(2, [], {})
     assert end.value.code == 128 + stop

@@ -21,7 +21,7 @@ REASON = "  traceback : rank 1 ran out of memory: seq_len=64 with attention=sdpa
 
 
 def on_two_nodes(tmp_path, *overrides):
-    """Runs train.py under one agent per node, as docs/several_gpus.md says, but with one rank per node."""
+    """Runs train.py with one torchrun per node, as in docs/several_gpus.md. Each node has only one rank."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -30,7 +30,7 @@ def on_two_nodes(tmp_path, *overrides):
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=1", str(REPOSITORY / "train.py"),
     ]  # fmt: skip
     settings = tiny(tmp_path, *DATA, "trainer.num_nodes=2", "trainer.devices=1", "strategy=fsdp")
-    processes.start_server()  # without a running server, each of the two threads would start one
+    processes.start_server()  # start one server now, because otherwise each of the two threads would start a server
     with ThreadPoolExecutor(2) as pool:
         nodes = [pool.submit(forked, tmp_path, *agent, *settings, *overrides) for _ in range(2)]
     return [node.result() for node in nodes]

@@ -145,7 +145,7 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
     ],
 )
 def test_a_rank_reports_that_it_calls_sys_exit(code, status, message, tmp_path, environment, capsys):
-    """A call of sys.exit(0) leaves the status at 0, because all ranks may call it.
+    """A rank that calls sys.exit(0) ends with status 0, because all ranks may call sys.exit(0).
 
     The status 143 means that SIGTERM has ended the rank, so the rank reports nothing.
     """
@@ -166,7 +166,7 @@ def test_a_rank_reports_that_it_calls_sys_exit(code, status, message, tmp_path, 
 def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
     """Calls `launch` for three ranks, but starts no processes. Returns the environment variables of each rank.
 
-    ended: a mock of the processes.
+    ended: a mock of the object that start_processes returns.
     """
     environment.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")  # makes monkeypatch restore what `launch` sets
     started = Mock(return_value=ended)
@@ -178,7 +178,7 @@ def launch_stand_ins(ended: Mock, environment) -> dict[int, dict[str, str]]:
 
 @pytest.mark.parametrize("status", [0, -15], ids=["ended", "killed"])
 def test_a_rank_that_calls_sys_exit_explains_the_failures_of_others(status, tmp_path, environment):
-    """Rank 1 calls sys.exit(0). It ends by itself with status 0, or the launcher kills it before it has ended."""
+    """Rank 1 calls sys.exit(0). Then rank 1 ends with status 0, or the launcher kills rank 1 first."""
     reports = [LOST, {"kind": "exit", "message": "called sys.exit(0)"}]
     lost, left = (failure(tmp_path, rank, 1, **report) for rank, report in enumerate(reports))
     failed = {0: lost} | ({} if status == 0 else {1: left})

@@ -21,7 +21,7 @@ def one_rank():
 
 
 @talks
-@pytest.mark.parametrize("limit", [1000, 22_000, 29_000])  # bytes; at the first two, torch raises a RuntimeError
+@pytest.mark.parametrize("limit", [1000, 22_000, 29_000])  # bytes; torch raises a RuntimeError for the first two
 def test_a_full_disk_is_one_line_wherever_the_write_stops(limit, one_rank, tmp_path):
     state = {"state_dict": {f"weight_{i}": torch.zeros(2000 + 100 * i) for i in range(8)}}
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -342,7 +342,7 @@ def test_blocks_stay_gathered_if_memory_allows():
     shown = "strategy.reshard_after_forward: "
     roomy, tight = (memory_table([*sharded, f"gpu_gib={gib}"]) for gib in (80, 22))
     freed = memory_table([*sharded, "gpu_gib=80", "strategy.reshard_after_forward=true"])
-    # with attention=sdpa, which can need more memory than planned, reshard_after_forward=auto means true
+    # with attention=sdpa, reshard_after_forward=auto means true, because sdpa can need more memory than planned
     other = memory_table([*sharded, "gpu_gib=80", "attention=sdpa"])
     assert f"{shown}false" in roomy and all(f"{shown}true" in text for text in (tight, freed, other))
     assert shown not in memory_table(["model=gpt2", "gpu_gib=80", "host_gib=100"])

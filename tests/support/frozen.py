@@ -1,8 +1,8 @@
-"""Imports modules that train.py imports only when needed, composes configs that many tests need, and then excludes all
-existing objects from garbage collection.
+"""Prepares the server of tests.support.processes, so that the runs that it forks start quickly.
 
-The server of tests.support.processes imports this module once. Without this module, each run would import the modules
-and compose its config again, and the garbage collections of each run would scan all imported objects.
+The server imports this module once. This module imports modules that train.py imports only when needed, so runs need
+not import them again. It composes configs that many tests need, so runs need not compose them again. Finally, it
+excludes all existing objects from garbage collection, so collections in a run do not scan them.
 """
 
 import gc

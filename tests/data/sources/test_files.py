@@ -81,7 +81,7 @@ def test_lost_and_found_is_skipped(linked, monkeypatch, pattern):
 
 @pytest.fixture
 def cluttered(tmp_path):
-    """Returns a folder with a.jsonl, and files that are copies of a.jsonl, have other suffixes or are compressed."""
+    """Returns a folder with a.jsonl, hidden copies of it, links to it, and files with other suffixes or no suffix."""
     folder = tmp_path / "cluttered"
     for name in (".git", ".ipynb_checkpoints", "b"):
         (folder / name).mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
 
 
 def deny(monkeypatch, owner, name, denied):
-    """Makes a function fail for one path. Tests that run as root can read files of any mode."""
+    """Makes a function fail for one path. File permissions would not do, because root can read all files."""
     real = getattr(owner, name)
 
     def denying(path, *args, **options):
@@ -294,7 +294,7 @@ def test_json_that_python_cannot_read_is_named(tmp_path, value):
 
 
 def test_a_chat_that_is_nested_deeply_is_named(tmp_path):
-    # the json module can read 700 nested lists, but a recursive Python function exceeds the recursion limit on them
+    # the json module can read 700 nested lists, but a Python function that recurses into them exceeds the limit
     nested = "[" * 700 + "]" * 700
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "completion": "b", "extra": {nested}}}\n')
     with pytest.raises(ValueError, match=r"a chat must have at most a few hundred levels; .*line 1 has more"):

@@ -196,7 +196,7 @@ def test_an_answer_of_one_word_has_a_label_if_the_generation_prompt_ends_with_a_
     assert masked["assistant_masks"] == encoded.loss_mask.astype(int).tolist()
 
 
-# The generation prompt ends with <think>, but answers need not begin with it, as in the template of DeepSeek-R1.
+# The generation prompt ends with <think>, as in DeepSeek-R1's template. Answers need not begin with <think>.
 THINKING_PROMPT = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}"
     "<|im_start|>{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
@@ -256,7 +256,7 @@ def test_a_token_across_the_start_of_an_answer_is_trained_on():
     assert overlaps_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside
     assert overlaps_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
-    # In the next case, the second token has no character. Some tokenizers insert a space that has no character.
+    # Some tokenizers insert a space that is not in the text. In the next case, the second token is such a space.
     assert overlaps_spans(np.array([[0, 3], [3, 3], [3, 5]]), [(3, 5)]).tolist() == [False, True, True]
     # in the next case, two tokens share one character
     assert overlaps_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]

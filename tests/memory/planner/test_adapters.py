@@ -30,7 +30,7 @@ PAIRWISE = [(0, 0, 0, 0), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)
     ],
 )
 def test_saved_activations_of_adapters_are_exact_where_compiled(quantization, precision, checkpointing, mlp_chunk):
-    """In particular, a compiled block keeps no dequantized weight for its backward."""
+    """A compiled block keeps no dequantized weight for its backward."""
     plan = changed(LLAMA_1B, n_layers=1, vocab_size=64, seq_len=1024, precision=precision, compiled=True)
     plan, adapted = with_adapters(changed(plan, checkpointing=checkpointing, mlp_chunk=mlp_chunk), quantization)
     assert kept_by_compiled_block(adapted, plan.run.tokens, precision) == kept_per_layer(plan)

@@ -145,7 +145,7 @@ def test_following_the_advice_helps(plan, gpu_gib):
 
 
 def followed(plan: Plan, advice: str) -> Plan:
-    """Applies the overrides in `advice` to a copy of the plan, and returns it. The rows per step stay the same."""
+    """Returns a copy of the plan with the overrides in `advice`. The rows per step stay the same."""
     for override in advice.split():
         name, value = override.split("=")
         last = name.rpartition(".")[2]
@@ -313,7 +313,7 @@ def test_sequences_are_longer_if_fewer_heads_are_gathered_at_a_time():
 @pytest.mark.parametrize("total", [4096, 8192, 131_072, 786_432, 1_048_576])
 @pytest.mark.parametrize("context", [2, 4, 8])
 def test_the_plan_counts_all_rows_of_the_largest_buffer(context, total):
-    """The number of rows of the buffer of gathered keys is rounded up, so it can exceed the number of keys."""
+    """The buffer of gathered keys can have more rows than there are keys, because its size is rounded up."""
     boundaries = np.array([0, total])
     dealt = deal(boundaries, total, context)
     rows = max(Counts(*traffic(dealt, boundaries, rank, None).counts).rows for rank in range(context))

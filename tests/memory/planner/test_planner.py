@@ -5,8 +5,8 @@ cases run.
 
 In the files of measured peaks, `run` is the command that measured a peak. If `first` is true, the peak was measured in
 the first step, in which the optimizer had no states yet. The field `keys` is the number of tokens whose keys and values
-each rank's buffers held during the measurement. A measured peak without the field `keys` is compared with the planner's
-default, which is an upper bound of this number.
+each rank's buffers held during the measurement. If `keys` is missing, the planner uses its default, which is an upper
+bound of `keys`.
 """
 
 import json
@@ -160,7 +160,7 @@ def test_saved_activations_are_exact(model, precision, checkpointing, mlp_chunk)
 def test_saved_activations_are_exact_where_compiled(model, checkpointing):
     """llama_1b keeps 63,624 bytes per token, including 32,768 bytes for the output of the FFN's first matmul.
 
-    With SwiGLU and post_norms, torch 2.11 keeps one more tensor than later versions. The planner counts this tensor.
+    With SwiGLU and post_norms, the planner counts one tensor that torch 2.11 keeps, but later versions do not keep.
     """
     plan = changed(model, n_layers=1, vocab_size=64, seq_len=1024, checkpointing=checkpointing, compiled=True)
     kept = kept_by_compiled_block(lambda: build(plan), plan.run.tokens, plan.run.precision)

@@ -1,6 +1,6 @@
 """Compares the planner with simulated steps of the random configurations of scripts/bench/random_plans.py.
 
-By default, 8 configurations run. With PLANNER_CASES=all, the first 260 run.
+By default, 8 configurations run. With PLANNER_CASES=all, the first 260 configurations run.
 """
 
 from dataclasses import replace

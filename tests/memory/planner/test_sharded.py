@@ -5,9 +5,9 @@ FSDP2 frees a gathered weight by resizing its storage to 0 bytes, so `LiveShards
 The cases that run by default contain every setting and every moment of a step (class Moment) that occurs in `CASES`.
 With PLANNER_CASES=all, all cases run.
 
-No case has a tied embedding, few tokens and a large vocabulary. A step with these three properties uses the most memory
-while autograd adds the two gradients of the tied embedding. Autograd adds the two gradients in place on real tensors,
-but not on fake tensors. The peak on fake tensors would therefore be wrong.
+No case combines a tied embedding with few tokens and a large vocabulary. With this combination, a step uses the most
+memory while autograd adds the two gradients of the tied embedding. Autograd adds the two gradients in place on real
+tensors, but not on fake tensors. The peak on fake tensors would therefore be wrong.
 """
 
 import weakref

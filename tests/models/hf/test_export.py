@@ -217,7 +217,10 @@ def data_of(option: str, tokenizer: Path | None, *sources: str) -> dict[str, Any
 
 
 def save_special(folder: Path, single: str | None, **names: str | None) -> Path:
-    """Saves a tokenizer. single: what its post-processor puts around a text $A, or None. names: special tokens."""
+    """Saves a tokenizer.
+
+    single: the template with which the post-processor adds special tokens to a text $A, or None. names: special tokens.
+    """
     tokenizer = chat_tokenizer("{{ bos_token or '' }}" + CHATML)
     for name, token in names.items():
         setattr(tokenizer, name, token)

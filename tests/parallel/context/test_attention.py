@@ -252,7 +252,7 @@ def test_second_derivatives_are_refused(group):
     ],
 )
 def test_kernels_run_during_exchanges_if_memory_allows_it(lengths, ranks, expected):
-    """The memory plan counts the gathered keys and values of a document that fills the stream, and their gradients."""
+    """The memory plan counts gathered keys and values, and their gradients, for one document that fills the stream."""
     boundaries, rank = np.cumsum([0, *lengths]), ranks - 1
     plan = traffic(deal(boundaries, sum(lengths), ranks), boundaries, rank, None, may_split=False)
     moves, counts = shared_schedule(plan, "short").moves, Counts(*plan.counts)

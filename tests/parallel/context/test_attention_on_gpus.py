@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 RANKS = 2
-# The fused backward computes the two KV heads of the case "one" together, and those of "long" one after the other.
-# Documents are cut into chunks, except in the case "whole", in which each GPU gets whole documents.
+# The fused backward computes the two KV heads together in the case "one", and one after the other in "long". Each GPU
+# gets whole documents in the case "whole", and chunks of documents in the other cases.
 LENGTHS = {
     "one": [12_000],
     "long": [48_000],

@@ -187,11 +187,11 @@ def compile_without_inductor():
 
 
 def compare(rank, group, attention, features, checkpointing, compiled, deterministic, head_groups, context):
-    """Returns the relative errors of the loss and of each gradient, the number of graph breaks, and a list.
+    """Returns the relative errors of the loss and of each gradient, the counts of graph breaks, and a list.
 
-    The list has the number of compiled graphs after the first batch of documents. If `compiled`, the list also has the
-    number of compiled graphs after a second batch, which has other document boundaries than the first batch. Use only
-    the errors that rank 0 returns, because only rank 0 computes the reference.
+    The first item of the list is the number of compiled graphs after the first batch. If `compiled`, the second item is
+    this number after a second batch with other document boundaries. Use only the errors that rank 0 returns, because
+    only rank 0 computes the reference.
     """
     torch.use_deterministic_algorithms(deterministic)
     batch = stream()
@@ -262,9 +262,9 @@ def attend(rank, group, names, window, softcap, head_groups, context):
 
 
 def perturb(rank):
-    """Changes the tokens of the first document. Returns for each token whether its logits stayed bitwise equal.
+    """Changes the tokens of the first document. Returns two tensors that say which logits stayed bitwise equal.
 
-    The first result is for the tokens of the first document, and the second result is for all later tokens.
+    The first tensor is for the tokens of the first document, and the second tensor is for all later tokens.
     """
     model = gpt(naive_attention, "plain", "none")
     model.share_context(f"of {RANKS}")

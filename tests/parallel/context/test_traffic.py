@@ -146,7 +146,7 @@ def test_a_schedule_of_ranges_is_their_mask(lengths, window, rank, length_class,
 
 @pytest.mark.parametrize(("documents", "window"), [("short", None), ("long", None), ("long", 512)])
 def test_a_tile_of_keys_has_few_queries_that_do_not_see_it(documents, window, monkeypatch):
-    """A tile of keys processes all queries from the first to the last query that sees one of the keys."""
+    """For a tile of keys, a kernel processes each query from the first to the last one that sees a key of the tile."""
     monkeypatch.setattr(traffic_module, "MAX_CROSSING", 1 / 4)
     monkeypatch.setattr(traffic_module, "MIN_PAIRS", 0)
     lengths = [150, 90] * 68 if documents == "short" else [9000, 100, 7220]

@@ -20,7 +20,7 @@ def commit() -> str:
 
 @pytest.fixture
 def other_repository(tmp_path, monkeypatch):
-    """A repository around the folder `checkout`. The test runs in the repository's folder."""
+    """Returns the folder `checkout` in another repository. The test runs in the root folder of the other repository."""
     git("init", cwd=tmp_path)
     git("commit", "--allow-empty", "--message=other", cwd=tmp_path)
     checkout = tmp_path / "checkout"
