@@ -4,7 +4,7 @@ import io
 import os
 import sys
 
-VARIABLE = "PYTHONIOENCODING"  # new processes read it as encoding:errors
+VARIABLE = "PYTHONIOENCODING"  # Python reads it when a process starts; the format is encoding:errors
 
 
 def replace_unprintable() -> None:

@@ -23,11 +23,11 @@ def require_vocabulary(vocab_size: int, tokens: int) -> None:
 
 
 def require_tokenizer(model: GPT, source: str, data: Mapping[str, Any]) -> None:
-    """Checks the size of a pretrained model's vocabulary if a run uses bytes as tokens.
+    """Checks that a pretrained model's vocabulary has the right size for a run that uses bytes as tokens.
 
     source: the name of the chosen option of conf/data. data: the node `data` of the config.
-    Raises: ValueError if the tokens are bytes, and the vocabulary of the checkpoint differs in size from that of the
-    byte tokenizer.
+    Raises: ValueError if the run uses bytes as tokens, and the model's vocabulary is not as large as the byte
+    tokenizer's.
     """
     is_stdlib = source == "stdlib"
     if model.origin is None or model.config.vocab_size == ByteTokenizer.vocab_size:

@@ -67,7 +67,7 @@ def typed_overrides() -> dict[str, str]:
 
 
 def run_folder(run_name: object) -> str:
-    """Returns the folder of a run, whose name is `run_name` as the user typed it."""
+    """Returns the folder of a run. The name of the folder is `run_name` as the user typed it."""
     return settings.run_folder(settings.as_typed(run_name, typed_overrides().get("run_name", "")))
 
 
@@ -147,8 +147,8 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
 
     cfg: a config that `check` has checked.
     n_ranks: the result of fa_train.parallel.ranks.ranks_to_start.
-    Raises: ValueError if settings exclude each other, or W&B must log online but has no API key, or W&B would refuse
-    the name of the project or the value of WANDB_MODE or WANDB_RESUME.
+    Raises: ValueError if settings exclude each other. ValueError if W&B must log online but has no API key. ValueError
+    if W&B would refuse the name of the project or the value of WANDB_MODE or WANDB_RESUME.
     """
     if has_own_launcher():
         return

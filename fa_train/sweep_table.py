@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from fa_train.parallel.ranks import given_rank
 
 FILE = "sweep.csv"
-CLOCK_STEP = 0.02  # seconds by which a file's time can be behind the clock, because the kernel's clock has coarse steps
+CLOCK_STEP = 0.02  # seconds; a new file's time can be this much too early, because the kernel's clock has coarse steps
 # maps a metric of result.json to a column of the printed table, and to the format of the column's values
 PRINTED = {
     "train/loss": ("loss", ".4f"),
@@ -35,8 +35,8 @@ class SweepTable(Callback):
 
     The file has one row per job: the job's number, its overrides, its outcome, and the metrics of its result.json. The
     file is written again after each job, so that it is complete even if a later job fails. If the folder already has a
-    sweep.csv of an earlier multirun, that file is renamed to sweep-1.csv, sweep-2.csv or so. A sweep with `sweep_job`,
-    such as experiment=ablate_attention, writes its own report instead.
+    sweep.csv of an earlier multirun, that file gets the first free name of sweep-1.csv, sweep-2.csv and so on. A sweep
+    with `sweep_job`, such as experiment=ablate_attention, writes its own report instead.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,8 @@ def print_tables() -> None:
 def row_of(config: DictConfig, job_return: JobReturn, start: float) -> Row:
     """Returns the row of a finished job. `outcome` is "ok", "oom", or the error of a failed job.
 
-    start: when the job started, in seconds since the epoch. An older result.json is of an earlier job in this folder.
+    start: when the job started, in seconds since the epoch. A result.json from before `start` is not used, because an
+    earlier job in the same folder wrote it.
     """
     overrides = dict(text.lstrip("+").split("=", 1) for text in job_return.overrides or () if "=" in text)
     file = Path(config.hydra.runtime.output_dir, "result.json")

@@ -281,7 +281,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 
 def _is_about(error: OSError, folder: str | None) -> bool:
-    """Returns whether the error names a folder, a file inside the folder, or a folder above it."""
+    """Returns whether the path in the error is `folder`, is inside `folder`, or contains `folder`."""
     if folder is None or not isinstance(error.filename, str):
         return False
     file, wanted = Path(os.path.realpath(error.filename)), Path(os.path.realpath(folder))

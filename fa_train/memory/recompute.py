@@ -23,7 +23,7 @@ def recomputed(
     mode, `recomputed` therefore sets the default dtype of the forward pass during recomputation. With a different
     default dtype, recomputed tensors could differ in dtype from the tensors of the forward pass. For example, torch
     2.11 saves an empty tensor of the default dtype if calls of `recomputed` are nested.
-    contexts: as `context_fn` of torch.utils.checkpoint.checkpoint.
+    contexts: the `context_fn` of torch.utils.checkpoint.checkpoint.
     """
     result: Result
     if not torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
 """Fuses SwiGLU with the down projection in compiled models, so that the backward needs only one elementwise kernel.
 
-Without the fusion, torch.compile makes two kernels that read the same tensors: one recomputes the activations for the
-gradient of the weight, and one computes the gradient of SwiGLU's input.
+Without the fusion, torch.compile makes two kernels that read the same tensors. One kernel recomputes the activations
+for the gradient of the weight. The other kernel computes the gradient of SwiGLU's input.
 """
 
 from typing import Any

@@ -55,7 +55,8 @@ def tiled_adapted_mlp(
     """Computes down(activate(up(x))) in chunks of chunk_size tokens.
 
     Shapes: x (total, dim) -> (total, dim). The result has autocast's dtype, or x's dtype without autocast.
-    Raises: ValueError if x is not (total, dim), or if gradients are recorded and a weight or a bias is not frozen.
+    Raises: ValueError if x is not (total, dim). ValueError if a weight or a bias is not frozen while gradients are
+    recorded.
     """
     if x.dim() != 2:
         raise ValueError(f"x must be (total, dim); got {tuple(x.shape)}")

@@ -3,8 +3,8 @@
 The forward pass of an FFN saves the input and the weights of the FFN. The backward pass recomputes the activations of
 each chunk (ALST, arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and
 memory.offload=all moves it to the host. Outputs and input gradients differ from those of an FFN without chunks only by
-rounding, because the matmul library may split smaller products differently, and because a fused kernel rounds SwiGLU
-only once. Weight gradients are summed over chunks in fp32.
+rounding. The matmul library may split smaller products differently, and a fused kernel rounds SwiGLU only once. Weight
+gradients are summed over chunks in fp32.
 
 To save memory traffic, activation kernels overwrite their inputs, and matmuls write directly to the rows of the result.
 Memory traffic limits the speed of everything except the matmuls.
@@ -70,11 +70,11 @@ def tiled_mlp(
 
 
 class _Backward(torch.autograd.Function):
-    """The autograd node whose backward computes the FFN's gradients. Its output is a placeholder without memory.
+    """The autograd node whose backward computes the FFN's gradients. `forward` returns a placeholder without memory.
 
     The forward pass calls two autograd functions: first `_Backward`, which saves all tensors that the backward pass
     needs, and then `_Forward`, which computes the FFN. Activation checkpointing recomputes a block only until all saved
-    tensors exist again, so the recomputation ends before the FFN.
+    tensors exist again. The recomputation therefore ends before the FFN, unless a norm follows the FFN.
     """
 
     @staticmethod

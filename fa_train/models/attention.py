@@ -127,8 +127,8 @@ def sdpa_attention(
         )
         return o[0].transpose(0, 1)
     sees_nothing = _sees_nothing(schedule)
-    # The output of a query that sees no key depends on the kernel that torch chooses. With `visible`, a query that sees
-    # no key gets all keys, and the last line sets the query's output to 0.
+    # The output of a query that sees no key depends on the kernel that torch chooses. The mask `visible` therefore
+    # shows all keys to such a query, and the last line sets the query's output to 0.
     visible = _visible(schedule.key_start, schedule.key_end, k.shape[0]) | sees_nothing[:, None]
     # with a mask and enable_gqa, torch would use a kernel that keeps all scores in memory
     k, v = (x.repeat_interleave(n_heads // n_kv_heads, dim=1) for x in (k, v))
@@ -158,7 +158,7 @@ def chunked_attention(
     """
     if chunk_size < 1:
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
-    # k and v are split before the loop, because each slice in the loop would need a gradient as large as k
+    # k and v are split before the loop: for each slice in the loop, autograd would allocate a gradient as large as k
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [

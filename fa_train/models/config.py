@@ -73,8 +73,9 @@ class ModelConfig:
     rope_theta: the base of RoPE's frequencies.
     rope_scaling: the rule that scales RoPE's frequencies. The keys of rope_scaling are those of `rope_parameters` in
     Hugging Face's config.json, such as rope_type (linear, dynamic, yarn, llama3) and factor.
-    Raises: ValueError if a size is not positive, n_heads is not a multiple of n_kv_heads, an option is unknown, a
-    list in `family` does not have one entry per layer, or rope_scaling does not support rope_theta or head_dim.
+    Raises: ValueError if a size is not positive, n_heads is not a multiple of n_kv_heads, or an option is unknown.
+    ValueError if a list in `family` does not have one entry per layer, or rope_theta or head_dim is too small for
+    rope_scaling.
     """
 
     vocab_size: PositiveInt
@@ -120,7 +121,7 @@ class ModelConfig:
         """Returns all fields of the architecture as numbers, strings, None or lists.
 
         If a field such as head_dim is None, the result has the default value that is computed for the field. The keys
-        of `family` and `rope_scaling` are named as on the command line, for example family.softcap.
+        of `family` and `rope_scaling` have the names that the command line uses, for example family.softcap.
         """
         whole = {field.name: getattr(self, field.name) for field in fields(self)}
         whole |= {"n_kv_heads": self.heads.kv, "head_dim": self.heads.dim}

@@ -1,4 +1,6 @@
-"""The feed-forward network (FFN) of a decoder block. The classes compute the same function and save different tensors.
+"""The feed-forward network (FFN) of a decoder block.
+
+All FFN classes compute the same function, but save different tensors.
 
 | class | chosen if | saved for the backward, besides the input x and the weights |
 |:--|:--|:--|
@@ -123,7 +125,7 @@ def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: M
 
 
 def frozen_linear(linear: nn.Linear) -> FrozenLinear:
-    """Returns the tensors of a linear layer. A LoRALinear has a method that returns them."""
+    """Returns the tensors of a layer that is an nn.Linear or, like LoRALinear, has a method `frozen`."""
     if type(linear) is nn.Linear:
         return FrozenLinear(linear.weight, linear.bias)
     tensors: FrozenLinear = linear.frozen()  # type: ignore[operator]
@@ -134,8 +136,8 @@ def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
     return recomputed(ffn.down_of, ffn.up(x))
 
 
-# Inside a compiled activation checkpoint, the FFN has no second checkpoint, because torch 2.11 would then save the
-# tensors that pass between the outer and the inner checkpoint.
+# In a compiled block that is checkpointed, the FFN has no checkpoint inside the block. With a checkpoint in the FFN,
+# torch 2.11 would save the tensors that pass between the outer and the inner checkpoint.
 _recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
 
 

@@ -52,7 +52,7 @@ class Origin:
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokens that end a text, from generation_config.json, or from config.json if the former has none."""
+        """The tokens that end a text, from generation_config.json or, if that file names none, from config.json."""
         found = (self.generation_config or {}).get("eos_token_id")
         found = self.config.get("eos_token_id") if found is None else found
         if found is None:
@@ -207,8 +207,8 @@ class GPT(nn.Module):
         traffic: for each attention window, the keys that this rank of a context group sends and receives. See
         `share_context`. With `traffic`, cu_seqlens describes the whole stream, and the other tensors hold only the
         rank's own tokens.
-        last_positions: the last position in each token's document; by default it is found in position_ids. Ranks of a
-        context group do not hold whole documents, so last_positions must be given with `traffic`.
+        last_positions: the last position in each token's document; by default it is found in position_ids. A rank of a
+        context group may hold only parts of documents, so last_positions must be given with `traffic`.
         Raises: ValueError if shapes do not match, traffic is given without last_positions, or a single document has
         more tokens than the model has learned positions. If cu_seqlens is given, the lengths of the documents are not
         checked, because cu_seqlens is on the GPU. Call `require_seq_len` before training.
@@ -351,7 +351,7 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """The last linear layer and the loss.
 
-    FSDP gathers the weight of this layer only during the layer's forward, so `forward` also computes the loss.
+    FSDP gathers the weight of an untied head when the layer is called, so `forward` also computes the loss.
 
     softcap: the soft cap on the logits, or 0.
     """

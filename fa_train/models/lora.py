@@ -207,7 +207,7 @@ class LoRALinear(nn.Linear):
         return FrozenLinear(self.weight, self.bias, a, b, *parts)
 
     def dense_weight(self) -> Tensor:
-        """Returns the weight without adapters, (out_features, in_features), in the dtype before quantization."""
+        """Returns the weight without adapters, (out_features, in_features), dequantized to its original dtype."""
         if not self.nf4:
             return self.weight
         parts = [self.weight, *(self.nf4[name] for name in NF4_PARTS)]
@@ -451,7 +451,7 @@ def _hash_random_base(model: GPT) -> None:
 
 
 def _keep_loaded_base(model: GPT, weights: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
-    """Makes checkpoints hold all weights if load_state_dict replaces the base model by other weights.
+    """Makes later checkpoints hold all weights if load_state_dict changes the weights of the base model.
 
     torch calls this function before load_state_dict copies `weights`. The keys of `weights` start with `prefix`.
     """

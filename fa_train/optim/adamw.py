@@ -59,7 +59,7 @@ def adamw_bf16(
 ) -> Optimizer:
     """Returns AdamW for bf16 weights, with bf16 moments. Stochastic rounding replaces fp32 master weights.
 
-    Raises: ValueError if a trained weight is not bf16, such as the weights of LoRA adapters, which are always fp32.
+    Raises: ValueError if a trained weight is not bf16. For example, the weights of LoRA adapters are always fp32.
     """
     from fa_train.optim.low_memory import RoundingAdamW
 
@@ -74,7 +74,7 @@ def adamw_master(
 ) -> Optimizer:
     """Returns AdamW for bf16 weights, with fp32 moments and exact fp32 master weights.
 
-    Raises: ValueError if a trained weight is not bf16, such as the weights of LoRA adapters, which are always fp32.
+    Raises: ValueError if a trained weight is not bf16. For example, the weights of LoRA adapters are always fp32.
     """
     from fa_train.optim.master_weights import MasterWeightsAdamW
 

@@ -76,9 +76,10 @@ def _value(moment: Moment) -> Tensor:
 def _parts_of(value: Tensor, moment: Moment, *, is_signed: bool, stochastic: bool) -> Moment:
     """Converts an fp32 value to the format of `moment`: one tensor, or the codes and scales of an 8-bit moment.
 
-    is_signed: False for the second moment. A positive second moment is never rounded to 0, because a step divides by
-    its square root. stochastic: whether bf16 moments that are not signed are rounded stochastically. Otherwise, a
-    second moment could stop decreasing too early, because small decreases would be rounded away.
+    is_signed: True for the first moment, and False for the second moment, which is never negative. A positive second
+    moment is never rounded to 0, because a step divides by its square root. stochastic: whether a bf16 second moment is
+    rounded stochastically. Otherwise, a second moment could stop decreasing too early, because small decreases would be
+    rounded away.
     """
     if len(moment) == 1:
         rounds = stochastic and not is_signed and moment[0].dtype is torch.bfloat16

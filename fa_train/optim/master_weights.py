@@ -93,7 +93,7 @@ def _flat(x: Tensor) -> Tensor:
     shares the memory of x.
     """
     flat = x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
-    # Without `.data`, the result would be a view with the base x, and torch.compile would compile again for each base
+    # Without `.data`, x would be the base of the result, and torch.compile would compile the update again for each base
     # with other dimensions.
     return flat.data
 

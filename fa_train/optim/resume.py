@@ -46,8 +46,9 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
     """Returns the state_dict `saved` with the optimizer's current settings, such as lr and betas.
 
     names: the names of the settings of each parameter group.
-    Moments and step counts do not change. Some optimizers keep values that change in each step among their settings,
-    such as d of Prodigy. These values do not change either: they have defaults, but are not arguments of the class.
+    Moments and step counts do not change. In some optimizers, the parameter groups also hold values that every step
+    updates, such as d of Prodigy. These values are not settings, and do not change: they have defaults, but are not
+    arguments of the class.
     Raises: ValueError if a setting needs a state that the checkpoint does not contain, or the numbers of weights
         differ.
     """
@@ -75,7 +76,7 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Checks that the optimizer trains as many weights as the one that wrote the state_dict `saved`.
 
-    In `saved`, weights have numbers instead of names, so other sets of weights of the same size cannot be detected.
+    The check can compare only how many weights there are, because `saved` does not contain the names of the weights.
     Raises: ValueError if the numbers of weights differ in a parameter group.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
@@ -87,10 +88,10 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:
-    """Steps until the scheduler has made as many steps as `saved`.
+    """Calls scheduler.step() until the scheduler has made as many steps as the scheduler that wrote `saved`.
 
-    load: the scheduler's own load_state_dict. It is used to go back to an earlier step of the same run, which only
-    Lightning's tuners do.
+    load: the scheduler's own load_state_dict, which is called if the scheduler must go back to an earlier step. Only
+    Lightning's tuners go back.
     """
     missing = _steps(saved) - _steps(scheduler.state_dict())
     if missing < 0:
@@ -106,7 +107,7 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
 def _steps(saved: Mapping[str, Any]) -> int:
     """Returns the number of steps in the state_dict of a scheduler.
 
-    The state_dict of a ChainedScheduler has no such number, so the number of its first scheduler is returned.
+    The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
     """
     return int(saved["last_epoch"]) if "last_epoch" in saved else _steps(saved["_schedulers"][0])
 

@@ -232,11 +232,11 @@ def _filled(shard: Any, full: Any) -> Any:
 
 
 def require_no_averaging(trainer: L.Trainer) -> None:
-    """Raises: ValueError if the model is sharded and a callback averages weights, because it would copy the model."""
+    """Raises: ValueError if the model is sharded and a callback averages weights."""
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, WeightAveraging):  # its `setup` copies the model
+        if isinstance(callback, WeightAveraging):  # the callback's `setup` copies the model
             raise ValueError(
                 f"strategy=fsdp cannot average weights; got the callback {type(callback).__name__}. Choose strategy=ddp"
             )

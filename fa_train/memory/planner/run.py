@@ -109,7 +109,8 @@ def plan_memory(
     """Returns the plan of the run, after the planner has chosen the settings that are "auto".
 
     processes: the number of processes that share this machine's memory.
-    auto: whether to choose the fastest memory levers (settings that reduce memory) that fit, as memory=auto does.
+    auto: whether the run has memory=auto. If so, the planner chooses the fastest memory levers (settings that reduce
+    memory) that fit.
     auto_reshard: whether the gathered weights of blocks are kept after the forward pass if they fit in memory
     (strategy.reshard_after_forward=auto). On the CPU, gathered weights are never kept.
     attention: the name of the chosen option of conf/attention.
@@ -204,7 +205,7 @@ def require_memory(plan: Plan, device: torch.device, processes: int, attention: 
 
 
 def longest_in_words(fits: int, reach: int | None) -> str:
-    """Returns the longest seq_len of a run. fits: the longest seq_len that fits in memory. reach: as in plan_memory."""
+    """Returns the longest seq_len in words. fits: the longest seq_len that fits in memory. reach: as in plan_memory."""
     return f"{fits:,}" if reach is None or fits <= reach else f"{reach:,}, the longest that the model supports"
 
 
@@ -222,8 +223,8 @@ def summary(
     The text has three lines. For a run with float8, a fourth line says that the prediction assumes bf16 matmuls. The
     prediction assumes attention=flash. Other kinds of attention can need more memory than flash attention.
     auto: whether the search for the longest seq_len tries all combinations of levers, or only the run's levers.
-    searched: the plan from which the longest seq_len and the suggested change are computed. If `searched` is None,
-    prediction.plan is used.
+    searched: the plan for which the function computes the longest seq_len and suggests a change of settings. If
+    `searched` is None, prediction.plan is used.
     reach: as in plan_memory.
     """
     searched = searched or prediction.plan

@@ -82,9 +82,8 @@ class Sharded:
         """Returns the bytes of the averaging buffer during the backward pass.
 
         left: the number of blocks that have not finished their backward.
-        With reduce_once and several micro-batches, the averaging buffer has the same size as the gradients that FSDP2
-        copies to the buffer and frees. In such a run, the result is 0, because `whole_gradients` already counts the
-        bytes of the freed gradients.
+        With reduce_once and several micro-batches, the result is 0. FSDP2 then frees gradients of the same size as the
+        buffer, and `whole_gradients` still counts the bytes of these gradients.
         """
         before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before any block's
         elements = before if left == self.n_layers else self.trained_block

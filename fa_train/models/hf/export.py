@@ -1,7 +1,7 @@
 """Exports a run's checkpoint to a folder for transformers: weights, config, tokenizer and a model card.
 
 The checkpoint is a file, or a folder if the run sharded its weights. The checkpoint is loaded into CPU memory. An
-export needs a GPU only for an adapter whose random base weights were drawn on a GPU.
+export needs a GPU only if the run trained an adapter on a base model whose random weights were drawn on a GPU.
 """
 
 import re
@@ -28,7 +28,7 @@ from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 ROPE_KEYS = ("model.rope_scaling", "model.rope_theta", "model.max_seq_len")
-# data._target_ of runs on texts, or on mixes that can contain texts. Without a tokenizer, bytes are tokens.
+# the values of data._target_ for texts, and for mixes, which can contain texts; without a tokenizer, bytes are tokens
 OF_TEXTS = {f"fa_train.data.datamodule.{name}_data" for name in ("stdlib", "text", "hf", "mix")}
 CHATS_OF_MIX = "fa_train.data.mixing.sft_part"  # the value of data.sources.<name>._target_ for chats
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
@@ -59,7 +59,7 @@ def export_run(
     Each folder is written under a temporary name, and renamed when it is complete. The folder replaces an earlier
     export of the run. Returns the paths of the written folders.
     config: see `write`. metrics: the newest metrics of the run. See `metrics_of` for what the model card contains.
-    Raises: ValueError if anything fails. The error message names the checkpoint, and the checkpoint stays intact.
+    Raises: ValueError if the export fails. The message of the error names the checkpoint, which stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
@@ -123,8 +123,8 @@ def write(
     name: the run's name, for the model card.
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
     metrics: the metrics of the model's step, by name.
-    dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype in its base model's
-    config.json if that dtype is a key of DTYPES. Any other model keeps the dtype in which it was trained.
+    dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype that its base model's
+    config.json names, if that dtype is a key of DTYPES. In all other cases, the weights keep the dtype of the training.
     adapter: whether to write only the adapter, in fp32, without merging it.
     Raises: ValueError if `adapter` is True and `dtype` is set, or if `adapter` is True and the model has no adapter.
     """
@@ -191,7 +191,7 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
     For example, the config.json of the base model can have changed. chosen: see `load`.
     """
     if any(f"{key}.".startswith(tuple(f"{of_rope}." for of_rope in ROPE_KEYS)) for key in chosen):
-        chosen = {*chosen, *ROPE_KEYS}  # overriding one of the three keys can change the others
+        chosen = {*chosen, *ROPE_KEYS}  # overriding one key of ROPE_KEYS can change the other two
     if (model.config.rope_scaling or {}).get("rope_type", "default") in ("default", "linear"):
         chosen = {*chosen, "model.max_seq_len"}  # with these RoPE types, max_seq_len does not affect results
     changes = differences("model", model.config.values(), content.get(ARCHITECTURE), "the export", chosen)
@@ -204,8 +204,9 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
 
 
 def require_same_tokenizer(checkpoint: Path, config: Mapping[str, Any], chosen: Collection[str] = ()) -> None:
-    """Checks that the vocabulary and the chat template are those of the training. Older checkpoints do not store them.
+    """Checks that the vocabulary and the chat template are those of the training, by hashes in the checkpoint.
 
+    Older checkpoints have no such hashes, and are not checked.
     config: the run's config, as for `write`. chosen: as for `load`.
     Raises: CheckpointError if the vocabulary or the chat template has changed. ValueError if there is no tokenizer.
     """
@@ -247,7 +248,7 @@ def model_card(
 ) -> str:
     """Returns a model card in Markdown with the training data, the number of training steps, and the losses.
 
-    rope: the config fields that the base model of an adapter needs, or None if the base model needs no changes.
+    rope: for an adapter, the fields to change in the base model's config, or None if no field must be changed.
     eos: the end tokens of an adapter, if they differ from those of its base model. Otherwise empty.
     """
     pretrained = config["model"].get("pretrained")
@@ -301,9 +302,10 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
 def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | None:
     """Returns the tokenizer of a run's data, with its chat template.
 
-    If the run was trained on texts, the tokenizer begins a text as in training: with one bos, if it has a bos. Slow
-    tokenizers are not changed.
-    Returns None if the data are random tokens, or come from a function of the user and data.tokenizer is no name.
+    If the run was trained on texts, the tokenizer begins a text as in training: with one bos, or with no special token
+    if there is no bos. Slow tokenizers are not changed.
+    Returns None if the data are random tokens. Also returns None if a function of the user loads the data, and
+    data.tokenizer is not a name.
     Raises: ValueError if the tokenizer or the chat template is not found.
     """
     data = config["data"]

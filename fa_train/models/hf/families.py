@@ -81,8 +81,8 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
     except (StrictDataclassError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if hasattr(normalised, "rope_parameters"):
-        # This is the second call, because `for_model` has made a first call. Models of transformers also call twice.
-        # Only the second call copies original_max_position_embeddings into rope_parameters.
+        # `for_model` has already called this method, but only a second call copies original_max_position_embeddings
+        # into rope_parameters. Models of transformers also call this method twice.
         normalised.standardize_rope_params()
     for name, supported in family.required.items():
         found = getattr(normalised, name, supported[0]) if config.get(name) is None else config[name]

@@ -71,11 +71,11 @@ def load_pretrained(
     rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
     from max_seq_len, and is at least the checkpoint's factor. If the checkpoint already supports max_seq_len tokens, a
-    rope_scaling without a factor has no effect. The exception is rope_type="default", which always removes the scaling.
-    If rope_scaling, rope_theta or max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are
-    read one by one, to torch's default device. If torch's default device is the meta device, `materialise` reads the
-    weights later, and converts them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype,
-    or fp32 if the files are not on this machine yet.
+    rope_scaling without a factor has no effect, unless its rope_type is "default". If rope_scaling, rope_theta or
+    max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are read one by one, to torch's
+    default device. If torch's default device is the meta device, `materialise` reads the weights later, and converts
+    them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the files are
+    not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, its vocabulary is too small, or a tensor or a field of
     config.json is not supported. ValueError if the resulting RoPE does not support max_seq_len tokens.
     """
@@ -194,7 +194,7 @@ def _with_rope(
     theta: float | None,
     max_seq_len: int | None,
 ) -> dict[str, Any]:
-    """Returns config.json with another RoPE scaling, RoPE base and max_position_embeddings.
+    """Returns config.json with a new RoPE scaling, a new RoPE base and a new max_position_embeddings.
 
     max_position_embeddings becomes the number of tokens that the new RoPE supports. Old and new versions of
     transformers use different names for the fields of RoPE. The result uses the same names as `config`.
@@ -249,8 +249,8 @@ def _original_length(own: Mapping[str, Any], reach: int) -> int:
     """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
 
     reach: the number of tokens that the checkpoint supports with this RoPE scaling. A checkpoint with linear scaling
-    does not store its original length. As in checkpoints of Gemma 3, `reach` is the product of the original length and
-    the factor.
+    does not store its original length. The function then assumes that `reach` is the original length times the factor,
+    which is true for Gemma 3.
     """
     if own["rope_type"] != "linear":
         return own.get("original_max_position_embeddings", reach)
@@ -265,9 +265,8 @@ def _asked_scaling(
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
     `own` is the checkpoint's scaling. The result is `own` if the checkpoint already supports max_seq_len tokens, and
-    `scaling` contains neither a factor nor rope_type="default". The checkpoint was trained with the RoPE factor in
-    `own`. If the function adds a RoPE factor to the copy of `scaling`, the added RoPE factor is therefore not smaller
-    than the RoPE factor in `own`.
+    `scaling` contains neither a factor nor rope_type="default". An added factor is at least the factor in `own`,
+    because the checkpoint was trained with the factor in `own`.
     original: the number of tokens that the checkpoint would support without RoPE scaling. own_reach: the number of
     tokens that the checkpoint supports with its own scaling.
     """
@@ -366,7 +365,7 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
 def _signature(model: ModelConfig) -> dict[str, object]:
     """Returns all settings that determine what a model computes from its weights.
 
-    If no family matches the model, the error message names the keys whose values differ.
+    If a model matches no family, an error message uses keys of the result to say how the model differs from a family.
     """
     norm_bias = model.bias if model.norm == "layernorm" else False
     family = model.extras

@@ -155,7 +155,7 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
 def _require_equal(head: Tensor, embedding: Tensor, stored: Stored) -> None:
     """Raises: ValueError if rows of a tied head differ from those of the token embedding.
 
-    If the dtypes differ, one of both tensors may be a rounded copy of the other.
+    If the two tensors have different dtypes, one tensor may be a rounded copy of the other.
     """
     expected = embedding.cpu()
     if not torch.equal(head.to(expected.dtype), expected) and not torch.equal(head, expected.to(head.dtype)):
@@ -190,7 +190,7 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 
 
 def _dtype_name(stored: str) -> str:
-    """Returns torch's name of a signed integer dtype, such as int64 for I64. Returns every other name unchanged."""
+    """Returns torch's name of a signed integer dtype, such as int64 for I64. Does not change any other name."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 
@@ -278,7 +278,7 @@ def require_finite(model: GPT, dtype: torch.dtype | None) -> None:
     Raises: ValueError if a weight is NaN or infinite in this dtype.
     """
     for name, parameter in model.named_parameters():
-        extremes = torch.stack(_whole(parameter).aminmax())  # both are NaN if one element is NaN
+        extremes = torch.stack(_whole(parameter).aminmax())  # minimum and maximum; both are NaN if any element is NaN
         written = extremes.to(dtype or extremes.dtype)
         if not written.isfinite().all():
             low, high = extremes.tolist()

@@ -402,8 +402,8 @@ def overlaps(moves: Moves, counts: Counts) -> tuple[bool, bool]:
     stream. Several documents usually need a smaller buffer, which leaves memory for the exchanged rows.
     """
     exchanged, spare = int(moves.sizes.sum()), moves.taken.shape[0] - counts.rows
-    # The plan counts two full buffers: keys and values, and their gradients. counts.rows + exchanged rows exist while
-    # keys are gathered, and 2 * counts.rows + exchanged rows while gradients are returned.
+    # The plan counts two full buffers: one of keys and values, one of their gradients. `counts.rows + exchanged` rows
+    # exist while keys are gathered, and `2 * counts.rows + exchanged` rows while gradients are returned.
     return exchanged <= 2 * spare + counts.rows, exchanged <= 2 * spare
 
 

@@ -18,7 +18,7 @@ from fa_train.parallel.context.whole_documents import owners_of_documents
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
 # also read the keys between the two chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
-MAX_PADDING = 1 / 512  # chunks larger than the smallest size may pad a stream by at most this fraction of its tokens
+MAX_PADDING = 1 / 512  # a chunk size, except the smallest, may pad a stream by at most this fraction of its tokens
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # possible numbers of consecutive chunks in a swap
 TRIED = 32  # for each length in `RUN_LENGTHS`, `exchange` compares at most this number of swaps
@@ -187,8 +187,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
 
     In each swap, rank `most` gives a run of consecutive chunks, and receives a run of the same length from rank
     `least`. The work of rank `most` decreases by at least 1 and at most `limit`. For each length in `RUN_LENGTHS`, the
-    result has at most `TRIED` swaps: the swaps that move the most work. Let r be the rank whose number is `most`. No
-    two swaps contain the same run of r.
+    result has at most `TRIED` swaps: the swaps that move the most work. No two swaps contain the same run of rank
+    `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -196,8 +196,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run of chunks of the busier rank, find the run of the other rank so that their swap moves the most
-        # work that `limit` allows. Skip a run of the busier rank if all its swaps would move more than `limit`.
+        # For each run of the busier rank, find the run of the other rank for which the swap moves the most work, but
+        # not more than `limit`. Skip a run of the busier rank if all its swaps would move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

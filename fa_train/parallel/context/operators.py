@@ -200,8 +200,8 @@ def summed_gradients(
 def start_returning(ds: Sequence[Tensor], moves: Moves, group: str, own_rows: int = 0) -> Exchange:
     """Begins the exchange of `summed_gradients`.
 
-    own_rows: the number of uninitialised rows that follow the received rows in each part of the result.
-    `finish_returning` writes the gradients of this rank's own rows there.
+    own_rows: the number of uninitialised rows that follow the received rows in each part of the result. In these rows,
+    `finish_returning` stores the gradients of this rank's own rows.
     """
     sends, receives = moves.sizes.tolist()
     leaving, parts = _joined(ds, sum(receives))

@@ -54,7 +54,7 @@ class Traffic(NamedTuple):
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, ascending indices of this rank's tokens to which the rows in `entries` are added
+    shared: Tensor  # (local,) int32, ascending; the indices of this rank's tokens that rows in `entries` are added to
     # entries: (total,) int32, indices of gradient rows, which are added to the tokens in `shared`. `_returns` lists the
     # gradient rows. All indices for the first token in `shared` come before the indices for the second token.
     entries: Tensor

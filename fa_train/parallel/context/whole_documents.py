@@ -1,8 +1,8 @@
 """Assigns whole documents to the ranks of a context group.
 
-If no document is cut, no query sees keys of other ranks, so the ranks need not exchange keys and gradients. Whole
-documents are possible only if they can be chosen so that all ranks hold equally many tokens and have almost equal
-attention work. Short documents can usually be assigned whole, and long documents usually cannot.
+If no document is cut, no query sees keys of other ranks, so the ranks need not exchange keys and gradients. But all
+ranks must hold equally many tokens and have almost equal attention work. Short documents can usually be assigned whole,
+and long documents usually cannot.
 
 Documents are first assigned greedily, from the longest to the shortest. Pairs of ranks then swap single documents.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
-MAX_LENGTHS = 256  # for a swap, at most this number of documents of each rank are compared, one for each length
+MAX_LENGTHS = 256  # a swap is chosen from at most this number of documents of each rank, one for each length
 MAX_SWAPS = 32  # owners_of_documents makes two rounds of swaps, each with at most max(MAX_SWAPS, 2 * ranks) swaps
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
 TOLERANCE = 0.01  # an assignment is rejected if a rank's work is above `1 + TOLERANCE` times the mean (see SMALL_WORK)
