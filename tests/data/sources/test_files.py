@@ -4,6 +4,8 @@ import errno
 import json
 import logging
 import os
+import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -293,7 +295,9 @@ def test_json_that_python_cannot_read_is_named(tmp_path, value):
         list(ChatCorpus(str(tmp_path / "c.jsonl")).documents())
 
 
-def test_a_chat_that_is_nested_deeply_is_named(tmp_path):
+def test_a_chat_that_is_nested_deeply_is_named(tmp_path, request):
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # the default; libraries that earlier tests import may set a higher limit
     # the json module can read 700 nested lists, but a Python function that recurses into them exceeds the limit
     nested = "[" * 700 + "]" * 700
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "a", "completion": "b", "extra": {nested}}}\n')
