@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fa_kernels.swiglu import swiglu_gradient
+from fa_kernels.glu import glu_gradient
 from fa_train.memory.tiled_ffn import activate
 
 
@@ -49,7 +49,7 @@ class _SwigluDown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         projected, down = ctx.saved_tensors
-        # `activated` holds the gradient of the activations before swiglu_gradient runs, and the activations afterwards
+        # `activated` holds the gradient of the activations before glu_gradient runs, and the activations afterwards
         activated = dy @ down
-        d_projected = swiglu_gradient(projected, activated)
+        d_projected = glu_gradient(projected, activated, "swiglu")
         return d_projected, dy.T @ activated, dy.sum(0) if ctx.needs_input_grad[2] else None

@@ -3,8 +3,8 @@
 The forward pass of an FFN saves the input and the weights of the FFN. The backward pass recomputes the activations of
 each chunk (ALST, arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and
 memory.offload=all moves it to the host. Outputs and input gradients differ from those of an FFN without chunks only by
-rounding. The matmul library may split smaller products differently, and a fused kernel rounds SwiGLU only once. Weight
-gradients are summed over chunks in fp32.
+rounding. The matmul library may split smaller products differently, and a fused kernel rounds SwiGLU and GeGLU only
+once. Weight gradients are summed over chunks in fp32.
 
 To save memory traffic, activation kernels overwrite their inputs, and matmuls write directly to the rows of the result.
 Memory traffic limits the speed of everything except the matmuls.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
+from fa_kernels.glu import UNITS, glu, glu_backward, glu_gradient
 from fa_train.memory.loss import add_product
 from fa_train.models.config import Activation
 
@@ -279,11 +279,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> T
 
 def apply_activation(projected: Tensor, activation: str, *, in_place: bool) -> Tensor:
     """Computes `activate` with less memory, outside autograd. in_place: whether GELU may overwrite `projected`."""
-    if activation == "swiglu":
-        return swiglu(projected)
-    if activation == "geglu":
-        gate, value = projected.chunk(2, dim=1)
-        return F.gelu(gate, approximate="tanh").mul_(value)
+    if activation in UNITS:
+        return glu(projected, activation)
     gelu = torch.ops.aten.gelu_ if in_place else torch.ops.aten.gelu
     return gelu(projected, approximate="tanh")
 
@@ -298,25 +295,11 @@ def activation_backward(
     if activation == "gelu":
         torch.ops.aten.gelu_backward(d_activated, projected, approximate="tanh", grad_input=d_activated)
         return apply_activation(projected, activation, in_place=in_place), d_activated
-    if activation == "geglu":
-        return _geglu_backward(projected, d_activated, projected if in_place else torch.empty_like(projected))
     if not in_place:
-        d_projected = swiglu_gradient(projected, d_activated)
+        d_projected = glu_gradient(projected, d_activated, activation)
         return d_activated, d_projected
-    swiglu_backward(projected, d_activated)
+    glu_backward(projected, d_activated, activation)
     return d_activated, projected
-
-
-def _geglu_backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the activations of GeGLU and the gradient of `projected`. Overwrites d_activated and d_projected."""
-    gate, value = projected.chunk(2, dim=1)
-    d_gate, d_value = d_projected.chunk(2, dim=1)
-    activated, d_gelu = F.gelu(gate, approximate="tanh"), d_activated * value
-    d_activated *= activated  # the gradient of the values
-    activated *= value
-    d_value.copy_(d_activated)
-    torch.ops.aten.gelu_backward(d_gelu, gate, approximate="tanh", grad_input=d_gate)
-    return activated, d_projected
 
 
 def _rounded(dtype: torch.dtype, *weights: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:

@@ -13,9 +13,10 @@ from fa_kernels.flash_attention.checks import FP8
 from fa_kernels.flash_attention.hopper.backward.choose import HEAD_DIMS as HOPPER_HEAD_DIMS
 from fa_kernels.flash_attention.hopper.forward.config import forward_config
 from fa_kernels.flash_attention.schedule import LengthClass
+from fa_kernels.glu import UNITS
 from tests.gpu_check.attention import HEADS, check_hopper, check_portable
 from tests.gpu_check.decode import check_decode
-from tests.gpu_check.fused import check_nf4, check_rmsnorm, check_rotary, check_rows, check_swiglu
+from tests.gpu_check.fused import check_glu, check_nf4, check_rmsnorm, check_rotary, check_rows
 from tests.gpu_check.schedule import check_schedule
 from tests.gpu_check.variants import WIDTHS, Tiles, Width, other_decode_tiles, other_tiles, own_decode_tiles, own_tiles
 
@@ -109,8 +110,8 @@ def fused_cases() -> Iterator[Case]:
         yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
     for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):
         yield Case(f"rotary {_name(dtype)} {head_dim}", partial(check_rotary, dtype, head_dim))
-    for dtype, ffn_dim in product(DTYPES, (8, 384, 1000, 1024, 3072, 8192, 14336)):
-        yield Case(f"swiglu {_name(dtype)} {ffn_dim}", partial(check_swiglu, dtype, ffn_dim))
+    for dtype, ffn_dim, unit in product(DTYPES, (8, 384, 1000, 1024, 3072, 8192, 14336), UNITS):
+        yield Case(f"{unit} {_name(dtype)} {ffn_dim}", partial(check_glu, dtype, ffn_dim, unit))
     for dtype, (n_scales, scales_per_factor) in product(DTYPES, ((1, 1), (72, 8), (768, 256), (65536, 256))):
         name = f"nf4 {_name(dtype)} {n_scales} scales, {scales_per_factor} per factor"
         yield Case(name, partial(check_nf4, dtype, n_scales, scales_per_factor))

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fa_kernels.glu import glu, glu_gradient
 from fa_kernels.nf4 import dequantize
 from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads, rotate_qkv
 from fa_kernels.rows import add_rows, copy_rows
-from fa_kernels.swiglu import swiglu, swiglu_gradient
 from tests.kernels.support.attention_check import DEVICE
 from tests.support.tolerance import assert_as_accurate
 
@@ -57,21 +57,21 @@ def check_rotary(dtype: torch.dtype, head_dim: int) -> None:
     _compare(["q", "k", "v"], ours, exact_qkv, (x,), dy.split((3, 1, 1), dim=1), dtype)
 
 
-def check_swiglu(dtype: torch.dtype, ffn_dim: int) -> None:
+def check_glu(dtype: torch.dtype, ffn_dim: int, unit: str) -> None:
     projected = _draw(ROWS, 2 * ffn_dim, dtype=dtype)
     d_activated = torch.randn(ROWS, ffn_dim, device=DEVICE).to(dtype)
 
     def exact(projected: Tensor) -> Tensor:
         gate, value = projected.chunk(2, dim=1)
-        return F.silu(gate) * value
+        return (F.silu(gate) if unit == "swiglu" else F.gelu(gate, approximate="tanh")) * value
 
     wide = projected.detach().double().requires_grad_()
     activated = exact(wide)
     (d_projected,) = torch.autograd.grad(activated, wide, d_activated.double())
     overwritten = d_activated.clone()
-    gradient = swiglu_gradient(projected.detach(), overwritten)
+    gradient = glu_gradient(projected.detach(), overwritten, unit)
     for name, ours, truth in (
-        ("activated", swiglu(projected.detach()), activated),
+        ("activated", glu(projected.detach(), unit), activated),
         ("activated again", overwritten, activated),
         ("d_projected", gradient, d_projected),
     ):

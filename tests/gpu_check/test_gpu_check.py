@@ -62,7 +62,7 @@ def test_tiles_for_less_shared_memory_are_run(h100):
 def test_names_are_unique_and_parts_share_the_list(h100, monkeypatch):
     monkeypatch.setattr("tests.gpu_check.cases.is_hopper", lambda device: True)
     names = [case.name for case in all_cases(DEVICE)]
-    kinds = {"hopper", "portable", "decode", "nf4", "rmsnorm", "rotary", "rows", "swiglu", "schedule"}
+    kinds = {"hopper", "portable", "decode", "nf4", "rmsnorm", "rotary", "rows", "swiglu", "geglu", "schedule"}
     assert {name.partition(" ")[0] for name in names} == kinds
     parts = [part_of(names, f"{i}/3") for i in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(names)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fa_kernels.glu import glu, glu_gradient
 from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads
 from fa_kernels.rows import add_rows, copy_rows
-from fa_kernels.swiglu import swiglu, swiglu_gradient
 
 
 def results(x: Tensor, index: Tensor) -> list[Tensor]:
@@ -22,7 +22,7 @@ def results(x: Tensor, index: Tensor) -> list[Tensor]:
     copied, added = torch.empty_like(heads), heads.clone()
     copy_rows([heads], [copied], from_rows=index)
     add_rows([added], [heads], index, index, torch.arange(rows + 1, dtype=torch.int32, device=x.device))
-    halves = swiglu(x), swiglu_gradient(x, x[:, : dim // 2].contiguous())
+    halves = glu(x, "swiglu"), glu_gradient(x, x[:, : dim // 2].contiguous(), "swiglu")
     return [total.detach(), y.detach(), *gradients, rotated, copied, added, *halves]
 
 

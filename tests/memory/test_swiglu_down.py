@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
-from fa_kernels import swiglu as kernel
+from fa_kernels import glu as kernel
 from fa_train.memory.swiglu_down import trains_plainly
 from fa_train.models import ffn as ffn_module
 from fa_train.models.config import Activation
@@ -32,9 +32,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     calls: list[None] = []
     backward = kernel._backward
 
-    def counted(projected: Tensor, d_activated: Tensor, d_projected: Tensor) -> None:
+    def counted(projected: Tensor, d_activated: Tensor, d_projected: Tensor, unit: str) -> None:
         calls.append(None)
-        backward(projected, d_activated, d_projected)
+        backward(projected, d_activated, d_projected, unit)
 
     monkeypatch.setattr(kernel, "_backward", counted)
     return calls
@@ -164,7 +164,7 @@ def test_keeps_what_autograd_keeps(checkpointing, precision, monkeypatch):
     uses = []
 
     def partition(joint: GraphModule, *args: Any, **options: Any) -> Any:
-        uses.append("swiglu.gradient" in str(joint.graph))
+        uses.append("glu.gradient" in str(joint.graph))
         return min_cut_rematerialization_partition(joint, *args, **options)
 
     monkeypatch.setattr(simulated, "min_cut_rematerialization_partition", partition)

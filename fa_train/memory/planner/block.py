@@ -237,7 +237,7 @@ class Block:
         adapters = self.run.adapters.ffn_joined * 4 if self.run.adapters else 0  # fp32 sums of the adapters' gradients
         chunk = self._chunk(self.run.tokens)
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
-        chunks = d_projected + chunk * (3 if self.model.activation == "geglu" else 1)
+        chunks = d_projected + chunk
         if self.run.compute_bytes == 4 and weights:  # only fp32 products need a temporary tensor
             chunks = max(self.down_weight * 4 + chunks, self.up_weight * 4 + d_projected)
         if self.gradient_bytes != 4:  # the fp32 sums of weight gradients are rounded after the loop

@@ -17,9 +17,9 @@ from fa_kernels import flash_attn_with_kvcache
 from fa_kernels.flash_attention import kvcache
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import build_schedule
+from fa_kernels.glu import glu, glu_backward, glu_gradient
 from fa_kernels.rmsnorm import add_rms_norm
 from fa_kernels.rotary import rotate_heads, rotate_qkv
-from fa_kernels.swiglu import swiglu, swiglu_backward, swiglu_gradient
 from tests.kernels.aot.portable import compile_to_ptx
 from tests.kernels.support import replayed_launches
 
@@ -88,11 +88,11 @@ def _rotate_qkv(dtype: torch.dtype) -> None:
     torch.autograd.backward(parts, [torch.zeros_like(x) for x in parts])
 
 
-def _swiglu(dtype: torch.dtype) -> None:
+def _glu(dtype: torch.dtype, unit: str) -> None:
     projected, gradient = torch.zeros(64, 2 * 1408, dtype=dtype), torch.zeros(64, 1408, dtype=dtype)
-    swiglu(projected)
-    swiglu_gradient(projected, gradient)
-    swiglu_backward(projected, gradient)
+    glu(projected, unit)
+    glu_gradient(projected, gradient, unit)
+    glu_backward(projected, gradient, unit)
 
 
 _ANGLES = torch.zeros(2, 1024, 64)
@@ -113,6 +113,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "rotate-qkv-bf16": partial(_rotate_qkv, BF16),
     "rotate-qkv-fp32": partial(_rotate_qkv, torch.float32),
     "rotate-heads": lambda: rotate_heads(_leaf(256, 8, 96), torch.zeros(256, 48), torch.zeros(256, 48), n_rotated=6),
-    "swiglu-bf16": partial(_swiglu, BF16),
-    "swiglu-fp32": partial(_swiglu, torch.float32),
+    "swiglu-bf16": partial(_glu, BF16, "swiglu"),
+    "swiglu-fp32": partial(_glu, torch.float32, "swiglu"),
+    "geglu-bf16": partial(_glu, BF16, "geglu"),
 }
