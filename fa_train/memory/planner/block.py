@@ -214,10 +214,12 @@ class Block:
         """Returns the peak bytes of the FFN's backward, which frees what the post-norm has saved."""
         held = self.kept() - self.ffn_post_norm + self.x
         recomputes_later = not self.run.adapters or self.levers.mlp_chunk
+        holds_more = self.levers.checkpointing == "full" and self.levers.mlp_chunk
         if self.levers.checkpointing == "selective" and not self.eager and recomputes_later:
             held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v after the FFN's backward
-            if self.model.extras.post_norms:  # fitted to peaks that were measured on an H200 with torch 2.11
-                held += 2 * self.x_rounded
+            holds_more = True
+        if holds_more and not self.eager and self.model.extras.post_norms:
+            held += 2 * self.x_rounded  # fitted to peaks that were measured on an H200 with torch 2.11
         # the size of the gradient of the FFN's output, or 0 if the gradient of the block's output is the same tensor
         rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
         if not self.plain_ffn and not self.levers.mlp_chunk:
