@@ -280,7 +280,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _adapter(hint: Any) -> TypeAdapter[list[Any]]:
-    """Returns pydantic's validator for lists whose items have the type hint."""
+    """Returns pydantic's validator for a list whose items match `hint`."""
     try:
         hash(hint)
     except TypeError:  # the metadata of an Annotated hint may have no hash

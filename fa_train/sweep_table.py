@@ -73,8 +73,8 @@ def print_tables() -> None:
 def row_of(config: DictConfig, job_return: JobReturn, start: float) -> Row:
     """Returns the row of a finished job. `outcome` is "ok", "oom", or the error of a failed job.
 
-    start: when the job started, in seconds since the epoch. A result.json from before `start` is not used, because an
-    earlier job in the same folder wrote it.
+    start: when the job started, in seconds since the epoch. A result.json that is older than `start` is not
+    used, because an earlier job in the same folder wrote it.
     """
     overrides = dict(text.lstrip("+").split("=", 1) for text in job_return.overrides or () if "=" in text)
     file = Path(config.hydra.runtime.output_dir, "result.json")

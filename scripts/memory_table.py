@@ -147,7 +147,8 @@ def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
 def _devices(cfg: DictConfig) -> int:
     """Returns the number of training processes on one machine.
 
-    trainer.devices=auto and -1 mean one process for each GPU of this machine, or one process without a GPU.
+    trainer.devices=auto and -1 mean one process for each GPU of this machine. If the machine has no GPU, they mean one
+    process.
     """
     devices = cfg.trainer.devices
     if isinstance(devices, int) and devices > 0:

@@ -40,7 +40,7 @@ def test_every_fragment_runs(page):
 
 @cache
 def composes(*overrides: str) -> None:
-    """Composes and checks a config only once, although pages repeat commands."""
+    """Composes and checks the config of a command. If several pages have the same command, it is checked only once."""
     composed([*overrides])
 
 

@@ -167,7 +167,7 @@ class PackedDataModule(L.LightningDataModule):
         return MixReport(reports, dict(zip(reports, shares.tolist(), strict=True)), self.max_steps * self.batch_size)
 
     def _with_corpus(self, name: str, report: PackingReport) -> PackingReport:
-        """Adds to a report how the held-out documents are packed, and how many rows and files were skipped."""
+        """Returns the report with two additions: the packing of held-out documents, and the skipped rows and files."""
         source = self.sources[name]
         layout = self._layout(source, held_out=True)
         files = file_counts(source.corpus) if isinstance(source, TokenizedCorpus) else None
@@ -248,8 +248,8 @@ class PackedDataModule(L.LightningDataModule):
         """Compares this run's `state_dict` with the checkpoint's `state_dict`, and returns lines that name differences.
 
         The method compares first the entry `settings`, then the entry `counts` (the numbers of rows), and then the
-        entry `sources` (the sources of a mixture). The result names only the differences in the first entry that
-        differs.
+        entry `sources` (the sources of a mixture). If several entries differ, the result names
+        only the differences in the first of them.
         """
         own, stored = self.state_dict(), self._resumed
         settings, counts = (differences("data", own[kind], stored.get(kind)) for kind in ("settings", "counts"))

@@ -201,7 +201,7 @@ class LoRALinear(nn.Linear):
         return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
 
     def frozen(self) -> FrozenLinear:
-        """Returns the tensors of this layer for memory.mlp_chunk. There is no dropout, because mlp_chunk refuses it."""
+        """Returns the tensors that an FFN in chunks needs from this layer. memory.mlp_chunk refuses dropout."""
         a, b = self._factors() if self.lora_A else (None, None)
         parts = [self.nf4[name] for name in NF4_PARTS] if self.nf4 else []
         return FrozenLinear(self.weight, self.bias, a, b, *parts)

@@ -10,19 +10,19 @@ file, and limits each length to a quarter of the stream, as in MagiAttention's b
 
 The benchmark times five computations, called parts. In the part `one`, each rank computes the attention of the whole
 stream. For streams of more than 512k tokens, the attention heads of the part `one` are divided among the ranks, and the
-measured time is multiplied by the number of ranks. In the part `shared`, all ranks compute the attention of the stream
-together (fa_train.parallel.context). In the part `forward`, all ranks together compute only the forward pass of the
-stream's attention. In the part `alone`, each rank computes its share of the stream's attention in one call, without
+measured time is multiplied by the number of ranks. In the part `shared`, the ranks share the attention of the stream
+(fa_train.parallel.context). In the part `forward`, all ranks together compute only the forward pass of the stream's
+attention. In the part `alone`, each rank computes its share of the stream's attention in one call, without
 communication. In the part `moved`, the ranks only exchange keys, values and their gradients.
 
-Every repetition draws new documents, and times the parts in random order. Each rank first calls a part twice without
-timing, to record the launches (fa_kernels.launch.record). Each rank then times --layers further calls with the same
-documents, and takes the mean. The time of the part `one` is the mean over all ranks, and the time of every other part
-is that of the slowest rank. The script reports medians over the repetitions. All parts except `forward` include the
-backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of `one`, divided by the number of
-ranks. The exposed share is the time of `shared` divided by the time of `alone`, minus 1. The script writes OUT.md with
-the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script also times torch's attention
-and torch's context parallelism on one long document (scripts/bench/context_peer.py).
+Every repetition draws new documents. A repetition measures all parts, in random order. Each rank first calls a part
+twice without timing, to record the launches (fa_kernels.launch.record). Each rank then times --layers further calls
+with the same documents, and takes the mean. The time of the part `one` is the mean over all ranks, and the time of
+every other part is that of the slowest rank. The script reports medians over the repetitions. All parts except
+`forward` include the backward pass. Tensors are bf16, or fp32 with --cpu-ranks. The ideal time is the time of `one`,
+divided by the number of ranks. The exposed share is the time of `shared` divided by the time of `alone`, minus 1. The
+script writes OUT.md with the times, and OUT.png with the speeds relative to the ideal speed. With --peer, the script
+also times torch's attention and torch's context parallelism on one long document (scripts/bench/context_peer.py).
 """
 
 import argparse

@@ -198,7 +198,8 @@ def compile_all(args: argparse.Namespace) -> dict[tuple[int, int], str]:
 
     Returns {(index of the feature, head_dim): error or an empty string}.
     """
-    # Each head_dim has its own kernels, so processes that work on the same feature do not compile the same kernel.
+    # The cases of one feature have different head_dims, and therefore different kernels. Two processes that compile one
+    # feature at the same time compile different kernels.
     cases = sorted(
         (place, d) for d in args.head_dims for place in range(len(features(args.seqlen, args.heads, d, args.window)))
     )

@@ -122,8 +122,9 @@ def _require_isolation(
 ) -> None:
     """Requires that NaN in the fourth document changes the results of other documents by no more than rounding errors.
 
-    Repair kernels sometimes recompute results of documents without NaN. The results then change by rounding errors,
-    because repair kernels round differently from the forward and backward kernels.
+    A document without NaN can share a tile with the fourth document. Repair kernels then recompute the results of this
+    document too. The results change by rounding errors, because repair kernels round differently from the forward and
+    backward kernels.
     """
     first, past = sum(lengths[:3]), sum(lengths[:4])
     q, k, v = (x.clone() for x in inputs)

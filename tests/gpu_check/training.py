@@ -59,7 +59,7 @@ class FirstGradients(Callback):
 
 
 def small(number: int) -> tuple[int, dict[str, str]]:
-    """Returns the seq_len and the overrides of a configuration of random_plans with a small model and short rows."""
+    """Returns a configuration of random_plans, with a smaller model and shorter rows: seq_len and overrides."""
     _, overrides = overrides_of(number)
     settings = dict(override.split("=", 1) for override in overrides)
     draw = random.Random(f"small {number}")

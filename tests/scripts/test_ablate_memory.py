@@ -335,8 +335,8 @@ def allocated(run):
 def test_naive_attention_takes_what_its_formula_says(dtype, n_heads):
     """The measured peak is at least the peak of `attention_formula`, which leaves out terms linear in N.
 
-    In fp32, the measured peak may include a second attention mask of N^2 bytes. In fp16, the measured peak has no upper
-    bound, because torch copies the operands of fp16 matmuls on some CPUs.
+    In fp32, the measured peak may include a second attention mask of N^2 bytes. In fp16, the test checks no
+    upper bound of the measured peak, because torch copies the operands of fp16 matmuls on some CPUs.
     """
     tested = alone("naive", 512, n_heads=n_heads, head_dim=8, dtype=dtype)
     number = {"fp32": torch.float32, "fp16": torch.float16}[dtype]

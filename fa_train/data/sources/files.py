@@ -24,7 +24,7 @@ WILDCARDS = frozenset("*?[")
 KINDS_SHOWN = 6  # FileCounts.text names at most this many kinds of skipped files
 RECOVERED = "lost+found"  # the folder into which fsck puts recovered files; only the user root can read this folder
 # A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
-# The last group is missing if no quote ends the value. White space may follow the last quote.
+# The last group of the match is None if the value has no closing quote. White space may follow the closing quote.
 QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("[ \t]*+(?![^,\r\n]))?')
 
 
@@ -207,7 +207,7 @@ def _is_file(path: Path) -> bool:
 def _readable(path: Path) -> Iterator[None]:
     """Converts an OSError to a ValueError that names the file or folder.
 
-    path: the path in the message if the OSError itself names no file.
+    path: what the ValueError names if the OSError names no file.
     """
     try:
         yield

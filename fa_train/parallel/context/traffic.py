@@ -176,8 +176,8 @@ def own_ranges(
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `shared`, `entries` and `offsets` of Traffic.
 
-    All rows to add lie in one tensor: first the rows that other ranks send back, in the order of `sent`, then the rows
-    of this rank's own buffer, in the order of `kept`.
+    One tensor holds all rows that must be added. Its first rows are the gradients that other ranks send back, in the
+    order of `sent`. The other rows are the gradients in this rank's own buffer, in the order of `kept`.
     """
     tokens = np.concatenate([sent, kept])
     shared, numbers = np.unique(tokens, return_counts=True)

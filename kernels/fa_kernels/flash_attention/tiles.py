@@ -1,4 +1,4 @@
-"""Tile sizes of the portable kernels by architecture, head_dim and pass, and the shared memory that tiles need."""
+"""The tile sizes of the portable kernels for each architecture, head_dim and pass. Computes tiles' shared memory."""
 
 import warnings
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The decoding kernels compile for each GPU within limits on registers and spills."""
+"""Compiles the decoding kernels for each GPU, and checks that their registers and spills are within limits."""
 
 import pytest
 

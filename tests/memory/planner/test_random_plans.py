@@ -21,7 +21,7 @@ NUMBERS = (13, 27, 30, 87, 96, 151, 175, 252)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(260) if EVERY_CASE else NUMBERS)
 def test_predictions_are_the_simulated_peaks_of_random_configurations(number):
-    """Compiled configurations are simulated without compilation."""
+    """The test switches compilation off in every configuration."""
     try:
         config, plan = planned(number, "cpu")
     except ValueError:

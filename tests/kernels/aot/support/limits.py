@@ -54,8 +54,8 @@ PORTABLE = {
     ("sm100", 256, "dv"): (255, 96, "UTCHMMA"),
     ("sm100", 256, "dq"): (208, 0, "UTCHMMA"),
 }
-# {(head_dim, pass): (registers per thread, bytes of spill stores, tensor-core instruction)} of the portable kernels for
-# several documents on sm90, which isolate NaN
+# The portable kernels that isolate NaN, compiled for sm90. {(head_dim, pass): (registers per thread, bytes of spill
+# stores, tensor-core instruction)}
 ISOLATING = {
     (64, "contain_fwd"): (168, 0, "HGMMA"),
     (64, "contain_dkdv"): (255, 0, "HGMMA"),

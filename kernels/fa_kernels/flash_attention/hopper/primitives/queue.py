@@ -24,8 +24,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import lasting
 
 _FIELDS = gl.constexpr(32)
-# A program draws the next ticket when `DRAWN_BEFORE` steps of an item remain to be loaded. Drawing tickets earlier
-# would balance the work less well. Drawing tickets later would delay the loads of the next item.
+# A program draws its next ticket before it loads the tiles of an item's last 4 steps. Drawing tickets earlier would
+# balance the work less well. Drawing tickets later would delay the loads of the next item.
 DRAWN_BEFORE = gl.constexpr(4)
 _COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
 
