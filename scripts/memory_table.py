@@ -168,7 +168,7 @@ def table(
 ) -> str:
     """Formats the predicted memory by component, whether the run fits, and the longest seq_len that fits.
 
-    plan: the plan `searched`, with the value that the run chooses for strategy.reshard_after_forward=auto (`as_run`).
+    plan: the run's plan. It is the plan `searched` after as_run has replaced strategy.reshard_after_forward=auto.
     attention: the name of the chosen option of conf/attention.
     auto: if true, the search for the longest seq_len tries all memory levers.
     searched: the plan from which two searches start: the search for the longest seq_len, and the search for the next

@@ -294,7 +294,7 @@ def test_master_weights_are_those_of_a_run_never_stopped(runs, tmp_path):
 @of_two_ranks
 @pytest.mark.parametrize(("saved", "given"), [("one", "fsdp-from-one"), ("fsdp-adamw_master", "one-from-fsdp")])
 def test_master_weights_move_to_another_number_of_ranks(saved, given, two_ranks):
-    """With a learning rate of 0, the resumed run saves the master weights that it has loaded."""
+    """The resumed run has a learning rate of 0, so it must save the same master weights that it has loaded."""
     if given == "one-from-fsdp":
         run(two_ranks / given, *MASTER, "optimizer.lr=0", from_step_three(two_ranks / saved))
     before, after = (

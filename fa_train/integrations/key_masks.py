@@ -4,16 +4,16 @@ The `generate` method of transformers computes masks itself and passes them to t
 with four dimensions. If a mask has fewer than four dimensions, the model computes a new mask, even in compiled code.
 Masks of this module therefore have four dimensions.
 
-The dtype of a mask tells which attention transformers asked for. The dtypes float64, int64 and int32 mean causal
-attention. The dtypes int8 and int16 mean bidirectional attention. If no key is masked, the mask has no columns: its
-shape is (batch, 1, 1, 0).
+The dtype of a mask tells which attention transformers asked for. A mask with the dtype float64, int64 or int32 asks for
+causal attention. A mask with the dtype int8 or int16 asks for bidirectional attention. If no key is masked, the mask
+has no columns: its shape is (batch, 1, 1, 0).
 
 The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The element of a masked key is
 0. The element of an unmasked key is 1 in a bidirectional mask, and `n + 1` in a causal mask, where n is the number of
 keys in the cache. A static cache also has places for later tokens, so the number of keys in the cache can be less than
-seqlen_k. A mask of dtype float64 or int8 promises that the unmasked keys of each row are contiguous, so layers leave
-the keys in place. A mask of dtype int64 or int16 makes no promise about the order of masked and unmasked keys, so
-layers move the unmasked keys of each row to the front.
+seqlen_k. If a mask has the dtype float64 or int8, the unmasked keys of each row are contiguous, and layers read them
+where they are. If a mask has the dtype int64 or int16, masked keys may lie between unmasked keys, so layers move the
+unmasked keys of each row to the front.
 
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
@@ -277,7 +277,7 @@ def _places(mask: Tensor, seqlen_q: int) -> Tensor:
 def visible_keys(mask: Tensor, seqlen_q: int, seqlen_k: int, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Returns the start and the end of the range of keys that each query sees in its window, (batch, seqlen_q) each.
 
-    Masked keys count towards the width of a window, as in eager attention. Start and end are indices into the unmasked
+    The width of a window includes masked keys, as in eager attention. Start and end are indices into the unmasked
     keys of a row.
     """
     left, right = window

@@ -22,7 +22,7 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Returns the maximum of the answers that all ranks passed to the previous call. The first call returns 0.
+        """Sends this rank's answer, and returns the largest answer of all ranks at the previous call, or 0 at first.
 
         Each call starts an all-reduce of the ranks' answers, unless an earlier all-reduce has found a maximum other
         than 0. After a maximum other than 0 is found, each call returns this maximum, and starts no all-reduce.

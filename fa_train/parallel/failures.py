@@ -32,7 +32,8 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """Ends the rank at once if an exception leaves the `with` block, and writes the reason for the failure.
 
     After Ctrl-C, rank 0 prints one line. Python's usual exit could wait in NCCL for the other ranks.
-    A rank that calls sys.exit(0) ends with status 0. The call is reported if another rank fails because of the exit.
+    A rank that calls sys.exit(0) ends with status 0. If another rank then fails because this rank is gone, the call of
+    sys.exit is reported as the reason.
     mistakes: the types of errors that are reported in one line, by default without a traceback.
     """
     try:

@@ -57,7 +57,7 @@ class ContextAttention:
 
     inner: an attention function of fa_train.models.attention. group: the name of the process group
     (operators.register_group). head_groups: the number of head groups. Flash attention gathers the keys and values of
-    one head group at a time, so more head groups need less memory.
+    one head group at a time. With more head groups, each group is smaller, so less memory is needed.
     """
 
     inner: Attention

@@ -160,8 +160,8 @@ def schedule_of_ranges(key_start: Tensor, key_end: Tensor, total_k: int, length_
     query_start = torch.searchsorted(key_end, key, right=True, out_int32=True)
     query_end = torch.searchsorted(key_start, key, right=True, out_int32=True)
     query_end = torch.maximum(query_start, query_end)
-    # For the order of tiles, queries with the same first key form a group that counts as one document. The last query
-    # of a group sees the most keys. With a window, few queries have the same first key, so most groups have one query.
+    # The order of tiles treats queries with the same first key as one document, whose last query sees the most keys.
+    # With a window, few queries have the same first key, so most of these documents have one query.
     last_query = torch.searchsorted(key_start, key_start, right=True) - 1
     first_key = torch.searchsorted(query_end, query_end)
     length = key_end[last_query] - key_start

@@ -83,7 +83,7 @@ def table_of(arch):
 
 
 def pass_of(direction):
-    """Returns the key of a kernel's tile sizes in the tile table, for example dkdv for contain_dkdv and repair_bwd."""
+    """Returns the pass under which the tile table lists a kernel. For contain_dkdv and repair_bwd, this is dkdv."""
     direction = direction.removeprefix("contain_")
     return PASS_OF_REPAIR.get(direction, direction)
 
