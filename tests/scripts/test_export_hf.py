@@ -442,8 +442,8 @@ def test_a_saved_config_names_no_other_code(part, model, scratch, tmp_path, monk
     OmegaConf.save(OmegaConf.merge(OmegaConf.load(path), {"evil": "os.system", part: model}), path)
     with pytest.raises(
         ValueError,
-        match=rf"^{part} in the run's .hydra/config.yaml must contain only targets that fa_train.models or "
-        "fa_train.memory defines; got",
+        match=rf"^{part} in the run's .hydra/config.yaml must contain only the targets that "
+        "fa_train/checkpoints/saved_config.py lists; got",
     ):
         trained_model.export(run / "checkpoints" / scratch.name, tmp_path / "out", [], None)
 
@@ -460,5 +460,5 @@ def test_a_saved_config_runs_no_code(run_script, scratch, tmp_path):
     assert done.returncode == 1 and not (tmp_path / "ran").exists()
     [line] = done.stderr.strip().splitlines()
     assert line.endswith(
-        "must contain only targets that fa_train.models or fa_train.memory defines; got _target_: torch.load"
+        "must contain only the targets that fa_train/checkpoints/saved_config.py lists; got _target_: torch.load"
     )
