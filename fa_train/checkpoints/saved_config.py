@@ -20,12 +20,15 @@ TARGETS = {
 
 
 def require_own_targets(config: object, where: str) -> None:
-    """Checks that every `_target_` in a config is in `TARGETS`.
+    """Checks that every `_target_` in a config is in `TARGETS`, and that no text is an interpolation.
+
+    OmegaConf resolves the escaped interpolation `\\${...}` to the text `${...}`. Hydra would resolve this text when it
+    builds the config, and `${oc.create:...}` could then add a `_target_` that was not checked.
 
     config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
-    Raises: ValueError if the config has a `_target_` that is not in `TARGETS`. The message names the first wrong
-    `_target_`.
+    Raises: ValueError if the config has a `_target_` that is not in `TARGETS`, or a text with `${`. The message names
+    the first wrong value.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and str(config["_target_"]) not in TARGETS:
@@ -35,6 +38,9 @@ def require_own_targets(config: object, where: str) -> None:
             )
         for value in config.values():
             require_own_targets(value, where)
-    elif isinstance(config, Sequence) and not isinstance(config, str | bytes):
+    elif isinstance(config, str):
+        if "${" in config:
+            raise ValueError(f"{where} must contain no escaped interpolations; got {config}")
+    elif isinstance(config, Sequence) and not isinstance(config, bytes):
         for value in config:
             require_own_targets(value, where)

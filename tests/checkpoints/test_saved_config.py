@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from hydra.utils import get_object
+from omegaconf import OmegaConf
 
 from fa_train.checkpoints.saved_config import TARGETS, require_own_targets
 from fa_train.settings import leaves
@@ -32,3 +33,13 @@ def test_the_targets_of_all_options_are_known():
 def test_other_functions_of_ours_are_refused(config):
     with pytest.raises(ValueError, match=r"^model must contain only the targets that .* lists; got _target_: "):
         require_own_targets({"_target_": "fa_train.models.gpt.GPT", "attention": config}, "model")
+
+
+def test_an_escaped_interpolation_is_refused():
+    """Hydra would resolve the text, and build the config that oc.create returns."""
+    config = OmegaConf.create(
+        {"_target_": "fa_train.models.gpt.GPT", "attention": r"\${oc.create:{_target_:torch.load,f:x}}"}
+    )
+    resolved = OmegaConf.to_container(config, resolve=True)
+    with pytest.raises(ValueError, match=r"^model must contain no escaped interpolations; got \$\{oc.create:"):
+        require_own_targets(resolved, "model")
