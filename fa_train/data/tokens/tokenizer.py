@@ -56,7 +56,7 @@ class HFTokenizer:
     pad_id: the pad token. If the tokenizer has no pad token, pad_id is the id of eos, or 0 if there is no eos. Padding
     is never a label, so any token can be padding.
     key: the name of the setting or argument that holds `name`, for error messages.
-    Raises: ValueError if the tokenizer cannot be loaded, or has only special tokens.
+    Raises: ValueError if the tokenizer cannot be loaded, has only special tokens, or has Python code of its own.
     """
 
     def __init__(self, name: str, key: str = "data.tokenizer") -> None:
@@ -65,8 +65,13 @@ class HFTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # prevents a warning when this process forks
         self.name = name
         try:
-            self.hf = AutoTokenizer.from_pretrained(name)
+            # without trust_remote_code=False, transformers asks on the terminal whether to run the tokenizer's own code
+            self.hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
+            if "trust_remote_code" in str(error):  # transformers advises to trust the code
+                raise ValueError(
+                    f"{key} must be a tokenizer without Python code of its own; got {name}, whose code is never run"
+                ) from error
             raise ValueError(f"{key} must be a folder or hub name with a tokenizer; got {name}: {error}") from error
         vocabulary = self.hf.get_vocab()
         # without tokenizer files, transformers returns a tokenizer that has only special tokens

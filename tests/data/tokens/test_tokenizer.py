@@ -1,8 +1,9 @@
-"""Two tokenizers that produce different ids have different identities, so their tokens are stored separately."""
+"""Tokenizers that produce different ids have different identities. The code of a tokenizer is never run."""
 
 import json
 from pathlib import Path
 
+import pytest
 from transformers import CTRLTokenizer
 
 from fa_train.data.tokens.tokenizer import HFTokenizer
@@ -36,3 +37,17 @@ def test_the_merges_of_a_slow_tokenizer_are_part_of_the_identity(tmp_path):
         found.append(ids_and_identity(tmp_path / name, "abc"))
     assert [ids for ids, _ in found] == [[1, 2], [0, 3], [1, 2]]
     assert found[0] == found[2] and found[0][1] != found[1][1]
+
+
+def test_the_code_of_a_tokenizer_is_neither_run_nor_offered(tmp_path, monkeypatch):
+    """By default, transformers asks on the terminal whether to run the code."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(ValueError) as caught:
+        HFTokenizer(str(tmp_path))
+    assert str(caught.value) == (
+        f"data.tokenizer must be a tokenizer without Python code of its own; got {tmp_path}, whose code is never run"
+    )
+    assert not (tmp_path / "ran").exists()
