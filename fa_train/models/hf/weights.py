@@ -223,10 +223,15 @@ def _shards(folder: Path) -> Iterator[tuple[Path, list[str] | None]]:
         found = f"only {', '.join(others)}, which is not read" if others else "neither"
         raise ValueError(f"{folder} must hold {WEIGHTS} or {INDEX}; found {found}")
     by_file: dict[str, list[str]] = {}
-    for name, file in read_json(folder / INDEX)["weight_map"].items():
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / INDEX} must name the file of each tensor in weight_map; got {weight_map}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{folder / INDEX} must name files in its folder; got {file!r} for the tensor {name}")
         by_file.setdefault(file, []).append(name)
     for file in sorted(by_file):
-        if not (folder / file).exists():
+        if not (folder / file).is_file():
             raise ValueError(f"{folder / file} is missing; {INDEX} names it")
         yield folder / file, by_file[file]
 
@@ -331,7 +336,9 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent} must hold {path.name}; it does not") from error
-    except ValueError as error:
+    except OSError as error:
+        raise ValueError(f"{path} must be a readable file; {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # RecursionError: the file is nested too deeply
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object; got {type(content).__name__}")

@@ -87,6 +87,25 @@ def test_a_corrupt_shard_is_named(damage, message, checkpoint):
         load_pretrained(folder)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param("{}", "must name the file of each tensor in weight_map; got None", id="no-map"),
+        pytest.param('{"weight_map": {"x": 3}}', "must name files in its folder; got 3 for the tensor x", id="number"),
+        pytest.param('{"weight_map": {"x": "../a"}}', r"must name files in its folder; got '\.\./a'", id="outside"),
+        pytest.param('{"weight_map": {"x": "/a"}}', "must name files in its folder; got '/a'", id="absolute"),
+        pytest.param('{"weight_map": {"x": "."}}', "is missing; model.safetensors.index.json names it", id="folder"),
+        pytest.param("[" * 100_000 + "]" * 100_000, "index.json is not JSON: maximum recursion", id="nested"),
+    ],
+)
+def test_a_wrong_index_is_named(content, message, checkpoint):
+    folder = checkpoint("llama")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(folder)
+
+
 def test_integer_weights_are_named(checkpoint):
     path = checkpoint("llama") / "model.safetensors"
     save_file(load_file(path) | {"model.norm.weight": torch.ones(32, dtype=torch.int8)}, path)
