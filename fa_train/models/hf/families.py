@@ -78,7 +78,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
 
     try:
         normalised = AutoConfig.for_model(**copy.deepcopy(dict(config)))  # for_model modifies its argument
-    except (StrictDataclassError, ValueError, LookupError, TypeError) as error:
+    except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if hasattr(normalised, "rope_parameters"):
         # `for_model` has already called this method, but only a second call copies original_max_position_embeddings
@@ -99,8 +99,8 @@ def _family(config: Mapping[str, Any], path: Path) -> CheckpointFamily:
         raise ValueError(f"{path}: model_type must be one of {', '.join(FAMILIES)}; got {model_type}")
     family = FAMILIES[model_type]
     architectures = config.get("architectures")
-    if architectures and family.architecture not in architectures:
-        raise ValueError(f"{path}: architectures must name {family.architecture}; got {', '.join(architectures)}")
+    if architectures and not (isinstance(architectures, list) and family.architecture in architectures):
+        raise ValueError(f"{path}: architectures must name {family.architecture}; got {json.dumps(architectures)}")
     known = family.read | family.required.keys() | family.irrelevant | IRRELEVANT
     unknown = sorted(name for name, value in config.items() if name not in known and value is not None)
     if unknown:
