@@ -117,14 +117,45 @@ def write_folder(
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles `.metadata`, but allows only the classes and functions that torch's distributed checkpoints need."""
+    """Unpickles `.metadata`, but allows only the classes and functions that torch's distributed checkpoints need.
+
+    A pickle can also set attributes of these classes, for example replace PosixPath.parent, and so change the paths of
+    the whole program. `load` undoes such changes and raises an error.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._attributes: dict[type, dict[str, Any]] = {}  # those of each class before `file` could change them
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            changed = [name for kind, before in self._attributes.items() for name in _restored(kind, before)]
+            if changed:
+                raise pickle.UnpicklingError(f"its .metadata changes {changed[0]}, which no checkpoint does")
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of an Enum with getattr
             return _member
         if (module, name) not in METADATA_GLOBALS:
             raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which no checkpoint needs")
-        return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if isinstance(found, type):
+            self._attributes.setdefault(found, dict(vars(found)))
+        return found
+
+
+def _restored(kind: type, before: dict[str, Any]) -> list[str]:
+    """Restores the attributes of a class. Returns the names of the attributes that had changed."""
+    missing, now = object(), dict(vars(kind))
+    changed = sorted(name for name in before | now if now.get(name, missing) is not before.get(name, missing))
+    for name in changed:
+        if name in before:
+            type.__setattr__(kind, name, before[name])
+        else:
+            type.__delattr__(kind, name)
+    return [f"{kind.__name__}.{name}" for name in changed]
 
 
 def _member(kind: Any, name: str) -> Enum:

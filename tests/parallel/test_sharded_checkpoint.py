@@ -1,13 +1,15 @@
 """Tests of the folder of a sharded checkpoint, in one process."""
 
 import resource
+from pathlib import PosixPath
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fa_train.checkpoints.files import CheckpointError
-from fa_train.parallel.sharded_checkpoint import write_folder
+from fa_train.parallel.sharded_checkpoint import FolderReader, write_folder
 from tests.support.ranks import processes_can_talk
 
 talks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
@@ -32,3 +34,14 @@ def test_a_full_disk_is_one_line_wherever_the_write_stops(limit, one_rank, tmp_p
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "name"), [(PosixPath, "parent"), (Metadata, "__init__")], ids=["adds", "replaces"])
+def test_metadata_that_changes_a_class_is_refused(kind, name, tmp_path):
+    """With another PosixPath.parent, the program would write and delete files in a folder that the pickle chooses."""
+    before = dict(vars(kind))
+    change = f"c{kind.__module__}\n{kind.__name__}\n(N}}X".encode() + len(name).to_bytes(4, "little") + name.encode()
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + change + b"K\x01stb.")
+    with pytest.raises(CheckpointError, match=rf"its .metadata changes {kind.__name__}.{name}, which no checkpoint"):
+        FolderReader(tmp_path).read_metadata()
+    assert dict(vars(kind)) == before
