@@ -399,7 +399,7 @@ def _named_corruption(path: Path, kind: str = "Parquet") -> Iterator[None]:
     """Converts an error of Arrow, for example about a missing Parquet footer, to a ValueError that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:  # OverflowError: a huge date
         if kind == "CSV" and not isinstance(error, OSError):  # Arrow does not name the line of an invalid byte
             _require_utf8(path)
         raise ValueError(f"{path} must be a {kind} file; it cannot be read: {error}") from error

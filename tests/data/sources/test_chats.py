@@ -235,6 +235,13 @@ def test_a_bad_file_is_named(tmp_path, name, content, message):
         chats(tmp_path / name)
 
 
+def test_a_date_that_python_lacks_is_named(tmp_path):
+    days = pa.array([10**7], pa.date32())
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "completion": ["b"], "day": days}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a.parquet must be a Parquet file; it cannot be read: date value out of"):
+        chats(tmp_path / "a.parquet")
+
+
 def test_a_damaged_page_of_parquet_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     rows = pa.Table.from_pylist([{"prompt": str(i) * 50, "completion": "x"} for i in range(2000)])
