@@ -1,6 +1,5 @@
 """Reads a trained model from a checkpoint in its run's folder, and exports the model."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,7 @@ from yaml import YAMLError
 
 from fa_train import compat
 from fa_train.checkpoints.files import require_checkpoint
-from fa_train.checkpoints.metrics import metrics_of
+from fa_train.checkpoints.metrics import metrics_of, read_result
 from fa_train.checkpoints.saved_config import require_own_targets
 from fa_train.errors import explain
 from fa_train.models.gpt import GPT
@@ -31,8 +30,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     """
     run = _run_folder(checkpoint)
     cfg = saved_config(run, overrides)
-    result = run / "result.json"
-    metrics = json.loads(result.read_text()) if result.exists() else {}
+    metrics = read_result(run)
     chosen = [override.partition("=")[0] for override in overrides]
     model, step = load(checkpoint, cfg, chosen)
     require_same_tokenizer(checkpoint, cfg, chosen)

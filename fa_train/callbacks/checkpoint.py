@@ -1,6 +1,5 @@
 """A callback that saves and removes a run's checkpoints, and a function that exports the last checkpoint."""
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from fa_train.checkpoints.files import (
     remove_partial,
     rename_into_place,
 )
+from fa_train.checkpoints.metrics import read_result
 from fa_train.errors import DivergedError
 from fa_train.models.hf.export import Build, export_run
 from fa_train.parallel.background_save import BackgroundSave
@@ -361,9 +361,7 @@ def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: 
 
     Raises: the errors of fa_train.models.hf.export.export_run.
     """
-    result = checkpoint.absolute().parent.parent / "result.json"
-    metrics = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
-    _export(trainer, checkpoint, build, config, metrics)
+    _export(trainer, checkpoint, build, config, read_result(checkpoint.absolute().parent.parent))
 
 
 def _export(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 
+from fa_train.models.hf.weights import read_json
 from fa_train.parallel.sharded_checkpoint import read_parts
 
 TOKENS, LOSSES = "tokens", "losses"  # a checkpoint stores the number of trained tokens and its losses under these keys
@@ -26,3 +27,16 @@ def metrics_of(checkpoint: Path, result: Mapping[str, float]) -> dict[str, float
     if is_same and latest.get(VAL_STEP) == content["global_step"] and "val/loss" in latest:
         own["val/loss"] = latest["val/loss"]
     return own
+
+
+def read_result(run: Path) -> dict[str, float]:
+    """Returns the metrics in a run's result.json, or an empty dict if there is no such file.
+
+    Raises: ValueError if the file cannot be read, or holds anything but numbers.
+    """
+    path = run / "result.json"
+    result = read_json(path) if path.exists() else {}
+    for name, value in result.items():
+        if not isinstance(value, int | float):
+            raise ValueError(f"{path} must hold numbers; got {value!r} for {name}")
+    return result

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fa_train import training
-from fa_train.checkpoints.metrics import metrics_of
+from fa_train.checkpoints.metrics import metrics_of, read_result
 from tests.support.training import column, composed, tiny
 
 RESULT = {"tokens": 300, "train/loss": 2.5, "val/loss": 2.25, "val/step": 3}
@@ -39,6 +39,20 @@ def test_a_metric_of_another_step_is_omitted(stored, result, expected, tmp_path)
     assert metrics_of(tmp_path / "x.ckpt", RESULT | result) == expected
     without_val = {name: value for name, value in expected.items() if name != "val/loss" or "losses" in stored}
     assert metrics_of(tmp_path / "x.ckpt", {}) == without_val
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param("", "result.json is not JSON: Expecting value", id="empty"),
+        pytest.param("[1]", "result.json must hold an object; got list", id="list"),
+        pytest.param('{"tokens": "x"}', "result.json must hold numbers; got 'x' for tokens", id="text"),
+    ],
+)
+def test_a_damaged_result_is_named(content, message, tmp_path):
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_result(tmp_path)
 
 
 def test_an_older_checkpoint_has_no_losses(tmp_path):
