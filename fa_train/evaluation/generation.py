@@ -214,13 +214,11 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
 
     Raises: ValueError if the template rejects the messages.
     """
-    from jinja2 import TemplateError
-
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
     try:
         text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError) as error:
+    except Exception as error:  # an expression in a template, such as 1 / 0, can raise any error
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(
             f"{encoder.tokenizer.name}'s chat template rejects a prompt of messages with the roles {roles}: {error}"

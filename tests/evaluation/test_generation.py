@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from fa_kernels import flash_attn_with_kvcache
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import is_held_out
+from fa_train.data.tokens.sft import ChatEncoder
+from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.evaluation import generation
-from fa_train.evaluation.generation import Sample, generate, sampled_chat, stop_tokens
+from fa_train.evaluation.generation import Sample, chat_prompt, generate, sampled_chat, stop_tokens
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
@@ -341,6 +343,13 @@ def test_chat_needs_a_chat_template(folder, tmp_path):
     message = f"^--chat: the tokenizer of {tmp_path}/model must have a chat template; it has none. Use --prompt$"
     with pytest.raises(ValueError, match=message):
         answers(str(tmp_path / "model"), chat=["hi"], max_new_tokens=1, device="cpu")
+
+
+def test_an_error_in_the_template_names_the_template(tmp_path):
+    chat_tokenizer("{{ 1 // 0 }}" + CHATML).save_pretrained(tmp_path)
+    encoder = ChatEncoder(HFTokenizer(str(tmp_path)))
+    with pytest.raises(ValueError, match=rf"^{tmp_path}'s chat template rejects a prompt of .*: integer division"):
+        chat_prompt(encoder, [{"role": "user", "content": "hi"}], None)
 
 
 def test_a_prompt_that_the_template_rejects_is_an_error_of_one_line(folder, tmp_path, monkeypatch):

@@ -229,7 +229,6 @@ class ChatEncoder:
     ) -> Rendered:
         """Renders some messages of a chat. The result has spans only if the template has {% generation %} blocks."""
         # apply_chat_template is not used here, because it returns no spans and rejects an empty list of messages.
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         arguments: dict[str, Any] = dict(
@@ -238,7 +237,7 @@ class ChatEncoder:
         templates = [template, _with_markers(template)] if has_blocks else [template]
         try:
             texts = [render_jinja_template([messages], chat_template=one, **arguments)[0][0] for one in templates]
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # an expression in a template, such as 1 / 0, can raise any error
             raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {error}") from error
         if not has_blocks:
             return Rendered(texts[0], [])

@@ -288,9 +288,17 @@ def test_a_template_that_forgets_is_named_unless_it_marks_answers(tmp_path):
     encode(encoder(tmp_path / "blocks", blocks), two)
 
 
-def test_what_the_template_refuses_is_named(tmp_path):
-    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('users begin') }}{% endif %}" + CHATML
-    with pytest.raises(ValueError, match=r"chat template rejects chats.jsonl, line 1: users begin"):
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("raise_exception('users begin')", "users begin"),
+        ("1 // 0", "integer division or modulo by zero"),
+        ("messages[0].content.index('no such text')", "substring not found"),
+    ],
+)
+def test_what_the_template_refuses_is_named(expression, message, tmp_path):
+    refusing = "{% if messages[0].role != 'user' %}{{ " + expression + " }}{% endif %}" + CHATML
+    with pytest.raises(ValueError, match=rf"chat template rejects chats.jsonl, line 1: {message}"):
         encode(encoder(tmp_path, refusing), SEVERAL_ANSWERS)
 
 
