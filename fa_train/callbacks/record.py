@@ -56,7 +56,7 @@ class Record(Callback):
             for logger in trainer.loggers:
                 # with log_model, WandbLogger.finalize uploads checkpoints; after run.finish, no upload is possible
                 logger.finalize("success")
-            run.finish()
+            _close(run, trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_explained = isinstance(exception, CheckpointError | TrainedWeightsError)
@@ -65,7 +65,7 @@ class Record(Callback):
             traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):
-            run.finish(exit_code=1)
+            _close(run, trainer, exit_code=1)
 
     def _write(self, trainer: L.Trainer) -> None:
         """Writes result.json, or prints an error if the file cannot be written. Omits NaN and infinity.
@@ -93,6 +93,18 @@ def keep_earlier_metrics(trainer: L.Trainer) -> None:
                 names = (path.with_name(f"metrics-{i}.csv") for i in itertools.count(1))
                 kept = path.rename(next(name for name in names if not name.exists()))
                 trainer.print(f"the metrics of an earlier run in this folder are now in {kept}")
+
+
+def _close(run: "wandb.Run", trainer: L.Trainer, exit_code: int = 0) -> None:
+    """Closes a W&B run, or prints an error if closing fails, for example because the disk is full.
+
+    The error is only printed, because an exception would prevent a failed run from saving its checkpoint, and a
+    finished run from being exported.
+    """
+    try:
+        run.finish(exit_code=exit_code)
+    except Exception as error:  # W&B raises errors of many types
+        trainer.print(f"error: the W&B run was not closed: {type(error).__name__}: {error}")
 
 
 def reason_of_end(trainer: L.Trainer) -> str:

@@ -37,6 +37,18 @@ def test_a_home_that_wandb_cannot_write_is_a_mistake_in_one_line(monkeypatch):
         Record().on_fit_start(trainer, pl_module=Mock())
 
 
+@pytest.mark.parametrize("ends", [False, True], ids=["failed", "finished"])
+def test_a_wandb_run_that_cannot_be_closed_only_prints_an_error(ends, monkeypatch):
+    """Without this, the callback Checkpoint would not save a failed run, and a finished run would not be exported."""
+    fake, trainer = Mock(), Mock(is_global_zero=False, loggers=[], global_step=1, max_steps=1)
+    fake.finish.side_effect = OSError(28, "No space left on device")
+    monkeypatch.setattr(record, "wandb_run", lambda _: fake)
+    monkeypatch.setattr(record, "monitor_of", Mock())
+    monkeypatch.setattr(record, "results", lambda _: {})
+    Record().on_fit_end(trainer, None) if ends else Record().on_exception(trainer, None, RuntimeError())
+    assert "W&B run was not closed: OSError: [Errno 28] No space left" in trainer.print.call_args.args[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "reason"),
