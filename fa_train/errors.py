@@ -1,5 +1,6 @@
 """Errors that end a run. A user's mistake is reported in one line, without a traceback."""
 
+import errno
 import os
 import re
 import shlex
@@ -14,6 +15,8 @@ from fa_train.config_options import COPIED_NODES, OTHER_NAMES, in_quotes, option
 from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no space left, or the user's quota is used up
+FORBIDDEN = (errno.EACCES, errno.EROFS)  # no permission, or a read-only file system
 INTERRUPTED = "interrupted"  # printed if Ctrl-C ends a program before training has started
 
 
@@ -44,7 +47,7 @@ class RankFailedError(RuntimeError):
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """If Ctrl-C or an error of a type in `mistakes` occurs, prints one line and ends the program.
 
-    HYDRA_FULL_ERROR=1 shows a traceback.
+    An error for which `is_of_disk` is true also gives one line. HYDRA_FULL_ERROR=1 shows a traceback.
     """
     try:
         yield
@@ -53,10 +56,15 @@ def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
             raise
         print(INTERRUPTED, file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except mistakes as error:
-        if SHOW_TRACEBACK:
+    except Exception as error:
+        if SHOW_TRACEBACK or not (isinstance(error, mistakes) or is_of_disk(error)):
             raise
         sys.exit(f"error: {explain(error)}")
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Returns whether a file could not be read or written, because the disk is full or access is not allowed."""
+    return isinstance(error, OSError) and error.errno in FULL + FORBIDDEN
 
 
 def explain(error: BaseException) -> str:
@@ -86,7 +94,13 @@ def explain(error: BaseException) -> str:
     said = next((link for link in chain if isinstance(link, ValueError)), error)
     # str.partition removes Hydra's search path from the message
     text = _of_data_worker(said).partition("Config search path")[0].partition("full_key")[0]
-    return " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())
+    text = " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())
+    if is_of_disk(said):
+        return f"a file cannot be read or written: {text}"
+    cause = chain[-1]
+    if isinstance(cause, OSError) and is_of_disk(cause) and str(cause.strerror) not in text:
+        return f"{text}: {cause}"
+    return text
 
 
 def _of_group(text: str) -> str | None:

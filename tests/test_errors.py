@@ -1,5 +1,7 @@
 """The message of an error is one line, without a traceback."""
 
+import errno
+import os
 import shlex
 
 import pytest
@@ -7,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fa_train import run_config
 from fa_train.data.tokens.cache import DiskFullError
-from fa_train.errors import explain
+from fa_train.errors import errors_in_one_line, explain
 from tests.support.training import composed
 
 
@@ -90,3 +92,20 @@ def test_an_error_of_a_data_worker_has_only_its_message(kind):
     assert "Traceback" in str(raised.value)
     assert explain(raised.value) == "a.arrow is damaged: ValueError: bad. Delete it"
     assert explain(error) == "a.arrow is damaged: ValueError: bad. Delete it"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "with-an-error-that-hides-it"])
+def test_an_error_of_the_disk_is_one_line(number, wrapped):
+    cause = OSError(number, os.strerror(number), "runs/train.log")
+    with pytest.raises(SystemExit) as ended, errors_in_one_line((ValueError,)):
+        if wrapped:  # as logging.config does
+            raise ValueError("Unable to configure handler 'file'") from cause
+        raise cause
+    about = "Unable to configure handler 'file'" if wrapped else "a file cannot be read or written"
+    assert ended.value.code == f"error: {about}: [Errno {number}] {os.strerror(number)}: 'runs/train.log'"
+
+
+def test_other_errors_of_the_operating_system_keep_their_traceback():
+    with pytest.raises(BrokenPipeError), errors_in_one_line((ValueError,)):
+        raise BrokenPipeError(errno.EPIPE, "x")

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
 
-from fa_train.errors import INTERRUPTED, SHOW_TRACEBACK, OutOfMemoryError, explain
+from fa_train.errors import INTERRUPTED, SHOW_TRACEBACK, OutOfMemoryError, explain, is_of_disk
 from fa_train.parallel.ranks import given_rank, has_own_launcher, is_one_of_several
 
 Kind = Literal["mistake", "out of memory", "lost connection", "exit", "error"]
@@ -106,7 +106,10 @@ def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> 
         message = _shared(kind, message)
     if file := os.environ.get(ERROR_FILE):
         reported = {"message": message, "timestamp": int(time.time()), "kind": kind}
-        Path(file).write_text(json.dumps(reported), encoding="utf-8")
+        try:
+            Path(file).write_text(json.dumps(reported), encoding="utf-8")
+        except OSError:  # the launcher then knows only the exit status
+            print(f"error: {message}", file=sys.stderr)
     return kind, message
 
 
@@ -141,7 +144,7 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) ->
         return "out of memory"
     if isinstance(error, SystemExit):
         return "exit"
-    if isinstance(error, mistakes):
+    if isinstance(error, mistakes) or is_of_disk(error):
         return "mistake"
     # compare the name of the class, because a rank can fail before it has imported torch
     is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)

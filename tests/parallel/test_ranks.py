@@ -2,6 +2,7 @@
 docs/several_gpus.md.
 """
 
+import errno
 import json
 import os
 import re
@@ -132,6 +133,17 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
     assert report["message"] == "RuntimeError: two lines" and report["kind"] == "error" and exits == [1, 1]
     printed = capsys.readouterr().err
     assert printed.startswith("error: a must be b\nTraceback") and printed.count("Traceback") == 1
+
+
+def test_a_rank_on_a_full_disk_prints_why_it_fails_in_one_line_and_ends_at_once(environment, capsys):
+    """The rank cannot write the reason to its error file either."""
+    exits = []
+    environment.setattr(os, "_exit", exits.append)
+    environment.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+    with failures_reported((ValueError,)):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert exits == [1]
+    assert capsys.readouterr().err == "error: a file cannot be read or written: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize(

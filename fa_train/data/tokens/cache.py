@@ -1,13 +1,12 @@
 """Writes a file to the cache under a temporary name, and renames the complete file. Reports a full disk in one line."""
 
-import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no space left, or the user's quota is used up
+from fa_train.errors import FULL
 
 
 class DiskFullError(ValueError):
