@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint, require_folder
 from fa_train.callbacks.monitor import require_measured, results
-from fa_train.callbacks.record import keep_earlier_metrics
+from fa_train.callbacks.record import keep_earlier_metrics, require_folders
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
 from fa_train.fit import fit
@@ -261,28 +261,14 @@ def train(cfg: DictConfig) -> dict[str, float]:
     require_measured(cfg.optimized_metric, trainer)
     require_validation(cfg, trainer, data, done)
     decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
+    decided_by_rank_zero("loggers", partial(require_folders, trainer))
     config = to_container(cfg)
     keep_earlier_metrics(trainer)
     for logger in trainer.loggers:
-        try:
-            logger.log_hyperparams(config)
-        except OSError as error:
-            if not _is_about(error, logger.save_dir):
-                raise
-            raise ValueError(
-                f"logger.save_dir must be a folder that can be written; got {logger.save_dir}: {error.strerror}"
-            ) from error
+        logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
         if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
             export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)
         else:
             export_last(trainer, partial(rebuild_model, cfg), config)
     return results(trainer)
-
-
-def _is_about(error: OSError, folder: str | None) -> bool:
-    """Returns whether the path in the error is `folder`, is inside `folder`, or contains `folder`."""
-    if folder is None or not isinstance(error.filename, str):
-        return False
-    file, wanted = Path(os.path.realpath(error.filename)), Path(os.path.realpath(folder))
-    return file.is_relative_to(wanted) or wanted.is_relative_to(file)

@@ -1,7 +1,6 @@
 """A callback that saves and removes a run's checkpoints, and a function that exports the last checkpoint."""
 
 import math
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from fa_train.checkpoints.files import (
     remove,
     remove_partial,
     rename_into_place,
+    require_writable,
 )
 from fa_train.checkpoints.metrics import read_result
 from fa_train.errors import DivergedError
@@ -319,14 +319,7 @@ def require_folder(trainer: L.Trainer) -> None:
     Raises: ValueError if no file can be written into the folder.
     """
     if isinstance(trainer.checkpoint_callback, Checkpoint):
-        folder = trainer.checkpoint_callback.folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise ValueError(
-                f"callbacks.checkpoint.dirpath must be a folder that can be written; got {folder}: {error.strerror}"
-            ) from error
+        require_writable(trainer.checkpoint_callback.folder, "callbacks.checkpoint.dirpath")
 
 
 def require_checkpoint(trainer: L.Trainer) -> None:

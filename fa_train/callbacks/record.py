@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.callbacks.progress import describe
-from fa_train.checkpoints.files import CheckpointError
+from fa_train.checkpoints.files import CheckpointError, require_writable
 from fa_train.data.packing.report import Histogram, Report
 from fa_train.errors import TrainedWeightsError
 
@@ -79,6 +79,17 @@ class Record(Callback):
                 Path(trainer.default_root_dir, "result.json").write_text(json.dumps(values, indent=1) + "\n")
             except OSError as error:
                 trainer.print(f"error: result.json was not written: {error}")
+
+
+def require_folders(trainer: L.Trainer) -> None:
+    """Creates the folders of the loggers. Call this function on rank 0.
+
+    Raises: ValueError if no file can be written into a folder. Without this check, W&B would silently write to the
+    folder for temporary files.
+    """
+    for logger in trainer.loggers:
+        if logger.save_dir is not None and "://" not in logger.save_dir:  # not on another machine
+            require_writable(Path(logger.save_dir), "logger.save_dir")
 
 
 def keep_earlier_metrics(trainer: L.Trainer) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import shutil
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -155,6 +156,18 @@ def require_intact_slice(path: Path, offset: int, length: int) -> None:
             require_intact_records(io.BytesIO(file.read(length)))
     except UNREADABLE as error:
         raise damaged(path, error) from error
+
+
+def require_writable(folder: Path, key: str) -> None:
+    """Creates a folder. key: the config key that holds its path.
+
+    Raises: ValueError if no file can be written into the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{key} must be a folder that can be written; got {folder}: {error.strerror}") from error
 
 
 def newest(paths: Iterable[Path]) -> list[Path]:
