@@ -1,6 +1,7 @@
 """The rows of a run, and the micro-batches that each rank forms from its rows."""
 
 import dataclasses
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -205,9 +206,12 @@ class RangeSampler(DistributedSampler[int]):
     does not replace a DistributedSampler.
     The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning expects the
     length of the whole run, which includes the batches before a resume.
+    Raises: ValueError if `stop` is too large for the length of a sequence.
     """
 
     def __init__(self, start: int, stop: int) -> None:
+        if stop > sys.maxsize:
+            raise ValueError(f"max_steps must give at most {sys.maxsize} micro-batches per process; got {stop}")
         self.start, self.stop = start, stop
 
     def __iter__(self) -> Iterator[int]:
