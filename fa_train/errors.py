@@ -16,7 +16,8 @@ from fa_train.settings import unknown_key
 
 SHOW_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk has no space left, or the user's quota is used up
-FORBIDDEN = (errno.EACCES, errno.EROFS)  # no permission, or a read-only file system
+# no permission, a read-only file system, or a path below a file
+UNUSABLE = (errno.EACCES, errno.EROFS, errno.ENOTDIR)
 INTERRUPTED = "interrupted"  # printed if Ctrl-C ends a program before training has started
 
 
@@ -63,8 +64,8 @@ def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Returns whether a file could not be read or written, because the disk is full or access is not allowed."""
-    return isinstance(error, OSError) and error.errno in FULL + FORBIDDEN
+    """Returns whether a file could not be read or written, because the disk is full or the path cannot be used."""
+    return isinstance(error, OSError) and error.errno in FULL + UNUSABLE
 
 
 def explain(error: BaseException) -> str:

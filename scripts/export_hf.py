@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.bounds import Dtype
-from fa_train.errors import explain
+from fa_train.errors import errors_in_one_line
 
 
 def main() -> None:
@@ -36,10 +36,8 @@ def main() -> None:
     arguments: dict[str, Any] = vars(parser.parse_args())
     from scripts.trained_model import export  # import late: torch and Lightning take seconds to import
 
-    try:
+    with errors_in_one_line((ValueError, HydraException, OmegaConfBaseException)):
         export(**arguments)
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {explain(error)}")
     print(f"exported to {arguments['folder']}")
 
 

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.bounds import Dtype
-from fa_train.errors import explain
+from fa_train.errors import errors_in_one_line
 from fa_train.output import replace_unprintable
 
 
@@ -57,10 +57,8 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     from scripts.answers import answers  # import late: torch and Lightning take seconds to import
 
-    try:
+    with errors_in_one_line((ValueError, HydraException, OmegaConfBaseException)):
         texts = answers(**arguments)
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {explain(error)}")
     for question, text in zip(arguments["prompt"] or arguments["chat"], texts, strict=True):
         print(text if len(texts) == 1 else f"--- {question}\n{text}\n")
 

@@ -18,7 +18,7 @@ if not __package__:  # this file runs as a script, so imports must start at the 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train.errors import explain
+from fa_train.errors import errors_in_one_line
 
 
 def main(arguments: list[str]) -> None:
@@ -28,10 +28,8 @@ def main(arguments: list[str]) -> None:
         return
     from scripts.memory_table import memory_table  # import late: torch takes seconds to import
 
-    try:
+    with errors_in_one_line((ValueError, HydraException, OmegaConfBaseException)):
         print(memory_table(arguments))
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {explain(error)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf.errors import OmegaConfBaseException
 
-from fa_train.errors import explain
+from fa_train.errors import errors_in_one_line
 from fa_train.output import replace_unprintable
 from scripts.composed import composed
 
@@ -55,7 +55,5 @@ if __name__ == "__main__":
         print(__doc__)
         sys.exit()
     replace_unprintable()
-    try:
+    with errors_in_one_line((ValueError, HydraException, OmegaConfBaseException)):
         print(main(sys.argv[1:]))
-    except (ValueError, HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {explain(error)}")

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fa_train import run_config
 from fa_train.data.tokens.cache import DiskFullError
-from fa_train.errors import errors_in_one_line, explain
+from fa_train.errors import FULL, UNUSABLE, errors_in_one_line, explain
 from tests.support.training import composed
 
 
@@ -94,7 +94,7 @@ def test_an_error_of_a_data_worker_has_only_its_message(kind):
     assert explain(error) == "a.arrow is damaged: ValueError: bad. Delete it"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [*FULL, *UNUSABLE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "with-an-error-that-hides-it"])
 def test_an_error_of_the_disk_is_one_line(number, wrapped):
     cause = OSError(number, os.strerror(number), "runs/train.log")

@@ -9,7 +9,6 @@ adapter, as in peft.
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +29,7 @@ from fa_train.memory.planner.plan import LINEARS, Adapters
 from fa_train.memory.tiled_adapters import FrozenLinear
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
-from fa_train.models.hf.weights import Place, read_json
+from fa_train.models.hf.weights import Place, read_json, save_tensors
 from fa_train.models.initial import Constant, Uniform, initialise
 from fa_train.models.nf4 import NF4_PARTS, nf4_linear, nf4_weight, quantized
 from fa_train.models.shards import own_rows
@@ -344,9 +343,7 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     if (folder / ADAPTER_CONFIG).exists() or (folder / ADAPTER_WEIGHTS).exists():
         raise ValueError(f"an export needs a new folder or one without an adapter; {folder} contains an adapter")
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{ADAPTER_WEIGHTS}.partial"
-    save_file(tensors, str(partial), metadata={"format": "pt"})
-    os.replace(partial, folder / ADAPTER_WEIGHTS)
+    save_tensors(tensors, folder / ADAPTER_WEIGHTS)
     settings = next(linear.settings for _, linear in adapted(model))
     targets = settings.target_modules
     if model.origin is not None and model.origin.has_images:

@@ -313,12 +313,24 @@ def write_weights(model: GPT, folder: Path, layout: Layout, dtype: torch.dtype |
     )
     for file, shard in zip(files, shards, strict=True):
         tensors = {name: _take(parameters[place.parameter], place, dtype) for name, place in shard.items()}
-        partial = folder / f"{file}.partial"
-        save_file(tensors, str(partial), metadata={"format": "pt"})
-        os.replace(partial, folder / file)
+        save_tensors(tensors, folder / file)
     if len(shards) > 1:
         weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes a .safetensors file. The file gets its final name only when it is complete.
+
+    Raises: ValueError if the file cannot be written. An unfinished file is removed.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        save_file(tensors, str(partial), metadata={"format": "pt"})
+    except SafetensorError as error:
+        partial.unlink(missing_ok=True)
+        raise ValueError(f"{path} could not be written: {error}") from error
+    os.replace(partial, path)
 
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
@@ -21,6 +22,7 @@ from fa_train.models.attention import naive_attention
 from fa_train.models.config import Family
 from fa_train.models.hf.export import tokenizer_of
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
+from fa_train.models.hf.weights import save_tensors
 from tests.data.support.chats import CHATML, chat_tokenizer
 from tests.models.hf.support.checkpoints import (
     FAMILIES,
@@ -313,3 +315,14 @@ def test_a_tokenizer_that_has_moved_is_named(tmp_path):
     config = {"choices": {"data": "text"}, "data": {"tokenizer": f"{tmp_path}/moved"}}
     with pytest.raises(ValueError, match=rf"data.tokenizer must .*; got {tmp_path}/moved: .*<folder>"):
         tokenizer_of(config)
+
+
+def test_weights_that_cannot_be_written_are_named_and_removed(tmp_path, monkeypatch):
+    def fail(tensors, filename, metadata):
+        Path(filename).write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("fa_train.models.hf.weights.save_file", fail)
+    with pytest.raises(ValueError, match=r"a.safetensors could not be written: .* No space left on device"):
+        save_tensors({}, tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
