@@ -21,6 +21,7 @@ import numpy as np
 from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
 from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
 from fa_train.data.tokens.cache import whole_file
+from fa_train.errors import is_of_disk
 
 FORMAT = "1"  # the version of the packing plan's format and algorithm, which is part of the cache key
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -136,6 +137,8 @@ def load_plan(
     try:
         return np.load(path, mmap_mode="r")
     except (ValueError, EOFError, OSError) as error:
+        if is_of_disk(error):  # the file may be intact
+            raise
         raise ValueError(f"{path} is damaged: {error}. Delete it, and the next run writes it again") from error
 
 

@@ -18,6 +18,7 @@ from fa_train.data.packing.rows import LossMask
 from fa_train.data.sources.corpus import Corpus, WithValidation
 from fa_train.data.tokens.encoding import Encoder
 from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, SKIPPED, write_shards
+from fa_train.errors import is_of_disk
 
 HELD_OUT_TAIL = 50  # if no whole document can be held out, the last 1 / 50 of the longest document is held out
 SHORTEST_TAIL = 2  # the held-out part of a document has at least 2 tokens, because a single token has no label
@@ -115,6 +116,8 @@ def _whole_shards(folder: Path) -> list[Path]:
     try:
         sizes = json.loads((folder / SHARDS).read_text())
     except (OSError, ValueError) as error:
+        if is_of_disk(error):  # the file may be intact
+            raise
         raise _damage(folder / SHARDS, f"it cannot be read: {error}") from error
     for name, size in sizes.items():
         found = (folder / name).stat().st_size if (folder / name).exists() else 0
@@ -128,6 +131,8 @@ def _read_shard(file: Path) -> pa.Table:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
         table.validate(full=True)  # checks the offsets too
     except (pa.ArrowException, OSError) as error:
+        if is_of_disk(error):  # the file may be intact
+            raise
         raise _damage(file, f"it cannot be read: {error}") from error
     return table
 

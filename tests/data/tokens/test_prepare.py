@@ -173,6 +173,21 @@ def test_a_damaged_plan_is_named(tmp_path):
         load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
 
 
+@pytest.mark.parametrize("reader", ["json.loads", "pyarrow.memory_map", "numpy.load"])
+def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, monkeypatch, reader):
+    """Otherwise, the error would recommend to delete tokens that another user has prepared."""
+
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = prepare(corpus, Counting(), tmp_path / "cache")
+    load_plan(np.array([3, 9]), 8, 8, "split", tmp_path / "cache")
+    monkeypatch.setattr(reader, refuse)
+    with pytest.raises(PermissionError):
+        read(path, held_out=False)
+        load_plan(np.array([3, 9]), 8, 8, "split", tmp_path / "cache")
+
+
 @pytest.mark.parametrize("workers", [1, *slow(2)])
 def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
     monkeypatch.setattr(module, "SHARD", 3)
