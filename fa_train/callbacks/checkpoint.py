@@ -1,5 +1,6 @@
 """A callback that saves and removes a run's checkpoints, and a function that exports the last checkpoint."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -296,7 +297,7 @@ class Checkpoint(CheckpointCallback):
 
     def _free_path(self, step: int) -> Path:
         """Returns a path that does not exist yet. An earlier run may have left checkpoints in the same folder."""
-        names = [f"step_{step:07d}", *(f"step_{step:07d}-v{i}" for i in range(1, 100))]
+        names = itertools.chain([f"step_{step:07d}"], (f"step_{step:07d}-v{i}" for i in itertools.count(1)))
         return next(path for path in (self.folder / (name + SUFFIX) for name in names) if not path.exists())
 
 

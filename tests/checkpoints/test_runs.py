@@ -156,6 +156,13 @@ def test_a_run_goes_on_if_an_old_checkpoint_cannot_be_removed(tmp_path, monkeypa
     assert callback.saved == [tmp_path / "step_0000002.ckpt"]
 
 
+def test_checkpoints_of_any_number_of_earlier_runs_are_kept(tmp_path):
+    callback = checkpoint.Checkpoint(str(tmp_path), "mine", 1, 1, False, save_on_exception=True, asynchronous=False)
+    for _ in range(101):
+        callback._free_path(5).touch()
+    assert callback._free_path(5).name == "step_0000005-v101.ckpt"
+
+
 @pytest.mark.slow
 def test_a_run_ends_well_if_result_json_cannot_be_written(tmp_path, capsys):
     (tmp_path / "run" / "result.json").mkdir(parents=True)
