@@ -3,7 +3,9 @@
 import itertools
 import json
 import math
+import os
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,10 +76,16 @@ class Record(Callback):
         exception from this function would prevent the checkpoint callback from saving.
         """
         if trainer.is_global_zero:
+            values = {name: value for name, value in results(trainer).items() if math.isfinite(value)}
+            path = Path(trainer.default_root_dir, "result.json")
+            partial = path.with_name("result.json.partial")
             try:
-                values = {name: value for name, value in results(trainer).items() if math.isfinite(value)}
-                Path(trainer.default_root_dir, "result.json").write_text(json.dumps(values, indent=1) + "\n")
+                partial.write_text(json.dumps(values, indent=1) + "\n")
+                os.replace(partial, path)
             except OSError as error:
+                for file in (partial, path):  # a file at `path` is from an earlier run in the same folder
+                    with suppress(OSError):
+                        file.unlink()
                 trainer.print(f"error: result.json was not written: {error}")
 
 

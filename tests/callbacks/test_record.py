@@ -49,6 +49,22 @@ def test_a_wandb_run_that_cannot_be_closed_only_prints_an_error(ends, monkeypatc
     assert "W&B run was not closed: OSError: [Errno 28] No space left" in trainer.print.call_args.args[0]
 
 
+def test_a_full_disk_leaves_no_unfinished_result(tmp_path, monkeypatch):
+    """An empty result.json would make scripts.export_hf fail later."""
+
+    def half(path, text):
+        path.write_bytes(b"")
+        raise OSError(28, "No space left on device")
+
+    trainer = Mock(is_global_zero=True, default_root_dir=str(tmp_path))
+    monkeypatch.setattr(record, "results", lambda _: {"train/loss": 1.0})
+    Record()._write(trainer)
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    monkeypatch.setattr("pathlib.Path.write_text", half)
+    Record()._write(trainer)
+    assert "result.json was not written" in trainer.print.call_args.args[0] and not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "reason"),
