@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fa_train.settings import shown
+from fa_train.settings import classes_of, shown
 
 # {key: another key, which must have the same value}. If the two values differed, the data, the schedule and the metrics
 # would contradict each other.
@@ -37,14 +37,26 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.plugins": ((None,), "train.py sets the plugins itself"),
     "trainer.overfit_batches": ((0, 0.0), "Train on a small file instead, with data=text and data.path"),
 }  # fmt: skip
+# {callback of Lightning: advice}. In a run of train.py, these callbacks would change the rows of a step or the learning
+# rate, or would fail.
+UNSUPPORTED_CALLBACKS = {
+    "lightning.pytorch.callbacks.batch_size_finder.BatchSizeFinder":
+        "Set batch_size and data.micro_batch_size instead. scripts.plan_memory predicts which sizes fit",
+    "lightning.pytorch.callbacks.gradient_accumulation_scheduler.GradientAccumulationScheduler":
+        "Set batch_size and data.micro_batch_size instead, which determine the accumulation",
+    "lightning.pytorch.callbacks.lr_finder.LearningRateFinder":
+        "Set optimizer.lr instead, for example in a sweep: -m optimizer.lr=1e-4,1e-3",
+    "lightning.pytorch.callbacks.stochastic_weight_avg.StochasticWeightAveraging":
+        "It averages weights only at the ends of epochs. Use lightning.pytorch.callbacks.EMAWeightAveraging instead",
+}  # fmt: skip
 
 
 def require_one_value(config: Mapping[str, Any], folder: str) -> None:
     """Checks that no node of the config, such as `data`, contradicts the settings of the run.
 
     config: a config that fa_train.settings.check has checked. folder: the run's folder.
-    Raises: ValueError if a key of a config node has a value that contradicts the run's settings, or if
-    callbacks.monitor is missing. The error message says what to set instead.
+    Raises: ValueError if a key of a config node has a value that contradicts the run's settings, if callbacks.monitor
+    is missing, or if a callback is in UNSUPPORTED_CALLBACKS. The error message says what to set instead.
     """
     for key, original in COPIES.items():
         value, wanted = value_of(config, key), value_of(config, original)
@@ -71,6 +83,11 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
         raise ValueError(
             "callbacks.monitor must be a node, because checkpoints and logs need its measurements; got none"
         )
+    for name, callback in config["callbacks"].items():
+        for base in classes_of(f"callbacks.{name}", callback["_target_"]) if callback else ():
+            if base in UNSUPPORTED_CALLBACKS:
+                kind = base.rpartition(".")[2]
+                raise ValueError(f"callbacks.{name} must not be a {kind}; got one. {UNSUPPORTED_CALLBACKS[base]}")
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:

@@ -331,6 +331,15 @@ def _resolved(node: str, target: Any) -> Any:
         ) from error
 
 
+def classes_of(node: str, target: Any) -> list[str]:
+    """Returns the full names of the class that `target` names and of its base classes, or [] if it names no class.
+
+    node: the key of the node with the `_target_`, for error messages.
+    """
+    function = _resolved(node, target)
+    return [_name(base) for base in inspect.getmro(function)] if inspect.isclass(function) else []
+
+
 def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
     """Returns the keys that a node accepts, from the parameters of its `_target_`.
 
@@ -350,8 +359,8 @@ def _keys_of_target(node: str, target: Any, partial: bool) -> Keys:
         passed_on = _keys_of_parameters(parameters_of(_resolved(node, other)) or {}, partial=True)
         keys = Keys({**passed_on.hints, **keys.hints}, passed_on.required | keys.required)
     bounds: dict[str, Any] = {}
-    for base in reversed(inspect.getmro(function) if inspect.isclass(function) else ()):
-        bounds |= BOUNDS.get(_name(base), {})
+    for name in reversed(classes_of(node, target)):
+        bounds |= BOUNDS.get(name, {})
     return Keys({**HYDRA_KEYS, **keys.hints, **bounds}, keys.required, keys.others)
 
 

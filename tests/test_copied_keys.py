@@ -1,6 +1,7 @@
-"""A key that copies another key must have the same value. Unsupported settings of Lightning's Trainer are refused."""
+"""Keys that copy others must have equal values. Unsupported settings and callbacks of Lightning are refused."""
 
 import pytest
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from omegaconf import OmegaConf
 
 from fa_train import run_config
@@ -8,6 +9,10 @@ from fa_train.config_options import COPIED_NODES
 from fa_train.copied_keys import COPIES, require_one_value, value_of
 from fa_train.settings import leaves
 from tests.support.training import composed
+
+
+class OwnAveraging(StochasticWeightAveraging):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,27 @@ from tests.support.training import composed
         pytest.param(["hydra.job.chdir=true"], "hydra.job.chdir must be false, .*; got true", id="other-folder"),
         pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got none", id="no-monitor"),
         pytest.param(["~callbacks.monitor"], "callbacks.monitor must be a node, .*; got none", id="monitor-removed"),
+        pytest.param(
+            ["+callbacks.mine._target_=lightning.pytorch.callbacks.BatchSizeFinder"],
+            "callbacks.mine must not be a BatchSizeFinder; got one. Set batch_size and data.micro_batch_size instead",
+            id="batch-size-finder",
+        ),
+        pytest.param(
+            [
+                "+callbacks.mine._target_=lightning.pytorch.callbacks.GradientAccumulationScheduler",
+                "+callbacks.mine.scheduling={0: 2}",
+            ],
+            "callbacks.mine must not be a GradientAccumulationScheduler; got one.* determine the accumulation",
+            id="accumulation-scheduler",
+        ),
+        pytest.param(
+            ["+callbacks.mine._target_=lightning.pytorch.callbacks.LearningRateFinder"],
+            "callbacks.mine must not be a LearningRateFinder; got one. Set optimizer.lr instead", id="lr-finder",
+        ),
+        pytest.param(
+            [f"+callbacks.mine._target_={__name__}.OwnAveraging", "+callbacks.mine.swa_lrs=1e-3"],
+            "callbacks.mine must not be a StochasticWeightAveraging; got one. .*EMAWeightAveraging", id="averaging",
+        ),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_the_key_to_set(overrides, line, tmp_path):
