@@ -1,5 +1,6 @@
 """The LightningModule, which trains a GPT. The next-token loss is averaged over all labels of an optimizer step."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,8 @@ class LitGPT(L.LightningModule):
     The micro-batches of a step may have different numbers of tokens. A subclass that computes another loss overrides
     `loss_sum`, which training and validation use. Lightning's Tuner needs update_attr=False in lr_find, because
     `optimizer` determines the learning rate.
+    optimizer: a function of the model, or one of torch's optimizer classes. A class gets the parameters that require
+    gradients.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
     Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. `use_float8` can
     raise further errors.
@@ -51,7 +54,7 @@ class LitGPT(L.LightningModule):
     def __init__(
         self,
         model: GPT,
-        optimizer: Callable[[nn.Module], Optimizer],
+        optimizer: Callable[..., Optimizer],
         scheduler: Callable[[Optimizer], LRScheduler],
         compile_model: bool,
         seed: Seed,
@@ -229,7 +232,7 @@ class LitGPT(L.LightningModule):
         self.log("val/loss", loss / labels, logger=not self._is_fitting())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.optimizer(self.model)
+        optimizer = new_optimizer(self.optimizer, self.model)
         scheduler = self.scheduler(optimizer)
         keep_own_settings(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -271,6 +274,14 @@ class LitGPT(L.LightningModule):
         if progress["current"]["processed"] != completed:
             for counts in (progress["current"], progress["total"]):
                 counts.update(ready=completed, started=completed, processed=completed, completed=completed)
+
+
+def new_optimizer(make: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
+    """Returns the result of `make`, which gets the model, or the model's parameters if it is a class such as SGD."""
+    kind = getattr(make, "func", make)  # the function or class inside a functools.partial
+    if isinstance(kind, type) and "params" in inspect.signature(kind).parameters:
+        return make([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return make(model)
 
 
 def count_labels(labels: Tensor) -> Tensor:

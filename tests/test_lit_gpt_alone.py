@@ -127,6 +127,16 @@ def test_a_checkpoint_is_loaded_without_a_trainer(trained, capsys):
     assert "the checkpoint was written with model.norm_eps=1e-05; this run has 0.001" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, partial(torch.optim.AdamW, lr=0.5)], ids=["class", "partial"])
+def test_an_optimizer_class_gets_the_parameters_that_require_gradients(make):
+    model = small()
+    frozen = next(model.parameters()).requires_grad_(False)
+    lit = LitGPT(**arguments(model) | {"optimizer": make})
+    optimizer = cast(Any, lit.configure_optimizers())["optimizer"]
+    [group] = optimizer.param_groups
+    assert {*map(id, group["params"])} == {id(p) for p in model.parameters() if p is not frozen}
+
+
 def test_progress_may_come_before_monitor(tmp_path, capsys):
     callbacks = [StepProgress(), Monitor(seq_len=24, batch_size=1, max_skipped_steps=None)]
     settings = {"callbacks": callbacks, "enable_progress_bar": True, "max_steps": 3, "log_every_n_steps": 1}
