@@ -34,6 +34,8 @@ from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.private_names import private
 from fa_train.run_config import in_sweep, to_container
 
+WARMUP_COSINE = "fa_train.optim.schedule.warmup_cosine"  # the _target_ of scheduler=warmup_cosine
+
 for library in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(library).setLevel(logging.WARNING)  # Lightning sets the level INFO when it is imported
 logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # trainer.profiler logs its report
@@ -252,7 +254,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
-    if cfg.choices.scheduler == "warmup_cosine" and "lr" in cfg.optimizer:
+    if cfg.scheduler._target_ == WARMUP_COSINE and "lr" in cfg.optimizer:
         warning = unfinished_warmup(
             warmup_steps=cfg.scheduler.warmup_steps, max_steps=cfg.max_steps, lr=cfg.optimizer.lr
         )
