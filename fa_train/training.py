@@ -38,7 +38,8 @@ WARMUP_COSINE = "fa_train.optim.schedule.warmup_cosine"  # the _target_ of sched
 
 for library in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(library).setLevel(logging.WARNING)  # Lightning sets the level INFO when it is imported
-logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # trainer.profiler logs its report
+for reporter in ("profilers", "callbacks.model_summary"):  # they log the report that the user has asked for
+    logging.getLogger(f"lightning.pytorch.{reporter}").setLevel(logging.INFO)
 # with memory=selective or offload, torch warns that compiled blocks must have no in-place operators. Our blocks have
 # none.
 logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

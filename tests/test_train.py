@@ -47,6 +47,13 @@ def test_a_scheduler_of_torch_replaces_the_schedule_of_conf(kind, settings, expe
     assert list(column(tmp_path / "run", "lr").values()) == pytest.approx(expected)
 
 
+def test_lightnings_model_summary_is_printed(tmp_path, caplog):
+    summary = "+callbacks.mine._target_=lightning.pytorch.callbacks.ModelSummary"
+    with composed(tmp_path / "run", *tiny(tmp_path, "max_steps=1"), summary) as cfg:
+        training.train(cfg)
+    assert "Trainable params" in caplog.text
+
+
 @pytest.mark.parametrize("given", [{}, {"TRITON_HOME": "/home"}, {"TRITON_CACHE_DIR": "/cache"}], ids=str)
 def test_kernels_stay_in_the_folder_that_triton_chooses(given, monkeypatch):
     for name in ("HYDRA_FULL_ERROR", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_HOME", "TRITON_CACHE_DIR"):
