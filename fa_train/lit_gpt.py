@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fa_train.bounds import Seed
 from fa_train.checkpoints.architecture import ADAPTER, ARCHITECTURE, differences
@@ -234,6 +234,11 @@ class LitGPT(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = new_optimizer(self.optimizer, self.model)
         scheduler = self.scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "scheduler must be a schedule that needs no metric; got ReduceLROnPlateau. To use it, override "
+                "configure_optimizers in a subclass of LitGPT, and name the metric there"
+            )
         keep_own_settings(optimizer, scheduler)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -137,6 +137,12 @@ def test_an_optimizer_class_gets_the_parameters_that_require_gradients(make):
     assert {*map(id, group["params"])} == {id(p) for p in model.parameters() if p is not frozen}
 
 
+def test_a_scheduler_that_needs_a_metric_is_refused():
+    lit = LitGPT(**arguments(small()) | {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau})
+    with pytest.raises(ValueError, match="scheduler must be a schedule that needs no metric; got ReduceLROnPlateau"):
+        lit.configure_optimizers()
+
+
 def test_progress_may_come_before_monitor(tmp_path, capsys):
     callbacks = [StepProgress(), Monitor(seq_len=24, batch_size=1, max_skipped_steps=None)]
     settings = {"callbacks": callbacks, "enable_progress_bar": True, "max_steps": 3, "log_every_n_steps": 1}
