@@ -49,6 +49,11 @@ UNSUPPORTED_CALLBACKS = {
     "lightning.pytorch.callbacks.stochastic_weight_avg.StochasticWeightAveraging":
         "It averages weights only at the ends of epochs. Use lightning.pytorch.callbacks.EMAWeightAveraging instead",
 }  # fmt: skip
+# callbacks that read a metric whose name is in their argument `monitor`
+MONITORING = {
+    "lightning.pytorch.callbacks.early_stopping.EarlyStopping",
+    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint",
+}
 
 
 def require_one_value(config: Mapping[str, Any], folder: str) -> None:
@@ -56,7 +61,7 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
 
     config: a config that fa_train.settings.check has checked. folder: the run's folder.
     Raises: ValueError if a key of a config node has a value that contradicts the run's settings, if callbacks.monitor
-    is missing, or if a callback is in UNSUPPORTED_CALLBACKS. The error message says what to set instead.
+    is missing, or if a callback is not supported. The error message says what to set instead.
     """
     for key, original in COPIES.items():
         value, wanted = value_of(config, key), value_of(config, original)
@@ -83,11 +88,23 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
         raise ValueError(
             "callbacks.monitor must be a node, because checkpoints and logs need its measurements; got none"
         )
-    for name, callback in config["callbacks"].items():
-        for base in classes_of(f"callbacks.{name}", callback["_target_"]) if callback else ():
-            if base in UNSUPPORTED_CALLBACKS:
-                kind = base.rpartition(".")[2]
-                raise ValueError(f"callbacks.{name} must not be a {kind}; got one. {UNSUPPORTED_CALLBACKS[base]}")
+    require_supported_callbacks(config)
+
+
+def require_supported_callbacks(config: Mapping[str, Any]) -> None:
+    """Checks the callbacks of Lightning. Only with code of the user's own can they monitor a metric except val/loss.
+
+    Raises: ValueError if a callback is in UNSUPPORTED_CALLBACKS, or monitors a metric that only loggers get.
+    """
+    callbacks = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node}
+    targets = [node["_target_"] for node in (config["lit_gpt"], *callbacks.values())]
+    has_own_code = not all(target.startswith(("fa_train.", "lightning.")) for target in targets)
+    for key, node in callbacks.items():
+        classes = set(classes_of(key, node["_target_"]))
+        for name in UNSUPPORTED_CALLBACKS.keys() & classes:
+            raise ValueError(f"{key} must not be a {name.rpartition('.')[2]}; got one. {UNSUPPORTED_CALLBACKS[name]}")
+        if classes & MONITORING and not has_own_code and node.get("monitor") not in (None, "val/loss"):
+            raise ValueError(f"{key}.monitor must be val/loss; got {node['monitor']}, which callbacks cannot read")
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:

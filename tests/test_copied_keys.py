@@ -7,8 +7,13 @@ from omegaconf import OmegaConf
 from fa_train import run_config
 from fa_train.config_options import COPIED_NODES
 from fa_train.copied_keys import COPIES, require_one_value, value_of
+from fa_train.lit_gpt import LitGPT
 from fa_train.settings import leaves
 from tests.support.training import composed
+
+
+class OwnModule(LitGPT):
+    pass
 
 
 class OwnAveraging(StochasticWeightAveraging):
@@ -94,6 +99,17 @@ class OwnAveraging(StochasticWeightAveraging):
             [f"+callbacks.mine._target_={__name__}.OwnAveraging", "+callbacks.mine.swa_lrs=1e-3"],
             "callbacks.mine must not be a StochasticWeightAveraging; got one. .*EMAWeightAveraging", id="averaging",
         ),
+        pytest.param(
+            ["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping", "+callbacks.mine.monitor=val_loss"],
+            "callbacks.mine.monitor must be val/loss; got val_loss, which callbacks cannot read", id="val_loss",
+        ),
+        pytest.param(
+            [
+                "+callbacks.mine._target_=lightning.pytorch.callbacks.ModelCheckpoint",
+                "+callbacks.mine.monitor=train/loss",
+            ],
+            "callbacks.mine.monitor must be val/loss; got train/loss, which callbacks cannot read", id="train/loss",
+        ),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_the_key_to_set(overrides, line, tmp_path):
@@ -101,6 +117,13 @@ def test_a_contradiction_names_the_key_to_set(overrides, line, tmp_path):
         composed(tmp_path, "preset=cpu", "batch_size=8", *overrides) as cfg,
         pytest.raises(ValueError, match=f"^{line}"),
     ):
+        run_config.check(cfg)
+
+
+@pytest.mark.parametrize(("monitor", "own"), [("val/loss", []), ("mine", [f"lit_gpt._target_={__name__}.OwnModule"])])
+def test_a_callback_can_monitor_a_metric_that_is_logged(monitor, own, tmp_path):
+    stops = ["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping", f"+callbacks.mine.monitor={monitor}"]
+    with composed(tmp_path, "preset=cpu", *stops, *own) as cfg:
         run_config.check(cfg)
 
 
