@@ -69,7 +69,10 @@ def is_of_disk(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> str:
-    """Returns an error's message in one line. If Hydra has wrapped a ValueError, returns the ValueError's message."""
+    """Returns an error's message in one line.
+
+    If Hydra has wrapped a ValueError or Lightning's MisconfigurationException, returns the message of the wrapped error.
+    """
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -92,7 +95,9 @@ def explain(error: BaseException) -> str:
             return f"{group} must be one of {', '.join(names)}; got {option}"
     if line := _of_group(str(error)) or _of_override(error):
         return line
-    said = next((link for link in chain if isinstance(link, ValueError)), error)
+    # the module of Lightning's MisconfigurationException is not imported here, because the import takes seconds
+    is_mistake = [isinstance(link, ValueError) or type(link).__name__ == "MisconfigurationException" for link in chain]
+    said = chain[is_mistake.index(True)] if any(is_mistake) else error
     # str.partition removes Hydra's search path from the message
     text = _of_data_worker(said).partition("Config search path")[0].partition("full_key")[0]
     text = " ".join(text.removeprefix("ValueError raised while resolving interpolation: ").split())

@@ -3,7 +3,7 @@
 import sys
 
 import lightning as L
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from fa_train.callbacks.interrupt import exit_status
 from fa_train.callbacks.out_of_memory import is_out_of_memory, out_of_memory_advice
@@ -23,8 +23,9 @@ def fit(
 
     A signal ends the process with exit status 128 plus the signal's number. If training diverges, all ranks raise
     DivergedError.
-    Raises: KeyboardInterrupt if Ctrl-C comes before training starts. OutOfMemoryError if this rank ran out of memory in
-    a run of several ranks. OutOfMemoryError ends the other ranks, which would otherwise wait for this rank.
+    Raises: KeyboardInterrupt if Ctrl-C comes before training starts. ValueError if Lightning refuses a setting, for
+    example a callback that needs a logger. OutOfMemoryError if this rank ran out of memory in a run of several ranks.
+    OutOfMemoryError ends the other ranks, which would otherwise wait for this rank.
     """
     if not isinstance(trainer.strategy, FullyShardedStrategy):
         empty_before_teardown(trainer, lit_gpt)
@@ -41,6 +42,8 @@ def fit(
     except DivergedError:
         trainer.strategy.barrier()
         raise
+    except MisconfigurationException as error:
+        raise ValueError(str(error)) from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise

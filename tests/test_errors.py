@@ -5,6 +5,8 @@ import os
 import shlex
 
 import pytest
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from torch.utils.data import DataLoader, Dataset
 
 from fa_train import run_config
@@ -109,3 +111,9 @@ def test_an_error_of_the_disk_is_one_line(number, wrapped):
 def test_other_errors_of_the_operating_system_keep_their_traceback():
     with pytest.raises(BrokenPipeError), errors_in_one_line((ValueError,)):
         raise BrokenPipeError(errno.EPIPE, "x")
+
+
+def test_a_setting_that_lightning_refuses_is_said_in_lightnings_words():
+    with pytest.raises(InstantiationException) as raised:
+        instantiate({"_target_": "lightning.Trainer", "accelerator": "cpu", "limit_val_batches": 2.5})
+    assert explain(raised.value).startswith("You have passed invalid value 2.5 for limit_val_batches")

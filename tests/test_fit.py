@@ -1,4 +1,4 @@
-"""At the end of a run, weights and optimizer states are freed, and not copied to the host."""
+"""Tests the end of trainer.fit: after its last step, after Ctrl-C, and after an error of Lightning."""
 
 import signal
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
@@ -88,3 +88,12 @@ def test_ctrl_c_before_training_is_no_status_1(tmp_path):
             fit(trainer, BoringModel(), Batches(), None)
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def test_a_setting_that_lightning_refuses_is_a_value_error(tmp_path):
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[LearningRateMonitor()], default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="Cannot use `LearningRateMonitor` .* that has no logger"):
+        fit(trainer, BoringModel(), Batches(), None)
