@@ -71,7 +71,7 @@ def is_of_disk(error: BaseException) -> bool:
 def explain(error: BaseException) -> str:
     """Returns an error's message in one line.
 
-    If Hydra has wrapped a ValueError or Lightning's MisconfigurationException, returns the message of the wrapped error.
+    If Hydra has wrapped a ValueError or a MisconfigurationException of Lightning, returns the wrapped error's message.
     """
     chain = [error]
     while chain[-1].__cause__ is not None:

@@ -95,5 +95,5 @@ def test_a_setting_that_lightning_refuses_is_a_value_error(tmp_path):
         accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[LearningRateMonitor()], default_root_dir=tmp_path,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="Cannot use `LearningRateMonitor` .* that has no logger"):
+    with pytest.raises(ValueError, match="Cannot use `LearningRateMonitor`"):
         fit(trainer, BoringModel(), Batches(), None)
