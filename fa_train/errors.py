@@ -93,7 +93,7 @@ def explain(error: BaseException) -> str:
             group, _, option = vars(link)["missing_cfg_file"].rpartition("/")
             names = [name for name in vars(link)["options"] if not name.startswith("_")]
             return f"{group} must be one of {', '.join(names)}; got {option}"
-    if line := _of_group(str(error)) or _of_override(error):
+    if line := _of_group(str(error)) or _of_added_group(str(error)) or _of_override(error):
         return line
     # the module of Lightning's MisconfigurationException is not imported here, because the import takes seconds
     is_mistake = [isinstance(link, ValueError) or type(link).__name__ == "MisconfigurationException" for link in chain]
@@ -126,6 +126,18 @@ def _of_group(text: str) -> str | None:
         return None
     advice = ". trainer.logger=false switches logging off" if group == "logger" else ""
     return f"{group} must be one of {', '.join(options(group))}; got {given}{advice}"
+
+
+def _of_added_group(text: str) -> str | None:
+    """Returns the message for an override such as +experiment=finetune, whose group is already in the config, or None.
+
+    text: the message of Hydra.
+    """
+    again = re.match(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", text)
+    if not again or not any(argument.startswith(f"+{again[1]}=") for argument in sys.argv):
+        return None  # the group may be in the defaults list of a user's file
+    group, option = again.groups()
+    return f"{group} is already a group of conf/train.yaml. Write {group}={option} without +"
 
 
 def _of_override(error: BaseException) -> str | None:

@@ -55,6 +55,18 @@ def test_a_group_without_an_option_is_answered_with_the_options(override, line, 
     assert explain(raised.value) == line
 
 
+@pytest.mark.parametrize("override", ["+experiment=finetune", "+logger=csv"])
+def test_a_group_that_is_added_again_is_to_be_written_without_plus(override, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", override])
+    with pytest.raises(Exception) as raised, composed("folder", override):
+        pass
+    group = override[1:].partition("=")[0]
+    line = f"{group} is already a group of conf/train.yaml. Write {override[1:]} without +"
+    assert explain(raised.value) == line
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert "use 'override" in explain(raised.value)
+
+
 def test_a_group_that_the_command_line_does_not_remove_is_not_named(monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py", "preset=cpu"])
     assert explain(ValueError("Interpolation key 'logger' not found")) == "Interpolation key 'logger' not found"
