@@ -66,7 +66,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
         from fa_train.models.hf.import_ import require_checkpoint  # the import takes a second
 
         require_checkpoint(cfg.model.pretrained)
-    callbacks = [callback for callback in instantiate(cfg.callbacks).values() if callback is not None]
+    nodes = instantiate(cfg.callbacks, _convert_="all")  # callbacks of Lightning need dicts and lists of Python
+    callbacks = [callback for callback in nodes.values() if callback is not None]
     data = instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
     for logger in trainer.loggers:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from lightning.pytorch.callbacks import Timer
 
 from fa_train import training
 from tests.support import processes
@@ -45,6 +46,14 @@ def test_a_scheduler_of_torch_replaces_the_schedule_of_conf(kind, settings, expe
     with composed(tmp_path / "run", *run_settings, *removed, target, *own) as cfg:
         training.train(cfg)
     assert list(column(tmp_path / "run", "lr").values()) == pytest.approx(expected)
+
+
+def test_a_callback_gets_a_dict_of_python(tmp_path):
+    timer = ["+callbacks.mine._target_=lightning.pytorch.callbacks.Timer", "+callbacks.mine.duration={minutes: 2}"]
+    with composed(tmp_path / "run", *tiny(tmp_path), *timer) as cfg:
+        trainer, _, _ = training.build(cfg)
+    [callback] = (x for x in trainer.callbacks if isinstance(x, Timer))
+    assert callback.time_remaining() == 120
 
 
 def test_lightnings_model_summary_is_printed(tmp_path, caplog):
