@@ -159,6 +159,14 @@ class Keys:
     others: bool = False
 
 
+class UnknownKeyError(ValueError):
+    """Raised if a config has a key that its node does not accept. key: the full key, such as scheduler.warmup_steps."""
+
+    def __init__(self, key: str, known: Iterable[str]) -> None:
+        super().__init__(unknown_key(key, known))
+        self.key = key
+
+
 def require_given(config: Mapping[str, Any]) -> None:
     """Checks that no value in a config is `???`. config: may contain unresolved interpolations.
 
@@ -176,14 +184,20 @@ def check(config: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> 
     typed: the overrides of the command line, {key: text}. An error message quotes numbers as the user typed them.
     Raises: ValueError, which names the first key that is unknown or has an invalid value.
     """
-    for key, value, hint in entries(config):
-        if not fits(value, hint) or (key in COPIED_NODES and isinstance(value, Mapping)):
-            is_number = isinstance(value, int | float) and fits(str(value), hint)
-            text = as_typed(value, (typed or {}).get(key, ""))
-            quoting = f"""; quotes make it text: "{key}='{shown(text)}'\"""" if is_number else ""
-            original = COPIED_NODES.get(key)  # for example after ++model.loss.z_loss=1e-4
-            copied = f". {key} is a copy of {original}. Set {original} instead" if original else ""
-            raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}{copied}")
+    typed = typed or {}
+    try:
+        for key, value, hint in entries(config):
+            if not fits(value, hint) or (key in COPIED_NODES and isinstance(value, Mapping)):
+                is_number = isinstance(value, int | float) and fits(str(value), hint)
+                text = as_typed(value, typed.get(key, ""))
+                quoting = f"""; quotes make it text: "{key}='{shown(text)}'\"""" if is_number else ""
+                original = COPIED_NODES.get(key)  # for example after ++model.loss.z_loss=1e-4
+                copied = f". {key} is a copy of {original}. Set {original} instead" if original else ""
+                raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}{copied}")
+    except UnknownKeyError as error:
+        if not typed or any(f"{error.key}.".startswith(f"{key}.") for key in typed):
+            raise
+        raise ValueError(f"{error}. A file of the config has set it; ~{error.key} removes it") from error
     run_folder(config["run_name"])
 
 
@@ -248,7 +262,7 @@ def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterat
     prefix = f"{node}." if node else ""
     for name in values:
         if name not in keys.hints and not keys.others:
-            raise ValueError(unknown_key(prefix + name, keys.hints))
+            raise UnknownKeyError(prefix + name, keys.hints)
     for name, hint in keys.hints.items():
         key = prefix + name
         if name in values:

@@ -235,6 +235,15 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             pytest.param("+lr=3", "unknown key lr; did you mean optimizer.lr\\?", id="without-node"),
             pytest.param("+maxsteps=3", "unknown key maxsteps; did you mean max_steps\\?", id="root"),
             pytest.param(
+                "scheduler._target_=torch.optim.lr_scheduler.StepLR",
+                "unknown key scheduler.warmup_steps; it is a key of scheduler=warmup_cosine. A file of the config has "
+                "set it; ~scheduler.warmup_steps removes it",
+                id="not-typed",
+            ),
+            pytest.param(
+                "+scheduler={a: 1}", "unknown key scheduler.a; scheduler has .*, min_lr_ratio$", id="typed-in-a-mapping"
+            ),
+            pytest.param(
                 "~optimizer.lr", "optimizer.lr must be a finite number of at least 0; got nothing", id="left-out"
             ),
             pytest.param(
