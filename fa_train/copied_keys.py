@@ -73,6 +73,9 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
         # compare types too, because 1 == 1.0, but limit_train_batches=1 is one batch and 1.0 is all batches
         if value is not ... and not any(type(value) is type(other) and value == other for other in supported):
             raise ValueError(f"{key} must be {shown(supported[-1])}; got {shown(value)}. {advice}")
+    for key in ("trainer.max_steps", "trainer.precision", "trainer.val_check_interval"):
+        if value_of(config, key) is ...:  # Lightning has defaults, but train.py needs the values
+            raise ValueError(f"{key} must be given; got nothing")
     sampler = value_of(config, "trainer.use_distributed_sampler")
     if sampler is not False:  # if use_distributed_sampler is not set, Lightning uses true
         raise ValueError(

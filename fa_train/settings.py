@@ -191,6 +191,8 @@ def check(config: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> 
                 is_number = isinstance(value, int | float) and fits(str(value), hint)
                 text = as_typed(value, typed.get(key, ""))
                 quoting = f"""; quotes make it text: "{key}='{shown(text)}'\"""" if is_number else ""
+                if isinstance(value, str) and fits(_parsed(value), hint):
+                    quoting = ", which is text. Omit its quotes, or convert it with ${oc.decode:...}"
                 original = COPIED_NODES.get(key)  # for example after ++model.loss.z_loss=1e-4
                 copied = f". {key} is a copy of {original}. Set {original} instead" if original else ""
                 raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}{copied}")
@@ -210,6 +212,14 @@ def as_typed(value: Any, text: str) -> Any:
         return text if float(text) == value else value
     except ValueError:
         return value
+
+
+def _parsed(text: str) -> Any:
+    """Returns the number or Boolean that `text` shows, or `text` if it shows neither."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def entries(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -274,7 +284,7 @@ def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterat
 def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(value, dict) and "_target_" in value:
         yield from _entries_of_node(key, value, _keys_of_target(key, value["_target_"], value.get("_partial_") is True))
-    elif any(name.endswith("._target_") for name, _ in leaves("", value)):
+    elif Node not in (hint, *get_args(hint)) and any(name.endswith("._target_") for name, _ in leaves("", value)):
         item_hint = get_args(hint)[-1] if get_origin(hint) in (Mapping, dict, Sequence, list) else Any
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _entries_of_value(f"{key}.{name}", item, item_hint)

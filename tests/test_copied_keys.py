@@ -76,6 +76,8 @@ class OwnAveraging(StochasticWeightAveraging):
         pytest.param(["+trainer.plugins=[]"], r"trainer.plugins must be null; got \[\]", id="plugins"),
         pytest.param(["trainer.default_root_dir=/tmp"], "trainer.default_root_dir must .*hydra.run.dir", id="folder"),
         pytest.param(["hydra.job.chdir=true"], "hydra.job.chdir must be false, .*; got true", id="other-folder"),
+        pytest.param(["~trainer.precision"], "trainer.precision must be given; got nothing", id="no-precision"),
+        pytest.param(["~trainer.val_check_interval"], "trainer.val_check_interval must be given", id="no-interval"),
         pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got none", id="no-monitor"),
         pytest.param(["~callbacks.monitor"], "callbacks.monitor must be a node, .*; got none", id="monitor-removed"),
         pytest.param(

@@ -232,6 +232,13 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 id="foreign-parameter",
             ),
             pytest.param("+logger.tagz=[a]", "unknown key logger.tagz; did you mean logger.tags\\?", id="passed-on"),
+            pytest.param("~trainer._target_", "trainer must be a node with a _target_; got", id="trainer-of-no-class"),
+            pytest.param("~model._target_", "model must be a node with a _target_; got", id="model-of-no-class"),
+            pytest.param(
+                "optimizer.lr='0.5'",
+                "optimizer.lr must be a finite number of at least 0; got 0.5, which is text. Omit its quotes, or",
+                id="number-as-text",
+            ),
             pytest.param("+lr=3", "unknown key lr; did you mean optimizer.lr\\?", id="without-node"),
             pytest.param("+maxsteps=3", "unknown key maxsteps; did you mean max_steps\\?", id="root"),
             pytest.param(
