@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from lightning.pytorch.loggers import WandbLogger
 from omegaconf import DictConfig
 
@@ -69,7 +70,11 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     nodes = instantiate(cfg.callbacks, _convert_="all")  # callbacks of Lightning need dicts and lists of Python
     callbacks = [callback for callback in nodes.values() if callback is not None]
     data = instantiate(cfg.data)
-    trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=[CheckpointFiles()])
+    saves = any(isinstance(callback, CheckpointCallback) for callback in callbacks)
+    # by default, Lightning would add its own checkpoint callback to a run without one
+    enabled = cfg.trainer.get("enable_checkpointing", saves)
+    plugins = [CheckpointFiles()]
+    trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=plugins, enable_checkpointing=enabled)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             arguments = private("lightning", logger, "_wandb_init")

@@ -6,11 +6,12 @@ import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import NoneType
 
 import pytest
 import torch
 import triton
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from fa_train import training
 from tests.support import processes
@@ -46,6 +47,13 @@ def test_a_scheduler_of_torch_replaces_the_schedule_of_conf(kind, settings, expe
     with composed(tmp_path / "run", *run_settings, *removed, target, *own) as cfg:
         training.train(cfg)
     assert list(column(tmp_path / "run", "lr").values()) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("enabled", [[], ["+trainer.enable_checkpointing=true"]], ids=["default", "lightnings"])
+def test_a_run_without_checkpoint_callback_saves_no_checkpoints(enabled, tmp_path):
+    with composed(tmp_path / "run", *tiny(tmp_path, "callbacks.checkpoint=null", *enabled)) as cfg:
+        trainer, _, _ = training.build(cfg)
+    assert isinstance(trainer.checkpoint_callback, ModelCheckpoint if enabled else NoneType)
 
 
 def test_a_callback_gets_a_dict_of_python(tmp_path):
