@@ -35,6 +35,7 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.check_val_every_n_epoch": ((None,), "Set trainer.val_check_interval, a number of steps, instead"),
     "trainer.callbacks": ((None,), "Add nodes to callbacks instead, such as +callbacks.mine._target_=my_module.Mine"),
     "trainer.plugins": ((None,), "train.py sets the plugins itself"),
+    "trainer.barebones": ((False,), "A run needs its callbacks and logs"),
     "trainer.overfit_batches": ((0, 0.0), "Train on a small file instead, with data=text and data.path"),
 }  # fmt: skip
 # {callback of Lightning: advice}. In a run of train.py, these callbacks would change the rows of a step or the learning
@@ -73,6 +74,9 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
         # compare types too, because 1 == 1.0, but limit_train_batches=1 is one batch and 1.0 is all batches
         if value is not ... and not any(type(value) is type(other) and value == other for other in supported):
             raise ValueError(f"{key} must be {shown(supported[-1])}; got {shown(value)}. {advice}")
+    for key, callback in (("enable_progress_bar", "progress"), ("enable_checkpointing", "checkpoint")):
+        if value_of(config, f"trainer.{key}") is False and config["callbacks"].get(callback):
+            raise ValueError(f"trainer.{key}=false needs callbacks.{callback}=null; got a callback")
     for key in ("trainer.max_steps", "trainer.precision", "trainer.val_check_interval"):
         if value_of(config, key) is ...:  # Lightning has defaults, but train.py needs the values
             raise ValueError(f"{key} must be given; got nothing")

@@ -76,6 +76,15 @@ class OwnAveraging(StochasticWeightAveraging):
         pytest.param(["+trainer.plugins=[]"], r"trainer.plugins must be null; got \[\]", id="plugins"),
         pytest.param(["trainer.default_root_dir=/tmp"], "trainer.default_root_dir must .*hydra.run.dir", id="folder"),
         pytest.param(["hydra.job.chdir=true"], "hydra.job.chdir must be false, .*; got true", id="other-folder"),
+        pytest.param(["+trainer.barebones=true"], "trainer.barebones must be false; got true. A run", id="barebones"),
+        pytest.param(
+            ["+trainer.enable_progress_bar=false"],
+            "trainer.enable_progress_bar=false needs callbacks.progress=null; got a callback", id="no-bar",
+        ),
+        pytest.param(
+            ["+trainer.enable_checkpointing=false"],
+            "trainer.enable_checkpointing=false needs callbacks.checkpoint=null; got a callback", id="no-checkpoints",
+        ),
         pytest.param(["~trainer.precision"], "trainer.precision must be given; got nothing", id="no-precision"),
         pytest.param(["~trainer.val_check_interval"], "trainer.val_check_interval must be given", id="no-interval"),
         pytest.param(["callbacks.monitor=null"], "callbacks.monitor must be a node, .*; got none", id="no-monitor"),
@@ -139,6 +148,8 @@ def test_equal_values_pass(tmp_path):
         "+trainer.fast_dev_run=false",
         "+trainer.limit_train_batches=1.0",
         "+trainer.overfit_batches=0",
+        "+trainer.enable_progress_bar=false",
+        "callbacks.progress=null",
     ]
     with composed(tmp_path, "preset=cpu", *overrides) as cfg:
         run_config.check(cfg)
