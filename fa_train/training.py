@@ -70,6 +70,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     nodes = instantiate(cfg.callbacks, _convert_="all")  # callbacks of Lightning need dicts and lists of Python
     callbacks = [callback for callback in nodes.values() if callback is not None]
     data = instantiate(cfg.data)
+    if missing := [name for name in ("vocab_size", "accumulation") if not hasattr(data, name)]:
+        raise ValueError(f"data must be a PackedDataModule; got a {type(data).__name__}, which has no {missing[0]}")
     saves = any(isinstance(callback, CheckpointCallback) for callback in callbacks)
     # by default, Lightning would add its own checkpoint callback to a run without one
     enabled = cfg.trainer.get("enable_checkpointing", saves)

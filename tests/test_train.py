@@ -49,6 +49,13 @@ def test_a_scheduler_of_torch_replaces_the_schedule_of_conf(kind, settings, expe
     assert list(column(tmp_path / "run", "lr").values()) == pytest.approx(expected)
 
 
+def test_another_data_module_is_refused(tmp_path):
+    with composed(tmp_path, "preset=cpu") as cfg:
+        cfg.data, cfg.callbacks = {"_target_": "lightning.pytorch.demos.boring_classes.BoringDataModule"}, {}
+        with pytest.raises(ValueError, match="data must be a PackedDataModule; got a BoringDataModule"):
+            training.build(cfg)
+
+
 @pytest.mark.parametrize("enabled", [[], ["+trainer.enable_checkpointing=true"]], ids=["default", "lightnings"])
 def test_a_run_without_checkpoint_callback_saves_no_checkpoints(enabled, tmp_path):
     with composed(tmp_path / "run", *tiny(tmp_path, "callbacks.checkpoint=null", *enabled)) as cfg:
