@@ -404,7 +404,21 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
             hints[name] = parameter.annotation
             if parameter.default is parameter.empty and not (partial and parameter.kind != parameter.KEYWORD_ONLY):
                 required.add(name)
-    return Keys({n: Any if h is inspect.Parameter.empty else h for n, h in hints.items()}, frozenset(required), others)
+    hints = {name: Any if hint is inspect.Parameter.empty else as_list(hint) for name, hint in hints.items()}
+    return Keys(hints, frozenset(required), others)
+
+
+def as_list(hint: Any) -> Any:
+    """Replaces a hint for tuples, such as the betas of torch.optim.Adam, by one for lists. YAML has no tuples."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Union or origin is UnionType:
+        return Union[tuple(map(as_list, arguments))]  # noqa: UP007
+    if origin is not tuple or not arguments:
+        return hint
+    if arguments[-1] is ...:
+        return Sequence[arguments[0]]  # type: ignore[valid-type]
+    item: Any = Union[arguments]  # noqa: UP007
+    return Annotated[Sequence[item], Len(len(arguments), len(arguments))]
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:

@@ -410,6 +410,14 @@ def test_parameters_that_conf_does_not_list_and_every_kind_of_value_pass(overrid
         run_config.check(cfg)
 
 
+def test_a_list_is_given_for_a_tuple():
+    hint = settings.as_list(tuple[float, float] | None)
+    assert settings.fits([0.9, 0.95], hint) and settings.fits(None, hint)
+    assert not settings.fits([0.9], hint) and not settings.fits(["0.9", "0.95"], hint)
+    assert settings.wanted(hint) == "a list of 2 items, each a number or null"
+    assert settings.fits([1, 2, 3], settings.as_list(tuple[int, ...]))
+
+
 def test_every_bound_of_another_package_is_of_a_parameter():
     for target, bounds in settings.BOUNDS.items():
         parameters = settings.parameters_of(pkgutil.resolve_name(target))
