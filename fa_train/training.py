@@ -106,7 +106,8 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
             f"warning: adapter={cfg.choices.adapter} freezes the model's weights, which are random. To train an "
             "adapter of a checkpoint, set model=pretrained and model.pretrained"
         )
-    return trainer, instantiate(cfg.lit_gpt, model=model), data
+    # an optimizer may keep its lists, and a checkpoint with lists of OmegaConf could not be read
+    return trainer, instantiate(cfg.lit_gpt, model=model, _convert_="all"), data
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:

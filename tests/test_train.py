@@ -49,6 +49,13 @@ def test_a_scheduler_of_torch_replaces_the_schedule_of_conf(kind, settings, expe
     assert list(column(tmp_path / "run", "lr").values()) == pytest.approx(expected)
 
 
+def test_an_optimizer_gets_lists_of_python(tmp_path):
+    """A checkpoint cannot be read if the optimizer's settings in it are lists of OmegaConf."""
+    with composed(tmp_path / "run", *tiny(tmp_path)) as cfg:
+        _, lit_gpt, _ = training.build(cfg)
+    assert type(lit_gpt.optimizer.keywords["betas"]) is list
+
+
 def test_another_data_module_is_refused(tmp_path):
     with composed(tmp_path, "preset=cpu") as cfg:
         cfg.data, cfg.callbacks = {"_target_": "lightning.pytorch.demos.boring_classes.BoringDataModule"}, {}
