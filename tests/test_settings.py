@@ -1,6 +1,5 @@
 """Every value in a config is checked before anything is built."""
 
-import math
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-import train
 from fa_train import config_options, run_config, settings
 from fa_train.bounds import Betas, NonNegativeFloat
 from fa_train.config_options import OTHER_NAMES
@@ -233,7 +231,6 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
             ),
             pytest.param("+logger.tagz=[a]", "unknown key logger.tagz; did you mean logger.tags\\?", id="passed-on"),
             pytest.param("~trainer._target_", "trainer must be a node with a _target_; got", id="trainer-of-no-class"),
-            pytest.param("~model._target_", "model must be a node with a _target_; got", id="model-of-no-class"),
             pytest.param(
                 "optimizer.lr='0.5'",
                 "optimizer.lr must be a finite number of at least 0; got 0.5, which is text. Omit its quotes, or",
@@ -247,9 +244,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 "set it; ~scheduler.warmup_steps removes it",
                 id="not-typed",
             ),
-            pytest.param(
-                "+scheduler={a: 1}", "unknown key scheduler.a; scheduler has .*, min_lr_ratio$", id="typed-in-a-mapping"
-            ),
+            pytest.param("+scheduler={a: 1}", "unknown key scheduler.a; .*, min_lr_ratio$", id="typed-in-a-mapping"),
             pytest.param(
                 "~optimizer.lr", "optimizer.lr must be a finite number of at least 0; got nothing", id="left-out"
             ),
@@ -412,10 +407,8 @@ def test_parameters_that_conf_does_not_list_and_every_kind_of_value_pass(overrid
 
 def test_a_list_is_given_for_a_tuple():
     hint = settings.as_list(tuple[float, float] | None)
-    assert settings.fits([0.9, 0.95], hint) and settings.fits(None, hint)
-    assert not settings.fits([0.9], hint) and not settings.fits(["0.9", "0.95"], hint)
     assert settings.wanted(hint) == "a list of 2 items, each a number or null"
-    assert settings.fits([1, 2, 3], settings.as_list(tuple[int, ...]))
+    assert [settings.fits(value, hint) for value in ([0.9, 0.95], None, [0.9])] == [True, True, False]
 
 
 def test_every_bound_of_another_package_is_of_a_parameter():
@@ -459,15 +452,6 @@ def test_a_type_hint_that_cannot_be_evaluated_is_not_checked():
 )
 def test_a_type_hint_is_said_in_words(hint, words):
     assert settings.wanted(hint) == words
-
-
-def test_a_sweeper_gets_the_metric_that_it_optimizes():
-    assert train.optimized({"val/loss": 2.5, "tokens": 8.0}, "val/loss") == 2.5
-    assert math.isnan(train.optimized({"oom": 1.0}, "val/loss"))
-    assert math.isnan(train.optimized({}, "val/loss")), "the run had nothing to do"
-    message = "optimized_metric must be a metric of this run: tokens, train/loss; got val/loss"
-    with pytest.raises(ValueError, match=message):
-        train.optimized({"train/loss": 2.5, "tokens": 8.0}, "val/loss")
 
 
 def test_other_names_lead_to_keys(tmp_path):

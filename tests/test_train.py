@@ -1,6 +1,7 @@
 """Tests complete runs of train.py with tiny models."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from tests.support import processes
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.runs import run, start_and_finish, start_and_stop
 from tests.support.training import RECORDED, column, command_line, composed, quiet_environment, recorded_rows, tiny
-from train import set_environment
+from train import optimized, set_environment
 
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("flash", marks=pytest.mark.gpu)])
@@ -47,6 +48,15 @@ def test_a_scheduler_of_torch_replaces_the_schedule_of_conf(kind, settings, expe
     with composed(tmp_path / "run", *run_settings, *removed, target, *own) as cfg:
         training.train(cfg)
     assert list(column(tmp_path / "run", "lr").values()) == pytest.approx(expected)
+
+
+def test_a_sweeper_gets_the_metric_that_it_optimizes():
+    assert optimized({"val/loss": 2.5, "tokens": 8.0}, "val/loss") == 2.5
+    assert math.isnan(optimized({"oom": 1.0}, "val/loss"))
+    assert math.isnan(optimized({}, "val/loss")), "the run had nothing to do"
+    message = "optimized_metric must be a metric of this run: tokens, train/loss; got val/loss"
+    with pytest.raises(ValueError, match=message):
+        optimized({"train/loss": 2.5, "tokens": 8.0}, "val/loss")
 
 
 def test_an_optimizer_gets_lists_of_python(tmp_path):
