@@ -83,9 +83,8 @@ class Record(Callback):
                 partial.write_text(json.dumps(values, indent=1) + "\n")
                 os.replace(partial, path)
             except OSError as error:
-                for file in (partial, path):  # a file at `path` is from an earlier run in the same folder
-                    with suppress(OSError):
-                        file.unlink()
+                with suppress(OSError):
+                    partial.unlink()
                 trainer.print(f"error: result.json was not written: {error}")
 
 
