@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.cuda_driver import has_gpu
-from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
+from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line, is_raised_by_hydra
 from fa_train.output import replace_unprintable
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
@@ -94,5 +94,12 @@ if __name__ == "__main__":
     with reported(MISTAKES):
         try:
             main()
+        except OSError as error:
+            if not is_raised_by_hydra(error):
+                raise
+            raise ValueError(
+                f"hydra.run.dir or hydra.sweep.dir must be a folder that can be written; got {error.filename}: "
+                f"{error.strerror}"
+            ) from error
         finally:
             print_tables()

@@ -268,6 +268,11 @@ def test_a_time_limit_may_be_a_mapping_of_units(tmp_path):
         ),
         pytest.param("trainer.devices=3", "error: batch_size must be a multiple of 3 ", id="ranks"),
         pytest.param("no_such_key=1", "error: unknown key no_such_key (to add a parameter", id="key"),
+        pytest.param(
+            "hydra.run.dir=/dev/null/run",
+            "error: hydra.run.dir or hydra.sweep.dir must be a folder that can be written; got /dev/null/run: Not a",
+            id="folder",
+        ),
     ],
 )
 def test_a_mistake_ends_the_command_with_one_line(override, message, tmp_path):

@@ -3,15 +3,18 @@
 import errno
 import os
 import shlex
+from pathlib import Path
 
 import pytest
+from hydra.core.utils import _save_config
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset
 
 from fa_train import run_config
 from fa_train.data.tokens.cache import DiskFullError
-from fa_train.errors import FULL, UNUSABLE, errors_in_one_line, explain
+from fa_train.errors import FULL, UNUSABLE, errors_in_one_line, explain, is_raised_by_hydra
 from tests.support.training import composed
 
 
@@ -129,3 +132,11 @@ def test_a_setting_that_lightning_refuses_is_said_in_lightnings_words():
     with pytest.raises(InstantiationException) as raised:
         instantiate({"_target_": "lightning.Trainer", "accelerator": "cpu", "limit_val_batches": 2.5})
     assert explain(raised.value).startswith("You have passed invalid value 2.5 for limit_val_batches")
+
+
+def test_only_hydras_own_errors_are_about_the_runs_folder():
+    with pytest.raises(NotADirectoryError) as hydras:
+        _save_config(OmegaConf.create({}), "config.yaml", Path("/dev/null/run"))
+    with pytest.raises(NotADirectoryError) as own:
+        Path("/dev/null/run").mkdir()
+    assert is_raised_by_hydra(hydras.value) and not is_raised_by_hydra(own.value)
