@@ -99,9 +99,11 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
 
 
 def require_supported_callbacks(config: Mapping[str, Any]) -> None:
-    """Checks the callbacks of Lightning. Only with code of the user's own can they monitor a metric except val/loss.
+    """Refuses callbacks that cannot work in a run of train.py.
 
-    Raises: ValueError if a callback is in UNSUPPORTED_CALLBACKS, or monitors a metric that only loggers get.
+    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. If `lit_gpt` and all
+    callbacks are from fa_train or Lightning, also raises it if a callback of MONITORING monitors a metric other than
+    val/loss.
     """
     callbacks = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node}
     targets = [node["_target_"] for node in (config["lit_gpt"], *callbacks.values())]

@@ -67,12 +67,12 @@ def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Returns whether a file could not be read or written, because the disk is full or the path cannot be used."""
+    """Returns whether the error means that the disk is full, or that a path cannot be used."""
     return isinstance(error, OSError) and error.errno in FULL + UNUSABLE
 
 
 def is_raised_by_hydra(error: OSError) -> bool:
-    """Returns whether Hydra's own code tried to write a file or a folder, and not the code of a run."""
+    """Returns whether Hydra's own code raised an error about a file, and not the code of a run."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     files = [file for file in files if Path(file).name != "pathlib.py"]
     return error.filename is not None and bool(files) and Path(hydra.__file__).parent in Path(files[-1]).parents
@@ -139,9 +139,9 @@ def _of_group(text: str) -> str | None:
 
 
 def _of_added_group(text: str) -> str | None:
-    """Returns the message for an override such as +experiment=finetune, whose group is already in the config, or None.
+    """Returns the message for an override such as +experiment=finetune, which adds a group that the config already has.
 
-    text: the message of Hydra.
+    Returns None for other errors. text: the message of Hydra.
     """
     again = re.match(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", text)
     if not again or not any(argument.startswith(f"+{again[1]}=") for argument in sys.argv):

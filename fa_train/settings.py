@@ -215,7 +215,7 @@ def as_typed(value: Any, text: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Returns the number or Boolean that `text` shows, or `text` if it shows neither."""
+    """Returns the value of `text` if it is JSON, such as a number or a Boolean. Otherwise, returns `text`."""
     try:
         return json.loads(text)
     except ValueError:
@@ -409,7 +409,7 @@ def _keys_of_parameters(parameters: Mapping[str, inspect.Parameter], partial: bo
 
 
 def as_list(hint: Any) -> Any:
-    """Replaces a hint for tuples, such as the betas of torch.optim.Adam, by one for lists. YAML has no tuples."""
+    """Returns a type hint with tuples replaced by sequences, because YAML has no tuples."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Union or origin is UnionType:
         return Union[tuple(map(as_list, arguments))]  # noqa: UP007

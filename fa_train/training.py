@@ -67,7 +67,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
         from fa_train.models.hf.import_ import require_checkpoint  # the import takes a second
 
         require_checkpoint(cfg.model.pretrained)
-    nodes = instantiate(cfg.callbacks, _convert_="all")  # callbacks of Lightning need dicts and lists of Python
+    nodes = instantiate(cfg.callbacks, _convert_="all")  # Lightning's callbacks need Python's dicts, not OmegaConf's
     callbacks = [callback for callback in nodes.values() if callback is not None]
     data = instantiate(cfg.data)
     if missing := [name for name in ("vocab_size", "accumulation") if not hasattr(data, name)]:
@@ -106,7 +106,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
             f"warning: adapter={cfg.choices.adapter} freezes the model's weights, which are random. To train an "
             "adapter of a checkpoint, set model=pretrained and model.pretrained"
         )
-    # an optimizer may keep its lists, and a checkpoint with lists of OmegaConf could not be read
+    # an optimizer may keep a list that it gets, and a checkpoint with OmegaConf's lists cannot be read
     return trainer, instantiate(cfg.lit_gpt, model=model, _convert_="all"), data
 
 

@@ -72,7 +72,7 @@ def load(checkpoint: Path, cfg: DictConfig, chosen: Collection[str] = ()) -> tup
     """Returns the trained model on the CPU, and the number of optimizer steps that it was trained for.
 
     chosen: see fa_train.models.hf.export.load.
-    Raises: ValueError if a `_target_` in the config is outside fa_train. The function also raises the errors of
+    Raises: ValueError if `require_own_targets` refuses the config's model or adapter. Also raises the errors of
     fa_train.models.hf.export.load.
     """
     adapter = {"_target_": "fa_train.models.lora.whole_model", "_partial_": True}  # absent in configs of older runs

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-# The classes and functions that build a model from a config. An allow-list of packages would not be safe. For example,
-# fa_train.models.hf.export has functions that delete folders.
+# A saved config may name only these classes and functions, which build a model. Allowing whole packages would not be
+# safe: for example, fa_train.models.hf.export has functions that delete folders.
 TARGETS = {
     "fa_train.memory.loss.LinearCrossEntropy",
     "fa_train.memory.memory.Memory",
@@ -20,7 +20,7 @@ TARGETS = {
 
 
 def require_own_targets(config: object, where: str) -> None:
-    """Checks that every `_target_` in a config is in `TARGETS`, and that no text is an interpolation.
+    """Checks that every `_target_` in a config is in `TARGETS`, and that no text contains `${`.
 
     OmegaConf resolves the escaped interpolation `\\${...}` to the text `${...}`. Hydra would resolve this text when it
     builds the config, and `${oc.create:...}` could then add a `_target_` that was not checked.

@@ -125,7 +125,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        self._attributes: dict[type, dict[str, Any]] = {}  # those of each class before `file` could change them
+        self._attributes: dict[type, dict[str, Any]] = {}  # {class: its attributes before loading}
 
     def load(self) -> Any:
         try:

@@ -1,6 +1,7 @@
 """SwiGLU and GeGLU (arXiv:2002.05202), two gated linear units: act(gate) * value, where act is SiLU or GELU.
 
-Each row of the input (rows, 2 ffn_dim) holds the gates, and then the values. GELU is its tanh approximation.
+Each row of the input (rows, 2 ffn_dim) holds the gates, and then the values. GELU is computed with its tanh
+approximation.
 
 The forward and the backward pass are one kernel each. The output is called the activations. The backward kernel also
 recomputes the activations, so the forward pass does not have to save them. The caller needs the activations for the
@@ -52,7 +53,7 @@ def _backward_kernel(
 
 @triton.jit
 def _act(gate, USES_GELU: tl.constexpr):
-    """Returns SiLU or GELU of the gates, and its derivative.
+    """Returns the activation function (SiLU or GELU) of the gates, and its derivative.
 
     SiLU is x sigmoid(x). GELU's tanh approximation is x (1 + tanh(u)) / 2 = x sigmoid(2u), where u = sqrt(2 / pi) (x +
     0.044715 x^3).
@@ -132,13 +133,13 @@ def _backward(projected: Tensor, d_activated: Tensor, d_projected: Tensor, unit:
 
 
 def _forward_plainly(projected: Tensor, unit: str) -> Tensor:
-    """Computes `glu` with torch, for the CPU."""
+    """Computes `glu` on the CPU, with torch's operators."""
     gate, value = projected.chunk(2, dim=1)
     return _act_plainly(gate, unit).mul_(value)
 
 
 def _backward_plainly(projected: Tensor, d_activated: Tensor, d_projected: Tensor, unit: str) -> None:
-    """Computes `_backward` with torch, for the CPU, with autograd's formulas."""
+    """Computes `_backward` on the CPU, with torch's own backward operators."""
     gate, value = projected.chunk(2, dim=1)
     d_gate, d_value = d_projected.chunk(2, dim=1)
     opened = _act_plainly(gate, unit)

@@ -42,7 +42,7 @@ class Block:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
             if self.adds_later and (self.levers.mlp_chunk or model.activation == "swiglu"):
-                self.attention_post_norm += self.x_rounded  # from a simulation; only torch 2.11 needs it without chunks
+                self.attention_post_norm += self.x_rounded  # simulated; without chunks, only torch 2.11 holds it
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
@@ -219,7 +219,8 @@ class Block:
             held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v after the FFN's backward
             holds_more = True
         if holds_more and not self.eager and self.model.extras.post_norms:
-            held += 2 * self.x_rounded  # fitted to peaks that were measured on an H200 with torch 2.11
+            # fitted to peaks on an H200 with torch 2.11; with full checkpointing, to one peak
+            held += 2 * self.x_rounded
         # the size of the gradient of the FFN's output, or 0 if the gradient of the block's output is the same tensor
         rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
         if not self.plain_ffn and not self.levers.mlp_chunk:
