@@ -2,8 +2,10 @@
 
 import os
 import sys
+import traceback
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import hydra
 from hydra.errors import HydraException
@@ -12,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.cuda_driver import has_gpu
-from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line, is_raised_by_hydra
+from fa_train.errors import DivergedError, RankFailedError, errors_in_one_line
 from fa_train.output import replace_unprintable
 from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.failures import ctrl_c_ends_at_once, ctrl_c_raises, failures_reported
@@ -61,6 +63,14 @@ def set_environment() -> None:
     # have been compiled, and the next run compiles these kernels again.
     triton_home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(triton_home, ".triton", "cache"))
+
+
+def is_raised_by_hydra(error: OSError) -> bool:
+    """Returns whether Hydra's own code raised an error about a file, and not the code of a run."""
+    files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    # from Python 3.13 on, pathlib is a folder
+    files = [file for file in files if "pathlib" not in (file.stem, file.parent.name)]
+    return error.filename is not None and bool(files) and Path(hydra.__file__).parent in files[-1].parents
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

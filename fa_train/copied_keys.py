@@ -55,6 +55,8 @@ MONITORING = {
     "lightning.pytorch.callbacks.early_stopping.EarlyStopping",
     "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint",
 }
+READABLE = (None, "val/loss", "step", "epoch")  # ModelCheckpoint itself adds step and epoch to the metrics
+LEARNING_RATES = "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor"  # makes learning rates readable
 
 
 def require_one_value(config: Mapping[str, Any], folder: str) -> None:
@@ -101,18 +103,20 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
 def require_supported_callbacks(config: Mapping[str, Any]) -> None:
     """Refuses callbacks that cannot work in a run of train.py.
 
-    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. If `lit_gpt` and all
-    callbacks are from fa_train or Lightning, also raises it if a callback of MONITORING monitors a metric other than
-    val/loss.
+    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. If no metric
+    can come from a user's code or from LearningRateMonitor, also raises it if a callback of MONITORING monitors a
+    metric that is not in READABLE.
     """
     callbacks = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node}
     targets = [node["_target_"] for node in (config["lit_gpt"], *callbacks.values())]
     has_own_code = not all(target.startswith(("fa_train.", "lightning.")) for target in targets)
+    all_classes = {key: set(classes_of(key, node["_target_"])) for key, node in callbacks.items()}
+    has_own_code |= any(LEARNING_RATES in classes for classes in all_classes.values())
     for key, node in callbacks.items():
-        classes = set(classes_of(key, node["_target_"]))
+        classes = all_classes[key]
         for name in UNSUPPORTED_CALLBACKS.keys() & classes:
             raise ValueError(f"{key} must not be a {name.rpartition('.')[2]}; got one. {UNSUPPORTED_CALLBACKS[name]}")
-        if classes & MONITORING and not has_own_code and node.get("monitor") not in (None, "val/loss"):
+        if classes & MONITORING and not has_own_code and node.get("monitor") not in READABLE:
             raise ValueError(f"{key}.monitor must be val/loss; got {node['monitor']}, which callbacks cannot read")
 
 

@@ -6,12 +6,9 @@ import re
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import hydra
 import yaml
 
 from fa_train.config_options import COPIED_NODES, OTHER_NAMES, in_quotes, options, options_with
@@ -69,13 +66,6 @@ def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 def is_of_disk(error: BaseException) -> bool:
     """Returns whether the error means that the disk is full, or that a path cannot be used."""
     return isinstance(error, OSError) and error.errno in FULL + UNUSABLE
-
-
-def is_raised_by_hydra(error: OSError) -> bool:
-    """Returns whether Hydra's own code raised an error about a file, and not the code of a run."""
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    files = [file for file in files if Path(file).name != "pathlib.py"]
-    return error.filename is not None and bool(files) and Path(hydra.__file__).parent in Path(files[-1]).parents
 
 
 def explain(error: BaseException) -> str:

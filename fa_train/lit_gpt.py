@@ -44,8 +44,8 @@ class LitGPT(L.LightningModule):
     The micro-batches of a step may have different numbers of tokens. A subclass that computes another loss overrides
     `loss_sum`, which training and validation use. Lightning's Tuner needs update_attr=False in lr_find, because
     `optimizer` determines the learning rate.
-    optimizer: a function that takes the model, or a class with a parameter `params`, such as torch.optim.SGD. Such a
-    class gets the parameters that require gradients.
+    optimizer: a function that takes the model, or an optimizer class such as torch.optim.SGD. A class gets the
+    parameters that require gradients, unless its constructor has a parameter `model`.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
     Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. `use_float8` can
     raise further errors.
@@ -282,9 +282,9 @@ class LitGPT(L.LightningModule):
 
 
 def new_optimizer(make: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
-    """Returns the optimizer that `make` returns for the model, or for its parameters if it takes `params`."""
+    """Returns the optimizer that `make` returns for the model, or for its parameters (see LitGPT)."""
     kind = getattr(make, "func", make)  # the function or class inside a functools.partial
-    if isinstance(kind, type) and "params" in inspect.signature(kind).parameters:
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and "model" not in inspect.signature(kind).parameters:
         return make([parameter for parameter in model.parameters() if parameter.requires_grad])
     return make(model)
 

@@ -83,6 +83,8 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
     ctrl_c_raises()
     folder = Path(HydraConfig.get().runtime.output_dir)
     arguments = arguments_of_job(sys.argv[1:]) if in_sweep() else sys.argv[1:]
+    file = folder / "result.json"
+    before = file.stat().st_mtime_ns if file.exists() else None
     try:
         launch(n_ranks, arguments, told={"folder": str(folder), "sweep_group": sweep_group()})
     except RankFailedError as error:
@@ -90,8 +92,9 @@ def launch_ranks(n_ranks: int) -> dict[str, float]:
             raise
         print(f"error: {error}", file=sys.stderr)
         return {"oom": 1.0}
-    file = folder / "result.json"
-    result: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not file.exists() or file.stat().st_mtime_ns == before:  # an unchanged file is from an earlier run
+        return {}
+    result: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
     return result
 
 

@@ -197,7 +197,8 @@ def check(config: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> 
                 copied = f". {key} is a copy of {original}. Set {original} instead" if original else ""
                 raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}{copied}")
     except UnknownKeyError as error:
-        if not typed or any(f"{error.key}.".startswith(f"{key}.") for key in typed):
+        names = [(f"{error.key}.", f"{key}.") for key in typed]  # an override can set a key in the unknown node
+        if not typed or any(unknown.startswith(own) or own.startswith(unknown) for unknown, own in names):
             raise
         raise ValueError(f"{error}. A file of the config has set it; ~{error.key} removes it") from error
     run_folder(config["run_name"])
@@ -284,7 +285,9 @@ def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterat
 def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(value, dict) and "_target_" in value:
         yield from _entries_of_node(key, value, _keys_of_target(key, value["_target_"], value.get("_partial_") is True))
-    elif Node not in (hint, *get_args(hint)) and any(name.endswith("._target_") for name, _ in leaves("", value)):
+    elif isinstance(value, dict) and Node in (hint, *get_args(hint)):
+        yield key, value, hint  # a node without a _target_
+    elif any(name.endswith("._target_") for name, _ in leaves("", value)):
         item_hint = get_args(hint)[-1] if get_origin(hint) in (Mapping, dict, Sequence, list) else Any
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _entries_of_value(f"{key}.{name}", item, item_hint)

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -70,13 +71,14 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     nodes = instantiate(cfg.callbacks, _convert_="all")  # Lightning's callbacks need Python's dicts, not OmegaConf's
     callbacks = [callback for callback in nodes.values() if callback is not None]
     data = instantiate(cfg.data)
-    if missing := [name for name in ("vocab_size", "accumulation") if not hasattr(data, name)]:
+    # `dir` does not call properties, which could raise errors
+    if missing := [name for name in ("vocab_size", "accumulation") if name not in dir(data)]:
         raise ValueError(f"data must be a PackedDataModule; got a {type(data).__name__}, which has no {missing[0]}")
+    arguments: dict[str, Any] = {"callbacks": callbacks, "plugins": [CheckpointFiles()]}
     saves = any(isinstance(callback, CheckpointCallback) for callback in callbacks)
-    # by default, Lightning would add its own checkpoint callback to a run without one
-    enabled = cfg.trainer.get("enable_checkpointing", saves)
-    plugins = [CheckpointFiles()]
-    trainer = instantiate(cfg.trainer, callbacks=callbacks, plugins=plugins, enable_checkpointing=enabled)
+    if not saves and cfg.trainer.get("enable_checkpointing") is None:
+        arguments["enable_checkpointing"] = False  # otherwise, Lightning would add its own checkpoint callback
+    trainer = instantiate(cfg.trainer, **arguments)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             arguments = private("lightning", logger, "_wandb_init")

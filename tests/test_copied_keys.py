@@ -2,7 +2,7 @@
 
 import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from fa_train import run_config
 from fa_train.config_options import COPIED_NODES
@@ -131,10 +131,25 @@ def test_a_contradiction_names_the_key_to_set(overrides, line, tmp_path):
         run_config.check(cfg)
 
 
-@pytest.mark.parametrize(("monitor", "own"), [("val/loss", []), ("mine", [f"lit_gpt._target_={__name__}.OwnModule"])])
-def test_a_callback_can_monitor_a_metric_that_is_logged(monitor, own, tmp_path):
-    stops = ["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping", f"+callbacks.mine.monitor={monitor}"]
-    with composed(tmp_path, "preset=cpu", *stops, *own) as cfg:
+@pytest.mark.parametrize(
+    ("kind", "monitor", "others"),
+    [
+        ("EarlyStopping", "val/loss", []),
+        ("EarlyStopping", "mine", [f"lit_gpt._target_={__name__}.OwnModule"]),
+        ("EarlyStopping", "lr-AdamW", ["+callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor"]),
+        ("ModelCheckpoint", "step", []),
+    ],
+)
+def test_a_callback_can_monitor_a_metric_that_is_logged(kind, monitor, others, tmp_path):
+    mine = [f"+callbacks.mine._target_=lightning.pytorch.callbacks.{kind}", f"+callbacks.mine.monitor={monitor}"]
+    with composed(tmp_path, "preset=cpu", *mine, *others) as cfg:
+        run_config.check(cfg)
+
+
+def test_a_run_may_have_several_loggers(tmp_path):
+    logger = "{_target_: lightning.pytorch.loggers.CSVLogger, save_dir: x}"
+    with composed(tmp_path, "preset=cpu", "logger=csv") as cfg, open_dict(cfg):
+        cfg.logger = OmegaConf.create(f"[{logger}, {logger}]")
         run_config.check(cfg)
 
 

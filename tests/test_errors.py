@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from fa_train import run_config
 from fa_train.data.tokens.cache import DiskFullError
-from fa_train.errors import FULL, UNUSABLE, errors_in_one_line, explain, is_raised_by_hydra
+from fa_train.errors import FULL, UNUSABLE, errors_in_one_line, explain
 from tests.support.training import composed
+from train import is_raised_by_hydra
 
 
 class Broken(Dataset):

@@ -127,7 +127,14 @@ def test_a_checkpoint_is_loaded_without_a_trainer(trained, capsys):
     assert "the checkpoint was written with model.norm_eps=1e-05; this run has 0.001" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, partial(torch.optim.AdamW, lr=0.5)], ids=["class", "partial"])
+class OwnSGD(torch.optim.SGD):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.SGD, OwnSGD, partial(torch.optim.AdamW, lr=0.5)], ids=["class", "own", "partial"]
+)
 def test_an_optimizer_class_gets_the_parameters_that_require_gradients(make):
     model = small()
     frozen = next(model.parameters()).requires_grad_(False)

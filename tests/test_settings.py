@@ -245,6 +245,7 @@ def test_every_wrong_value_of_every_key_is_refused_in_one_line():
                 id="not-typed",
             ),
             pytest.param("+scheduler={a: 1}", "unknown key scheduler.a; .*, min_lr_ratio$", id="typed-in-a-mapping"),
+            pytest.param("+trainer.zzz.k=1", "unknown key trainer.zzz((?!removes).)*$", id="typed-below"),
             pytest.param(
                 "~optimizer.lr", "optimizer.lr must be a finite number of at least 0; got nothing", id="left-out"
             ),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import lightning as L
 from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.callbacks.progress import describe
@@ -55,15 +56,13 @@ class Record(Callback):
         measured = describe(results(trainer), monitor_of(trainer).older_val_step)
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
-            for logger in trainer.loggers:
-                # with log_model, WandbLogger.finalize uploads checkpoints; after run.finish, no upload is possible
-                logger.finalize("success")
             _close(run, trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_explained = isinstance(exception, CheckpointError | TrainedWeightsError)
-        if isinstance(exception, ValueError) and not is_explained and trainer.global_step > self._first_step:
-            # print a traceback, because an unexplained ValueError after the first step is not a user's mistake
+        is_short = isinstance(exception, ValueError | MisconfigurationException | OSError)  # reported in one line
+        if is_short and not is_explained and trainer.global_step > self._first_step:
+            # print a traceback, because an unexplained error after the first step is not a user's mistake
             traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):
@@ -95,8 +94,9 @@ def require_folders(trainer: L.Trainer) -> None:
     folder for temporary files.
     """
     for logger in trainer.loggers:
-        if logger.save_dir is not None and "://" not in logger.save_dir:  # not on another machine
-            require_writable(Path(logger.save_dir), "logger.save_dir")
+        folder = None if logger.save_dir is None else os.fspath(logger.save_dir)
+        if folder is not None and "://" not in folder:  # not on another machine
+            require_writable(Path(folder), "logger.save_dir")
 
 
 def keep_earlier_metrics(trainer: L.Trainer) -> None:
@@ -120,6 +120,10 @@ def _close(run: "wandb.Run", trainer: L.Trainer, exit_code: int = 0) -> None:
     finished run from being exported.
     """
     try:
+        if exit_code == 0:
+            for logger in trainer.loggers:
+                # with log_model, WandbLogger.finalize uploads checkpoints; after run.finish, no upload is possible
+                logger.finalize("success")
         run.finish(exit_code=exit_code)
     except Exception as error:  # W&B raises errors of many types
         trainer.print(f"error: the W&B run was not closed: {type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
@@ -21,7 +21,7 @@ from typing import Literal, NoReturn
 from fa_train.errors import INTERRUPTED, SHOW_TRACEBACK, OutOfMemoryError, explain, is_of_disk
 from fa_train.parallel.ranks import given_rank, has_own_launcher, is_one_of_several
 
-Kind = Literal["mistake", "out of memory", "lost connection", "exit", "error"]
+Kind = Literal["mistake", "out of memory", "lost connection", "exit", "disk", "error"]
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # signals that end a run
 STOPPED = tuple(128 + signum for signum in STOPPING)  # exit statuses of ranks that a signal has ended
@@ -96,7 +96,7 @@ def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> 
     mistakes: as in failures_reported.
     """
     kind = kind_of(error, mistakes)
-    if kind in ("mistake", "out of memory"):
+    if kind in ("mistake", "out of memory", "disk"):
         message = explain(error)
     elif isinstance(error, SystemExit):
         message = f"called sys.exit({error.code!r})"
@@ -108,7 +108,10 @@ def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> 
         reported = {"message": message, "timestamp": int(time.time()), "kind": kind}
         try:
             Path(file).write_text(json.dumps(reported), encoding="utf-8")
-        except OSError:  # the launcher then knows only the exit status
+        except OSError:
+            if Path(file).is_file():  # not if it is a device
+                with suppress(OSError):
+                    Path(file).unlink()  # the launcher would fail to read an unfinished file
             print(f"error: {message}", file=sys.stderr)
     return kind, message
 
@@ -144,8 +147,10 @@ def kind_of(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) ->
         return "out of memory"
     if isinstance(error, SystemExit):
         return "exit"
-    if isinstance(error, mistakes) or is_of_disk(error):
+    if isinstance(error, mistakes):
         return "mistake"
+    if is_of_disk(error):
+        return "disk"
     # compare the name of the class, because a rank can fail before it has imported torch
     is_of_torch = any(base.__name__ == "DistError" for base in type(error).__mro__)
     return "lost connection" if is_of_torch or "gloo/transport" in str(error) else "error"

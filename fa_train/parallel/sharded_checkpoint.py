@@ -150,6 +150,7 @@ def _restored(kind: type, before: dict[str, Any]) -> list[str]:
     """Restores the attributes of a class. Returns the names of the attributes that had changed."""
     missing, now = object(), dict(vars(kind))
     changed = sorted(name for name in before | now if now.get(name, missing) is not before.get(name, missing))
+    changed = [name for name in changed if name != "__slotnames__"]  # copyreg caches it
     for name in changed:
         if name in before:
             type.__setattr__(kind, name, before[name])

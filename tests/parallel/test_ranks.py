@@ -97,6 +97,7 @@ LOST = {"kind": "lost connection", "message": "RuntimeError: Connection closed b
         ),
         pytest.param([(1, 1, {"kind": "mistake", "message": "a must be b"})], "^a must be b$", id="mistake"),
         pytest.param([(1, 3, {})], "rank 1 ended with exit status 3", id="exit"),
+        pytest.param([(1, 1, {"kind": "disk", "message": "full"})], "^rank 1 failed: full$", id="disk"),
     ],
 )  # fmt: skip
 def test_the_reason_is_the_first_failure_that_is_no_consequence(failures, reason, tmp_path):
@@ -142,7 +143,7 @@ def test_a_rank_on_a_full_disk_prints_why_it_fails_in_one_line_and_ends_at_once(
     environment.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
     with failures_reported((ValueError,)):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert exits == [1]
+    assert exits == [1] and os.path.exists("/dev/full")
     assert capsys.readouterr().err == "error: a file cannot be read or written: [Errno 28] No space left on device\n"
 
 
@@ -395,17 +396,6 @@ def test_the_ranks_of_a_multirun_use_its_config():
     given = ["-m", "seq_len=8,16", "-cn", "other", "--config-path=/conf", "-cd=mine"]
     assert run_config.config_options(given) == ["--config-dir=mine", "--config-name=other", "--config-path=/conf"]
     assert run_config.config_options(["-m", "seq_len=8"]) == []
-
-
-def test_a_run_that_had_nothing_to_do_has_no_result(tmp_path, monkeypatch):
-    hydra = SimpleNamespace(runtime=SimpleNamespace(output_dir=str(tmp_path)))
-    monkeypatch.setattr(run_config, "HydraConfig", SimpleNamespace(get=lambda: hydra))
-    monkeypatch.setattr(run_config, "in_sweep", lambda: False)
-    monkeypatch.setattr(run_config, "sweep_group", lambda: None)
-    monkeypatch.setattr(launch, "launch", lambda *arguments, **told: None)
-    assert run_config.launch_ranks(2) == {}
-    (tmp_path / "result.json").write_text('{"tokens": 8}')
-    assert run_config.launch_ranks(2) == {"tokens": 8}
 
 
 NCCL = ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")

@@ -237,8 +237,10 @@ class ChatEncoder:
         templates = [template, _with_markers(template)] if has_blocks else [template]
         try:
             texts = [render_jinja_template([messages], chat_template=one, **arguments)[0][0] for one in templates]
+        except (ImportError, MemoryError):
+            raise
         except Exception as error:  # an expression in a template, such as 1 / 0, can raise any error
-            raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {error}") from error
+            raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {said_by(error)}") from error
         if not has_blocks:
             return Rendered(texts[0], [])
         rendered = _without_markers(texts[1])
@@ -256,6 +258,14 @@ class ChatEncoder:
 
 
 @lru_cache
+def said_by(error: Exception) -> str:
+    """Returns the message of an error in a chat template, with the error's type if the message alone is unclear."""
+    from jinja2 import TemplateError
+
+    is_clear = isinstance(error, TemplateError | TypeError)
+    return str(error) if is_clear else f"{type(error).__name__}: {error}"
+
+
 def _with_markers(template: str) -> str:
     """Puts BEGIN and END at the start and the end of each {% generation %} block.
 
