@@ -8,6 +8,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 from yaml import YAMLError
 
 from fa_train import compat
@@ -35,6 +36,7 @@ def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | No
     model, step = load(checkpoint, cfg, chosen)
     require_same_tokenizer(checkpoint, cfg, chosen)
     metrics = metrics_of(checkpoint, metrics)
+    name_variables(cfg)
     write(model, step, folder, run.parent.name, cfg, metrics, dtype=dtype, adapter=adapter)
 
 
@@ -56,6 +58,21 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
     for key, target in compat.moved_targets(cast(dict[str, Any], OmegaConf.to_container(cfg))).items():
         OmegaConf.update(cfg, key, target)
     return cfg
+
+
+def name_variables(cfg: DictConfig) -> None:
+    """Replaces environment variables in data.path and data.name by their names, because the model card shows both keys.
+
+    The value of a variable may be a secret, and the config may come from another person.
+    """
+    OmegaConf.register_new_resolver("oc.env", lambda name, *_: f"${{oc.env:{name}}}", replace=True)
+    try:
+        values = {key: str(OmegaConf.select(cfg, key)) for key in ("data.path", "data.name")}
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+    for key, value in values.items():
+        if "${" in value:
+            OmegaConf.update(cfg, key, value.replace("${", "\\${"))  # escaped, so that it is not resolved later
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:

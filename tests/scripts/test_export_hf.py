@@ -200,6 +200,14 @@ def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
     assert "| Base model | base |" in card and "base_model:" not in card and "# base, fine-tuned\n" in card
 
 
+def test_the_card_has_no_value_of_an_environment_variable(monkeypatch):
+    monkeypatch.setenv("TOKEN", "secret")
+    cfg = OmegaConf.create({"other": "${oc.env:TOKEN}", "data": {"path": "/x/${other}", "name": ["${oc.env:TOKEN}"]}})
+    trained_model.name_variables(cfg)
+    assert cfg.data.path == "/x/${oc.env:TOKEN}" and cfg.data.name == "['${oc.env:TOKEN}']"
+    assert cfg.other == "secret"
+
+
 def test_the_card_has_the_losses_of_the_checkpoint(scratch, tmp_path):
     """A later run in the same folder replaces result.json."""
     run = Path(shutil.copytree(scratch.parents[1], tmp_path / "run"))
