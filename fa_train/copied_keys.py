@@ -50,12 +50,12 @@ UNSUPPORTED_CALLBACKS = {
     "lightning.pytorch.callbacks.stochastic_weight_avg.StochasticWeightAveraging":
         "It averages weights only at the ends of epochs. Use lightning.pytorch.callbacks.EMAWeightAveraging instead",
 }  # fmt: skip
-# callbacks that read a metric whose name is in their argument `monitor`
+# {callback that reads the metric named by its argument `monitor`: values of `monitor` that it can read}
 MONITORING = {
-    "lightning.pytorch.callbacks.early_stopping.EarlyStopping",
-    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint",
+    "lightning.pytorch.callbacks.early_stopping.EarlyStopping": (None, "val/loss"),
+    # ModelCheckpoint itself adds step and epoch to the metrics
+    "lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint": (None, "val/loss", "step", "epoch"),
 }
-READABLE = (None, "val/loss", "step", "epoch")  # ModelCheckpoint itself adds step and epoch to the metrics
 LEARNING_RATES = "lightning.pytorch.callbacks.lr_monitor.LearningRateMonitor"  # makes learning rates readable
 
 
@@ -104,8 +104,8 @@ def require_supported_callbacks(config: Mapping[str, Any]) -> None:
     """Refuses callbacks that cannot work in a run of train.py.
 
     Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. If no metric
-    can come from a user's code or from LearningRateMonitor, also raises it if a callback of MONITORING monitors a
-    metric that is not in READABLE.
+    can come from a user's code or from LearningRateMonitor, also raises it if a callback monitors a metric that
+    MONITORING does not list for it.
     """
     callbacks = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node}
     targets = [node["_target_"] for node in (config["lit_gpt"], *callbacks.values())]
@@ -116,7 +116,8 @@ def require_supported_callbacks(config: Mapping[str, Any]) -> None:
         classes = all_classes[key]
         for name in UNSUPPORTED_CALLBACKS.keys() & classes:
             raise ValueError(f"{key} must not be a {name.rpartition('.')[2]}; got one. {UNSUPPORTED_CALLBACKS[name]}")
-        if classes & MONITORING and not has_own_code and node.get("monitor") not in READABLE:
+        readable = next((MONITORING[name] for name in MONITORING.keys() & classes), None)
+        if readable and not has_own_code and node.get("monitor") not in readable:
             raise ValueError(f"{key}.monitor must be val/loss; got {node['monitor']}, which callbacks cannot read")
 
 

@@ -21,6 +21,7 @@ from fa_train.models.hf.export import load as load_checkpoint
 from fa_train.models.hf.export import require_same_tokenizer, write
 
 PARTS = ("model", "adapter")  # the keys of a run's config that are needed to build the model
+SHOWN = ("choices.data", "data.path", "data.name", "model.pretrained", "seed", "seq_len", "batch_size")
 
 
 def export(checkpoint: Path, folder: Path, overrides: list[str], dtype: str | None, adapter: bool = False) -> None:
@@ -61,13 +62,13 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def name_variables(cfg: DictConfig) -> None:
-    """Replaces environment variables in data.path and data.name by their names, because the model card shows both keys.
+    """Replaces environment variables by their names in the keys of `SHOWN`, because a model card shows these keys.
 
     The value of a variable may be a secret, and the config may come from another person.
     """
     OmegaConf.register_new_resolver("oc.env", lambda name, *_: f"${{oc.env:{name}}}", replace=True)
     try:
-        values = {key: str(OmegaConf.select(cfg, key)) for key in ("data.path", "data.name")}
+        values = {key: str(OmegaConf.select(cfg, key)) for key in SHOWN}
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     for key, value in values.items():

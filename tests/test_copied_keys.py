@@ -121,6 +121,14 @@ class OwnAveraging(StochasticWeightAveraging):
             ],
             "callbacks.mine.monitor must be val/loss; got train/loss, which callbacks cannot read", id="train/loss",
         ),
+        pytest.param(
+            ["+callbacks.mine._target_=lightning.pytorch.callbacks.EarlyStopping", "+callbacks.mine.monitor=step"],
+            "callbacks.mine.monitor must be val/loss; got step, which callbacks cannot read", id="step",
+        ),
+        pytest.param(
+            ["+callbacks.mine=[{_target_: lightning.pytorch.callbacks.Timer}]"],
+            "callbacks.mine must be a node with a _target_ or null; got ", id="list-of-callbacks",
+        ),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_the_key_to_set(overrides, line, tmp_path):
@@ -151,6 +159,9 @@ def test_a_run_may_have_several_loggers(tmp_path):
     with composed(tmp_path, "preset=cpu", "logger=csv") as cfg, open_dict(cfg):
         cfg.logger = OmegaConf.create(f"[{logger}, {logger}]")
         run_config.check(cfg)
+        cfg.logger = OmegaConf.create(f"[{logger}, 1]")
+        with pytest.raises(ValueError, match=r"logger.1 must be a node with a _target_; got 1"):
+            run_config.check(cfg)
 
 
 def test_equal_values_pass(tmp_path):

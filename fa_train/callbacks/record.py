@@ -18,7 +18,7 @@ from fa_train.callbacks.monitor import monitor_of, results
 from fa_train.callbacks.progress import describe
 from fa_train.checkpoints.files import CheckpointError, require_writable
 from fa_train.data.packing.report import Histogram, Report
-from fa_train.errors import TrainedWeightsError
+from fa_train.errors import TrainedWeightsError, is_of_disk
 
 if TYPE_CHECKING:  # importing wandb takes a second
     import wandb
@@ -56,11 +56,12 @@ class Record(Callback):
         measured = describe(results(trainer), monitor_of(trainer).older_val_step)
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
+            _finalize(trainer)
             _close(run, trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_explained = isinstance(exception, CheckpointError | TrainedWeightsError)
-        is_short = isinstance(exception, ValueError | MisconfigurationException | OSError)  # reported in one line
+        is_short = isinstance(exception, ValueError | MisconfigurationException) or is_of_disk(exception)
         if is_short and not is_explained and trainer.global_step > self._first_step:
             # print a traceback, because an unexplained error after the first step is not a user's mistake
             traceback.print_exception(exception)
@@ -113,6 +114,20 @@ def keep_earlier_metrics(trainer: L.Trainer) -> None:
                 trainer.print(f"the metrics of an earlier run in this folder are now in {kept}")
 
 
+def _finalize(trainer: L.Trainer) -> None:
+    """Lets each logger finish, or prints an error. A logger that fails is removed.
+
+    With log_model, WandbLogger.finalize uploads checkpoints, and after run.finish no upload is possible. At the end of
+    a run, Lightning calls `finalize` of each logger again, and a second error would prevent the export.
+    """
+    for logger in [*trainer.loggers]:
+        try:
+            logger.finalize("success")
+        except Exception as error:
+            trainer.loggers = [other for other in trainer.loggers if other is not logger]
+            trainer.print(f"error: {type(logger).__name__} did not finish: {type(error).__name__}: {error}")
+
+
 def _close(run: "wandb.Run", trainer: L.Trainer, exit_code: int = 0) -> None:
     """Closes a W&B run, or prints an error if closing fails, for example because the disk is full.
 
@@ -120,10 +135,6 @@ def _close(run: "wandb.Run", trainer: L.Trainer, exit_code: int = 0) -> None:
     finished run from being exported.
     """
     try:
-        if exit_code == 0:
-            for logger in trainer.loggers:
-                # with log_model, WandbLogger.finalize uploads checkpoints; after run.finish, no upload is possible
-                logger.finalize("success")
         run.finish(exit_code=exit_code)
     except Exception as error:  # W&B raises errors of many types
         trainer.print(f"error: the W&B run was not closed: {type(error).__name__}: {error}")

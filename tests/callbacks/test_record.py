@@ -58,6 +58,19 @@ def test_only_local_folders_of_loggers_are_created(folder, tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["mine"] * (str(folder) == "mine")
 
 
+def test_a_logger_that_cannot_finish_is_removed_and_only_prints_an_error(monkeypatch):
+    """Otherwise, Lightning would let the logger finish again at the end of the run, and the export would be missing."""
+    fake, fails, other = Mock(), Mock(), Mock()
+    fails.finalize.side_effect = OSError(28, "No space left on device")
+    trainer = Mock(is_global_zero=False, loggers=[fails, other], global_step=1, max_steps=1)
+    monkeypatch.setattr(record, "wandb_run", lambda _: fake)
+    monkeypatch.setattr(record, "monitor_of", Mock())
+    monkeypatch.setattr(record, "results", lambda _: {})
+    Record().on_fit_end(trainer, None)
+    assert trainer.loggers == [other] and other.finalize.called and fake.finish.called
+    assert "Mock did not finish: OSError: [Errno 28]" in trainer.print.call_args.args[0]
+
+
 def test_a_full_disk_leaves_no_unfinished_result(tmp_path, monkeypatch):
     """An empty result.json would make scripts.export_hf fail later. The result of an earlier run is kept."""
 
@@ -112,6 +125,7 @@ def test_runs_in_one_folder_keep_the_metrics_of_earlier_runs(tmp_path, capsys):
         pytest.param(3, 1, ValueError("x"), True, id="after-a-resumed-step"),
         pytest.param(0, 2, TrainedWeightsError("x"), False, id="weights-were-frozen"),
         pytest.param(0, 2, OSError(28, "x"), True, id="full-disk"),
+        pytest.param(0, 2, OSError(2, "x"), False, id="python-prints-the-traceback"),
         pytest.param(0, 2, MisconfigurationException("x"), True, id="lightnings-mistake"),
     ],
 )

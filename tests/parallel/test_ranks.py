@@ -136,14 +136,21 @@ def test_a_rank_reports_why_it_fails_and_ends_at_once(tmp_path, environment, cap
     assert printed.startswith("error: a must be b\nTraceback") and printed.count("Traceback") == 1
 
 
-def test_a_rank_on_a_full_disk_prints_why_it_fails_in_one_line_and_ends_at_once(environment, capsys):
+def test_a_rank_on_a_full_disk_prints_why_it_fails_in_one_line_and_ends_at_once(tmp_path, environment, capsys):
     """The rank cannot write the reason to its error file either."""
     exits = []
     environment.setattr(os, "_exit", exits.append)
-    environment.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+
+    def half(path, text, **_):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "error.json"
+    environment.setattr("pathlib.Path.write_text", half)
+    environment.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     with failures_reported((ValueError,)):
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert exits == [1] and os.path.exists("/dev/full")
+    assert exits == [1] and not file.exists(), "the launcher could not read an unfinished file"
     assert capsys.readouterr().err == "error: a file cannot be read or written: [Errno 28] No space left on device\n"
 
 

@@ -202,10 +202,12 @@ def test_the_card_says_what_was_trained(scratch, finetuned, tmp_path):
 
 def test_the_card_has_no_value_of_an_environment_variable(monkeypatch):
     monkeypatch.setenv("TOKEN", "secret")
-    cfg = OmegaConf.create({"other": "${oc.env:TOKEN}", "data": {"path": "/x/${other}", "name": ["${oc.env:TOKEN}"]}})
+    hidden = "${oc.env:TOKEN}"
+    shown = {"choices": {"data": hidden}, "data": {"path": "/x/${other}", "name": [hidden]}, "seed": hidden}
+    cfg = OmegaConf.create(shown | {"other": hidden, "model": {"pretrained": hidden}, "seq_len": 8})
     trained_model.name_variables(cfg)
-    assert cfg.data.path == "/x/${oc.env:TOKEN}" and cfg.data.name == "['${oc.env:TOKEN}']"
-    assert cfg.other == "secret"
+    assert cfg.other == "secret" and cfg.pop("other") and "secret" not in str(OmegaConf.to_container(cfg, resolve=True))
+    assert cfg.data.path == "/x/${oc.env:TOKEN}" and cfg.data.name == "['${oc.env:TOKEN}']" and cfg.seq_len == 8
 
 
 def test_the_card_has_the_losses_of_the_checkpoint(scratch, tmp_path):

@@ -257,7 +257,6 @@ class ChatEncoder:
         return tuple(str(token) for token in self._hf.added_tokens_decoder.values())
 
 
-@lru_cache
 def said_by(error: Exception) -> str:
     """Returns the message of an error in a chat template, with the error's type if the message alone is unclear."""
     from jinja2 import TemplateError
@@ -266,6 +265,7 @@ def said_by(error: Exception) -> str:
     return str(error) if is_clear else f"{type(error).__name__}: {error}"
 
 
+@lru_cache
 def _with_markers(template: str) -> str:
     """Puts BEGIN and END at the start and the end of each {% generation %} block.
 
