@@ -103,9 +103,9 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
 def require_supported_callbacks(config: Mapping[str, Any]) -> None:
     """Refuses callbacks that cannot work in a run of train.py.
 
-    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. If no metric
-    can come from a user's code or from LearningRateMonitor, also raises it if a callback monitors a metric that
-    MONITORING does not list for it.
+    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. ValueError if a callback
+    monitors a metric that MONITORING does not list for it, and that neither code of the user nor LearningRateMonitor
+    can log.
     """
     callbacks = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node}
     targets = [node["_target_"] for node in (config["lit_gpt"], *callbacks.values())]

@@ -86,7 +86,7 @@ class Root(TypedDict):
     optimizer: Node
     scheduler: Node
     strategy: Node
-    logger: Node | bool | None
+    logger: Node | Sequence[Node] | bool | None
     data: Node
     model: Node
     sample: NotRequired[Node]  # used by experiment=finetune
@@ -285,11 +285,13 @@ def _entries_of_node(node: str, values: Mapping[str, Any], keys: Keys) -> Iterat
 def _entries_of_value(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(value, dict) and "_target_" in value:
         yield from _entries_of_node(key, value, _keys_of_target(key, value["_target_"], value.get("_partial_") is True))
-    elif Node in (hint, *get_args(hint)) and not (key == "logger" and isinstance(value, list)):
+    elif isinstance(value, list) and Sequence[Node] in get_args(hint):
+        for number, item in enumerate(value):
+            yield from _entries_of_value(f"{key}.{number}", item, Node)
+    elif Node in (hint, *get_args(hint)):
         yield key, value, hint
     elif any(name.endswith("._target_") for name, _ in leaves("", value)):
         item_hint = get_args(hint)[-1] if get_origin(hint) in (Mapping, dict, Sequence, list) else Any
-        item_hint = Node if key == "logger" else item_hint  # a run may have several loggers
         for name, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _entries_of_value(f"{key}.{name}", item, item_hint)
     else:

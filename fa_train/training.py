@@ -74,11 +74,11 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     # `dir` does not call properties, which could raise errors
     if missing := [name for name in ("vocab_size", "accumulation") if name not in dir(data)]:
         raise ValueError(f"data must be a PackedDataModule; got a {type(data).__name__}, which has no {missing[0]}")
-    arguments: dict[str, Any] = {"callbacks": callbacks, "plugins": [CheckpointFiles()]}
+    given: dict[str, Any] = {"callbacks": callbacks, "plugins": [CheckpointFiles()]}
     saves = any(isinstance(callback, CheckpointCallback) for callback in callbacks)
     if not saves and cfg.trainer.get("enable_checkpointing") is None:
-        arguments["enable_checkpointing"] = False  # otherwise, Lightning would add its own checkpoint callback
-    trainer = instantiate(cfg.trainer, **arguments)
+        given["enable_checkpointing"] = False  # otherwise, Lightning would add its own checkpoint callback
+    trainer = instantiate(cfg.trainer, **given)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
             arguments = private("lightning", logger, "_wandb_init")

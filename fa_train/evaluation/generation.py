@@ -21,7 +21,7 @@ from fa_kernels.flash_attention.schedule import Schedule, build_schedule
 from fa_train.bounds import PositiveInt
 from fa_train.data.sources.chats import ChatCorpus, Message
 from fa_train.data.sources.corpus import is_held_out
-from fa_train.data.tokens.sft import ChatEncoder, said_by
+from fa_train.data.tokens.sft import ChatEncoder, named_rejection
 from fa_train.data.tokens.tokenizer import HFTokenizer, load_tokenizer
 from fa_train.models.attention import Attention, flash_attention, naive_attention
 from fa_train.models.gpt import GPT, Block
@@ -216,16 +216,10 @@ def chat_prompt(encoder: ChatEncoder, messages: list[Message], tools: list[Any] 
     """
     assert isinstance(encoder.tokenizer, HFTokenizer)
     hf = encoder.tokenizer.hf
-    try:
+    roles = ", ".join(message["role"] for message in messages)
+    rejected = f"{encoder.tokenizer.name}'s chat template rejects a prompt of messages with the roles {roles}"
+    with named_rejection(rejected):
         text = hf.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:  # an expression in a template, such as 1 / 0, can raise any error
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(
-            f"{encoder.tokenizer.name}'s chat template rejects a prompt of messages with the roles {roles}: "
-            f"{said_by(error)}"
-        ) from error
     return list(hf(text, add_special_tokens=False).input_ids)
 
 

@@ -69,9 +69,11 @@ def exactly(projected: Tensor, d_activated: Tensor, unit: str) -> tuple[Tensor, 
 def test_equals_autograd(unit, rows, ffn_dim, dtype, device):
     projected, d_activated = draw(rows, ffn_dim, dtype, device)
     activated, d_projected = exactly(projected, d_activated, unit)
-    # the cube in GELU's approximation amplifies rounding errors of large gates; torch's GELU has such errors too
-    eps = torch.finfo(dtype).eps * (128 if unit == "geglu" and dtype == torch.float32 else 4)
-    tolerance = {"rtol": eps, "atol": eps}
+    eps = torch.finfo(dtype).eps
+    # Sigmoid is rounded by eps / 2 near 1. GELU's derivative then changes by up to 14 eps (at a gate of 4.5).
+    of_derivative = 14 * float((projected[:, ffn_dim:] * d_activated).abs().max()) if unit == "geglu" else 0.0
+    of_derivative *= dtype == torch.float32  # results in fp16 are rounded by more than this
+    tolerance = {"rtol": 4 * eps, "atol": max(4.0, of_derivative) * eps}
     ours = glu(projected, unit)
     assert ours.dtype == dtype and ours.is_contiguous()
     torch.testing.assert_close(ours.double(), activated, **tolerance)

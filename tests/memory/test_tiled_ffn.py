@@ -57,7 +57,7 @@ def test_equals_at_once(chunk_size, keep, activation, bias, device):
     arguments, dy = draw(activation, bias, device)
     ours, expected = run(tiled_ffn.tiled_mlp, arguments, dy, chunk_size, keep), run(at_once, arguments, dy)
     assert ours.keys() == expected.keys()
-    # On a GPU, a fused kernel computes GeGLU; its rounding errors grow with the cube of the gates, as torch's do.
+    # On a GPU, a fused kernel computes GeGLU. On an H200, gradients differed from torch's by up to 2.4e-4.
     tolerance = 1e-3 if device.type == "cuda" and activation == "geglu" else 1e-4
     for name in ours:
         torch.testing.assert_close(

@@ -9,7 +9,8 @@ The text of the chat is tokenised as a whole. The tokenizer's offsets map charac
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -235,12 +236,8 @@ class ChatEncoder:
             tools=chat.tools, add_generation_prompt=add_generation_prompt, **self._hf.special_tokens_map
         )
         templates = [template, _with_markers(template)] if has_blocks else [template]
-        try:
+        with named_rejection(f"{self._name}'s chat template rejects {chat.where}"):
             texts = [render_jinja_template([messages], chat_template=one, **arguments)[0][0] for one in templates]
-        except (ImportError, MemoryError):
-            raise
-        except Exception as error:  # an expression in a template, such as 1 / 0, can raise any error
-            raise ValueError(f"{self._name}'s chat template rejects {chat.where}: {said_by(error)}") from error
         if not has_blocks:
             return Rendered(texts[0], [])
         rendered = _without_markers(texts[1])
@@ -257,12 +254,21 @@ class ChatEncoder:
         return tuple(str(token) for token in self._hf.added_tokens_decoder.values())
 
 
-def said_by(error: Exception) -> str:
-    """Returns the message of an error in a chat template, with the error's type if the message alone is unclear."""
+@contextmanager
+def named_rejection(rejected: str) -> Iterator[None]:
+    """Converts any error of a chat template to a ValueError. rejected: the start of its message.
+
+    An expression in a template, such as 1 / 0, can raise any error.
+    """
     from jinja2 import TemplateError
 
-    is_clear = isinstance(error, TemplateError | TypeError)
-    return str(error) if is_clear else f"{type(error).__name__}: {error}"
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        is_clear = isinstance(error, TemplateError | TypeError)
+        raise ValueError(f"{rejected}: {error if is_clear else f'{type(error).__name__}: {error}'}") from error
 
 
 @lru_cache
