@@ -50,7 +50,7 @@ UNSUPPORTED_CALLBACKS = {
     "lightning.pytorch.callbacks.stochastic_weight_avg.StochasticWeightAveraging":
         "It averages weights only at the ends of epochs. Use lightning.pytorch.callbacks.EMAWeightAveraging instead",
 }  # fmt: skip
-# {callback that reads the metric named by its argument `monitor`: values of `monitor` that it can read}
+# {callback with an argument `monitor`: the values of `monitor` that it can read}
 MONITORING = {
     "lightning.pytorch.callbacks.early_stopping.EarlyStopping": (None, "val/loss"),
     # ModelCheckpoint itself adds step and epoch to the metrics
@@ -103,9 +103,9 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
 def require_supported_callbacks(config: Mapping[str, Any]) -> None:
     """Refuses callbacks that cannot work in a run of train.py.
 
-    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. ValueError if a callback
-    monitors a metric that MONITORING does not list for it, and that neither code of the user nor LearningRateMonitor
-    can log.
+    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. ValueError if
+    MONITORING does not list a callback's metric for it, and neither the user's code nor LearningRateMonitor can log
+    that metric.
     """
     callbacks = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node}
     targets = [node["_target_"] for node in (config["lit_gpt"], *callbacks.values())]

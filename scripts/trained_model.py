@@ -62,7 +62,7 @@ def saved_config(run: Path, overrides: list[str]) -> DictConfig:
 
 
 def name_variables(cfg: DictConfig) -> None:
-    """Replaces environment variables by their names in the keys of `SHOWN`, because a model card shows these keys.
+    """Replaces environment variables by their names in the keys that a model card shows (`SHOWN`).
 
     The value of a variable may be a secret, and the config may come from another person.
     """

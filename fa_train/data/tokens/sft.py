@@ -256,9 +256,9 @@ class ChatEncoder:
 
 @contextmanager
 def named_rejection(rejected: str) -> Iterator[None]:
-    """Converts any error of a chat template to a ValueError. rejected: the start of its message.
+    """Converts errors of a chat template to ValueErrors whose messages start with `rejected`.
 
-    An expression in a template, such as 1 / 0, can raise any error.
+    An expression in a template can raise an error of any type.
     """
     from jinja2 import TemplateError
 
