@@ -21,7 +21,8 @@ import torch
 from fa_kernels import flash_attn_varlen_func
 from tests.kernels.support.attention_check import MASKS, compare, cumulative
 
-pytestmark = pytest.mark.gpu
+# On a busy machine, the compilations of one test can take longer than the usual limit.
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 # pairs (seqlen_q, seqlen_k) from flash-attn's tests
 PAIRS = [
