@@ -17,7 +17,6 @@ from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.memory.offload import Offload
 from fa_train.models.attention import Attention, flash_attention, function_of, require_softcap, soft_capped
-from fa_train.models.compiled import EagerOrCompiled
 from fa_train.models.config import ModelConfig
 from fa_train.models.ffn import build_ffn, choose_ffn
 from fa_train.models.initial import Constant, Distribution, Normal, drawing_device, drawn, initialise
@@ -424,9 +423,9 @@ def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# Compiled checkpointing uses `_rotated_first`. With `_rotated`, torch 2.11 would save q, k and v, because they are the
-# outputs of an autograd.Function.
-_rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
+def _rotated_in_checkpoint(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
+    # In a compiled checkpoint, torch 2.11 would save the q, k and v of `_rotated`, which an autograd.Function returns.
+    return (_rotated_first if torch.compiler.is_compiling() else _rotated)(layer, qkv, rotary)
 
 
 def _normed(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
