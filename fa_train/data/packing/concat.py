@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
-from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
+from fa_train.data.packing.rows import (
+    IGNORE_INDEX,
+    LossMask,
+    PackableDocuments,
+    Row,
+    index_in_group,
+    labels_of_documents,
+)
 
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
@@ -58,8 +65,7 @@ def pack_row(
     labels[cuts - 1] = IGNORE_INDEX
     labels[n_real:] = IGNORE_INDEX
     boundaries = row_boundaries(cuts, seq_len)
-    position_ids = np.arange(seq_len) - np.repeat(boundaries[:-1], np.diff(boundaries))
-    return Row(stream[:-1], labels, position_ids, boundaries)
+    return Row(stream[:-1], labels, index_in_group(np.diff(boundaries)), boundaries)
 
 
 def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.ndarray]:
@@ -141,9 +147,7 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # The first token of a document is not a label. Each later token is the label of the token before it, even if a row
-    # ends between the two tokens.
-    counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
+    counts = labels_of_documents(loss_mask, lengths)  # no label is lost, even if a row ends before the label's token
     n_labels = int(counts.sum())
     return LabelCounts(
         labels_in=n_labels, labels_packed=n_labels, pieces_unlearned=int(((counts == 0) & (lengths > 0)).sum())
