@@ -244,7 +244,7 @@ class GPT(nn.Module):
         if offload is not None:
             offload.end(x)
         x = self.norm(x)
-        result: Tensor = self.head(x) if labels is None else self.head(x, labels)
+        result: Tensor = self.head(x, labels)
         return result
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
