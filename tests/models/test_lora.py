@@ -385,12 +385,12 @@ def test_optimizers_for_bf16_weights_are_refused(optimizer):
 
 
 @pytest.mark.slow
-def test_a_run_trains_adapters_and_resumes(tmp_path):
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_a_run_trains_adapters_and_resumes(adapter, tmp_path):
     def run(folder: Path, *overrides: str) -> dict[int, float]:
         folder.mkdir()
-        settings = tiny(
-            tmp_path, "adapter=lora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
-        )
+        changes = f"adapter={adapter}", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8"
+        settings = tiny(tmp_path, *changes, *overrides)
         with composed(folder, *settings) as cfg:
             training.train(cfg)
         return column(folder, "train/loss")

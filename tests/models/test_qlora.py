@@ -13,7 +13,7 @@ from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_
 from fa_train.models.nf4 import quantized
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, small
-from tests.support.training import column, composed, tiny
+from tests.support.training import composed, tiny
 
 pytest.importorskip("torchao")
 CPU = torch.device("cpu")
@@ -161,21 +161,3 @@ def test_a_missing_torchao_is_named(monkeypatch, tmp_path):
         pytest.raises(ValueError, match=r"adapter.quantization=nf4 needs torchao==0.18.0"),
     ):
         training.build(cfg)
-
-
-@pytest.mark.slow
-def test_a_run_learns_and_resumes(tmp_path):
-    def run(name: str, *overrides: str) -> dict[int, float]:
-        (tmp_path / name).mkdir()
-        settings = tiny(
-            tmp_path, "adapter=qlora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
-        )
-        with composed(tmp_path / name, *settings) as cfg:
-            training.train(cfg)
-        return column(tmp_path / name, "train/loss")
-
-    whole = run("whole")
-    assert whole[8] < whole[1]
-    first = run("first", "max_steps=4")
-    [checkpoint] = (tmp_path / "first").rglob("*.ckpt")
-    assert first | run("rest", f"ckpt_path={checkpoint}") == whole
