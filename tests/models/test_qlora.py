@@ -16,17 +16,12 @@ from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, 
 from tests.support.training import composed, tiny
 
 pytest.importorskip("torchao")
+pytestmark = pytest.mark.usefixtures("bf16_matmul")
 CPU = torch.device("cpu")
 QLORA = lora(quantization="nf4")
 # 16 quantiles of a normal distribution, rounded (QLoRA, arXiv:2305.14314, appendix E)
 NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
                     0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def torch_products(monkeypatch):
-    """Disables oneDNN, because some CPUs announce bf16 instructions that they do not have."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
