@@ -4,7 +4,6 @@ import shutil
 import sys
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.evaluation import generation
 from fa_train.evaluation.generation import Sample, chat_prompt, generate, sampled_chat, stop_tokens
-from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT, Origin
@@ -27,6 +25,7 @@ from fa_train.parallel.context.attention import ContextAttention
 from scripts.answers import answers
 from scripts.generate import main
 from tests.data.support.chats import CHATML, chat_tokenizer, write_jsonl
+from tests.models.support.gpt import build
 from tests.support.runs import start_and_finish
 from tests.support.training import command_line, tiny
 
@@ -36,11 +35,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def small(attention=naive_attention, **options) -> GPT:
     """Builds a model with random weights that are so large that each token depends on all earlier tokens."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 48}
-    kinds = {"norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "activation": "swiglu", "init": "llama"}
-    rest = {"rope_theta": 100.0, "max_seq_len": 16, "bias": False, "qk_norm": False, "tied": False}
-    model = GPT(vocab_size=VOCAB, attention=attention, loss=LinearCrossEntropy(64), **(sizes | kinds | rest | options))
+    sizes = {"vocab_size": VOCAB, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "max_seq_len": 16}
+    model = build(**{"attention": attention, "init": "llama", "rope_theta": 100.0, "tied": False} | sizes | options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
