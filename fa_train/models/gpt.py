@@ -312,13 +312,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: Attention, memory: Memory, *, rotates: bool) -> None:
         super().__init__()
-        post_norm = build_norm if config.extras.post_norms else _no_norm
+        post_norms = config.extras.post_norms
         checkpointed = memory.checkpointing != "none"
         self.attention_norm = build_norm(config, config.dim)
         self.attention = SelfAttention(config, attention, rotates=rotates, checkpointed=checkpointed)
         self.ffn_norm = build_norm(config, config.dim)
         self.ffn = build_ffn(config, memory)
-        self.attention_post_norm, self.ffn_post_norm = post_norm(config, config.dim), post_norm(config, config.dim)
+        self.attention_post_norm = build_norm(config, config.dim) if post_norms else nn.Identity()
+        self.ffn_post_norm = build_norm(config, config.dim) if post_norms else nn.Identity()
         self.run = block_runner(memory.checkpointing)
 
     def forward(
@@ -446,10 +447,6 @@ def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
     assert norm is not None
     y: Tensor = norm(x.to(norm.weight.dtype))
     return y
-
-
-def _no_norm(config: ModelConfig, dim: int) -> nn.Module:
-    return nn.Identity()
 
 
 def _distinct(values: Sequence[Value]) -> list[Value]:

@@ -279,7 +279,7 @@ def model_card(
     return CARD.format(title=title, header="\n".join(header), table="\n".join(table), code=code)
 
 
-def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] | None, eos: Sequence[int] = ()) -> str:
+def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] | None, eos: Sequence[int]) -> str:
     """Returns the Python code that loads the exported folder. rope, eos: as for `model_card`."""
     names = ["AutoConfig"] * (rope is not None) + ["AutoModelForCausalLM"] + ["AutoTokenizer"] * has_tokenizer
     lines = [f"from transformers import {', '.join(names)}", ""]
