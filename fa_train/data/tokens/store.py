@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ class Documents:
     """
 
     def __init__(self, path: Path, *, held_out: bool, vocab_size: int, divided: bool = False) -> None:
-        self._open_again = partial(Documents, path, held_out=held_out, vocab_size=vocab_size, divided=divided)
         self._vocab_size = vocab_size
         self.rows_skipped = int((path / SKIPPED).read_text()) if (path / SKIPPED).exists() else 0
         files = _whole_shards(path)
@@ -84,10 +83,6 @@ class Documents:
         if masked:
             masks = [chunk.values.to_numpy().view(bool) for chunk in table[LOSS_MASK.name].chunks]
             self.loss_mask = StoredMask(masks, self._chunk, self._start, self.lengths)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A data worker that is not forked opens the files again. Pickling the arrays would copy all tokens.
-        return self._open_again, ()
 
     def __len__(self) -> int:
         return len(self.lengths)
