@@ -183,5 +183,4 @@ class Mixture:
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
         self.sources = sources
         self.rows_a_cycle = rows_a_cycle(weights)
-        first = next(iter(sources.values()))
-        self.vocab_size, self.pad_id = first.vocab_size, first.pad_id
+        self.vocab_size = next(iter(sources.values())).vocab_size
