@@ -1,4 +1,4 @@
-"""Fixtures for every test: the device on which kernels run, NaN in uninitialised memory, and a fixed seed."""
+"""Fixtures for all tests, such as the device on which kernels run, NaN in uninitialised memory and a fixed seed."""
 
 import gc
 import os
@@ -85,6 +85,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def device() -> torch.device:
     """Returns the GPU if kernels are compiled, or the CPU if they are interpreted."""
     return torch.device("cuda" if kernels_are_compiled() else "cpu")
+
+
+@pytest.fixture
+def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disables oneDNN, whose bf16 matmuls crash on virtual machines that announce AMX without having it."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -48,18 +48,8 @@ class PackedRows:
         self.windows = windows
         self.layouts = data.layouts(held_out=held_out)
         self.document_mask, self.reset_positions = data.document_mask, data.reset_positions
-        for name, layout in self.layouts.items():
-            where, report = f" from data.sources.{name}" if name else "", layout.report
-            if not (held_out or layout.n_rows):
-                raise ValueError(
-                    f"packing must keep at least one document{where}; of {report.documents:,} training documents, "
-                    f"{report.documents_empty:,} are empty and data.long_documents drops {report.documents_dropped:,}"
-                )
-            if not held_out and report.labels is not None and report.labels.labels_packed == 0:
-                raise ValueError(
-                    f"packing must keep at least one label{where}; got none of {report.labels.labels_in:,}. If labels "
-                    f"were cut off, raise seq_len={data.seq_len} or data.max_doc_len"
-                )
+        if not held_out:
+            self._require_training_labels(data)
         seed = VALIDATION_SEED if held_out else data.seed  # validation uses the same rows in all runs
         self.rows: ShuffledRows | MixedRows
         if isinstance(data.source, Mixture):
@@ -81,6 +71,21 @@ class PackedRows:
         self.max_documents = self.rows.max_documents if data.document_mask else 1
         self.mean_seqlen = self._mean_seqlen(data.seq_len)
         self.deal = lru_cache(maxsize=2)(self._deal)  # cached, because all micro-batches of a step need the same result
+
+    def _require_training_labels(self, data: "PackedDataModule") -> None:
+        """Raises: ValueError if a source has no training tokens or no labels left after packing."""
+        for name, layout in self.layouts.items():
+            where, report = f" from data.sources.{name}" if name else "", layout.report
+            if not layout.n_rows:
+                raise ValueError(
+                    f"packing must keep at least one document{where}; of {report.documents:,} training documents, "
+                    f"{report.documents_empty:,} are empty and data.long_documents drops {report.documents_dropped:,}"
+                )
+            if report.labels is not None and report.labels.labels_packed == 0:
+                raise ValueError(
+                    f"packing must keep at least one label{where}; got none of {report.labels.labels_in:,}. If labels "
+                    f"were cut off, raise seq_len={data.seq_len} or data.max_doc_len"
+                )
 
     def _require_validation_labels(self, data: "PackedDataModule") -> None:
         """Raises: ValueError if documents are held out, but no row of a validation has a label."""

@@ -93,7 +93,7 @@ class PackedDataModule(L.LightningDataModule):
         self.val_rows, self.num_workers = val_rows, num_workers
         self.packing, self.max_doc_len, self.long_documents = packing, max_doc_len, long_documents
         self._rows_per_epoch: int | None = None  # of the training documents; None until the data are packed
-        self._sources: dict[str, float] = {}  # the entry `sources` of `state_dict`; empty until the data are packed
+        self._mixed: dict[str, float] = {}  # the entry `sources` of `state_dict`; empty until the data are packed
         self._resumed: dict[str, Any] = {}  # the state_dict() in the checkpoint that the run resumes from
 
     @property
@@ -213,13 +213,13 @@ class PackedDataModule(L.LightningDataModule):
         rows = PackedRows(self, held_out=False, shuffle=True, windows=windows)
         accumulation = self.accumulation(trainer.world_size, context_ranks(trainer.strategy))
         trainer.print(self.report(rows.layouts).text())
-        if not isinstance(self.source, Mixture):  # a MixReport contains the epochs of each source
-            trainer.print(run_line(self.max_steps, self.batch_size, rows.per_epoch))
         self._rows_per_epoch = rows.per_epoch
         if isinstance(self.source, Mixture):
-            percent = dict(zip(rows.layouts, (100 * self.source.rows_a_cycle / CYCLE).tolist(), strict=True))
-            self._sources = {f"{name}.rows": layout.n_rows for name, layout in rows.layouts.items()}
-            self._sources |= {f"{name}.percent": share for name, share in percent.items()}
+            percent = (100 * self.source.rows_a_cycle / CYCLE).tolist()
+            self._mixed = {f"{name}.rows": layout.n_rows for name, layout in rows.layouts.items()}
+            self._mixed |= {f"{name}.percent": share for name, share in zip(rows.layouts, percent, strict=True)}
+        else:  # the report of a mixture contains the epochs of each source
+            trainer.print(run_line(self.max_steps, self.batch_size, rows.per_epoch))
         for line in self._changes():
             trainer.print(f"warning: {line}. The rows differ, so documents may be repeated or left out")
         dataset = self._micro_batches(rows, step_rows=self.batch_size)
@@ -239,7 +239,7 @@ class PackedDataModule(L.LightningDataModule):
         counts = {"rows_per_epoch": self._rows_per_epoch}
         encoders = [source.encoder for source in self.sources.values() if isinstance(source, TokenizedCorpus)]
         hashes = {name: value for encoder in encoders for name, value in tokenizer_hashes(encoder).items()}
-        return {"settings": settings, "counts": counts, "sources": self._sources, "tokenizer": hashes}
+        return {"settings": settings, "counts": counts, "sources": self._mixed, "tokenizer": hashes}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict

@@ -15,7 +15,7 @@ import numpy as np
 
 from fa_train.bounds import NonEmptyText, PositiveFloat
 from fa_train.data.packing.report import Histogram, PackingReport
-from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows
+from fa_train.data.packing.rows import PackableDocuments, Row, ShuffledRows, index_in_group
 from fa_train.data.sources.chats import ChatCorpus
 from fa_train.data.sources.corpus import Corpus, HFCorpus, TextCorpus
 
@@ -77,8 +77,7 @@ def interleave(counts: np.ndarray, weights: np.ndarray) -> np.ndarray:
     As long as every source has rows left, each source's share of the rows is proportional to its weight.
     """
     source = np.repeat(np.arange(len(counts)), counts)
-    nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return source[np.argsort((nth + 0.5) / weights[source], kind="stable")]
+    return source[np.argsort((index_in_group(counts) + 0.5) / weights[source], kind="stable")]
 
 
 class MixedRows:
@@ -184,5 +183,4 @@ class Mixture:
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
         self.sources = sources
         self.rows_a_cycle = rows_a_cycle(weights)
-        first = next(iter(sources.values()))
-        self.vocab_size, self.pad_id = first.vocab_size, first.pad_id
+        self.vocab_size = next(iter(sources.values())).vocab_size

@@ -23,7 +23,7 @@ from fa_train.data.sources.chats import ChatCorpus, Message
 from fa_train.data.sources.corpus import is_held_out
 from fa_train.data.tokens.sft import ChatEncoder, named_rejection
 from fa_train.data.tokens.tokenizer import HFTokenizer, load_tokenizer
-from fa_train.models.attention import Attention, flash_attention, naive_attention
+from fa_train.models.attention import Attention, flash_attention, function_of, naive_attention
 from fa_train.models.gpt import GPT, Block
 from fa_train.models.rope import DynamicNTKScaling
 from fa_train.parallel.context.attention import unshared
@@ -89,7 +89,7 @@ class CachedAttention:
 
     def __init__(self, attention: Attention, window: int | None, capacity: int) -> None:
         self.attention, self.window, self.capacity = attention, window, capacity
-        self.is_flash = getattr(attention, "func", attention) is flash_attention
+        self.is_flash = function_of(attention) is flash_attention
         self.length = 0
         self.k: Tensor
         self.v: Tensor

@@ -10,8 +10,7 @@ All FFN classes compute the same function, but save different tensors.
 | TiledAdaptedFFN | mlp_chunk is set, and a layer has an adapter or 4-bit weights | nothing |
 """
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor, nn
 
 from fa_train.memory.memory import Memory
@@ -19,7 +18,6 @@ from fa_train.memory.recompute import recomputed
 from fa_train.memory.swiglu_down import swiglu_down, trains_plainly
 from fa_train.memory.tiled_adapters import FrozenLinear, tiled_adapted_mlp
 from fa_train.memory.tiled_ffn import activate, tiled_mlp
-from fa_train.models.compiled import EagerOrCompiled
 from fa_train.models.config import Activation, ModelConfig
 
 
@@ -29,15 +27,21 @@ class FFN(nn.Module):
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation) -> None:
         super().__init__()
         self.up, self.down = up, down
-        self.activated_down = ACTIVATED_DOWN[activation]
+        self.activation: Activation = activation
 
     def at_once(self, x: Tensor) -> Tensor:
         """Computes the FFN of all tokens at once. Shapes: (total, dim) -> (total, dim)."""
         return self.down_of(self.up(x))
 
     def down_of(self, projected: Tensor) -> Tensor:
-        """Applies the activation and `down`. Shapes: (total, up_dim) -> (total, dim)."""
-        return self.activated_down(projected, self.down)
+        """Applies the activation and `down`. Shapes: (total, up_dim) -> (total, dim).
+
+        Compiled SwiGLU has a fused backward unless `down` is sharded, frozen or has an adapter. In eager mode, SwiGLU
+        uses torch's operators, because the memory planner assumes torch's operators.
+        """
+        if self.activation == "swiglu" and torch.compiler.is_compiling() and trains_plainly(self.down):
+            return swiglu_down(projected, self.down.weight, self.down.bias)
+        return self.down(activate(projected, self.activation))
 
 
 class DenseFFN(FFN):
@@ -59,11 +63,14 @@ class RecomputedFFN(FFN):
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, checkpointed: bool) -> None:
         super().__init__(up, down, activation)
-        self.run = _recomputed_in_checkpoint if checkpointed else _recomputed
+        self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
-        return self.run(self, x)
+        # With a checkpoint inside a compiled checkpoint, torch 2.11 would save the tensors that pass between the two.
+        if self.checkpointed and torch.compiler.is_compiling():
+            return self.at_once(x)
+        return recomputed(self.down_of, self.up(x))
 
 
 class TiledFFN(FFN):
@@ -71,7 +78,6 @@ class TiledFFN(FFN):
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int, keep: bool) -> None:
         super().__init__(up, down, activation)
-        self.activation: Activation = activation
         self.chunk_size, self.keep = chunk_size, keep
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +94,6 @@ class TiledAdaptedFFN(FFN):
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
         super().__init__(up, down, activation)
-        self.activation: Activation = activation
         self.chunk_size = chunk_size
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,39 +135,3 @@ def frozen_linear(linear: nn.Linear) -> FrozenLinear:
         return FrozenLinear(linear.weight, linear.bias)
     tensors: FrozenLinear = linear.frozen()  # type: ignore[operator]
     return tensors
-
-
-def _recomputed(ffn: FFN, x: Tensor) -> Tensor:
-    return recomputed(ffn.down_of, ffn.up(x))
-
-
-# In a compiled block that is checkpointed, the FFN has no checkpoint inside the block. With a checkpoint in the FFN,
-# torch 2.11 would save the tensors that pass between the outer and the inner checkpoint.
-_recomputed_in_checkpoint = EagerOrCompiled(_recomputed, FFN.at_once)
-
-
-def _geglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
-    return down(activate(projected, "geglu"))
-
-
-def _gelu_down(projected: Tensor, down: nn.Linear) -> Tensor:
-    return down(activate(projected, "gelu"))
-
-
-def _swiglu_down(projected: Tensor, down: nn.Linear) -> Tensor:
-    return down(activate(projected, "swiglu"))
-
-
-def _swiglu_down_compiled(projected: Tensor, down: nn.Linear) -> Tensor:
-    """Applies SwiGLU and `down`. Uses the fused backward unless `down` is sharded, frozen or has an adapter."""
-    if trains_plainly(down):
-        return swiglu_down(projected, down.weight, down.bias)
-    return _swiglu_down(projected, down)
-
-
-# In eager mode, SwiGLU uses torch's operators, not swiglu_down, because the memory planner assumes torch's operators.
-ACTIVATED_DOWN: dict[Activation, Callable[[Tensor, nn.Linear], Tensor]] = {
-    "swiglu": EagerOrCompiled(_swiglu_down, _swiglu_down_compiled),
-    "gelu": _gelu_down,
-    "geglu": _geglu_down,
-}

@@ -36,7 +36,9 @@ def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
         wanted = f"torchao=={TESTED['torchao']}"
         raise ValueError(f"lit_gpt.float8 needs {wanted}; got {error}. Run `pip install {wanted}`") from error
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    convert_to_float8_training(model.blocks, config=config, module_filter_fn=_is_plain)
+    convert_to_float8_training(
+        model.blocks, config=config, module_filter_fn=lambda module, _: type(module) is nn.Linear
+    )
     model.choose_ffns()  # blocks whose linear layers compute in float8 use DenseFFN
 
 
@@ -69,7 +71,3 @@ def require_float8_gpu(device: torch.device) -> None:
         wanted, found = (".".join(map(str, version)) for version in (LOWEST_CAPABILITY, capability))
         name = torch.cuda.get_device_name(device)
         raise ValueError(f"lit_gpt.float8 needs a GPU of compute capability {wanted} or higher; {name} has {found}")
-
-
-def _is_plain(module: nn.Module, name: str) -> bool:
-    return type(module) is nn.Linear

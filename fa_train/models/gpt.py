@@ -17,7 +17,6 @@ from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Memory
 from fa_train.memory.offload import Offload
 from fa_train.models.attention import Attention, flash_attention, function_of, require_softcap, soft_capped
-from fa_train.models.compiled import EagerOrCompiled
 from fa_train.models.config import ModelConfig
 from fa_train.models.ffn import build_ffn, choose_ffn
 from fa_train.models.initial import Constant, Distribution, Normal, drawing_device, drawn, initialise
@@ -245,7 +244,7 @@ class GPT(nn.Module):
         if offload is not None:
             offload.end(x)
         x = self.norm(x)
-        result: Tensor = self.head(x) if labels is None else self.head(x, labels)
+        result: Tensor = self.head(x, labels)
         return result
 
     def _embedded(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
@@ -313,13 +312,14 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, attention: Attention, memory: Memory, *, rotates: bool) -> None:
         super().__init__()
-        post_norm = build_norm if config.extras.post_norms else _no_norm
+        post_norms = config.extras.post_norms
         checkpointed = memory.checkpointing != "none"
         self.attention_norm = build_norm(config, config.dim)
         self.attention = SelfAttention(config, attention, rotates=rotates, checkpointed=checkpointed)
         self.ffn_norm = build_norm(config, config.dim)
         self.ffn = build_ffn(config, memory)
-        self.attention_post_norm, self.ffn_post_norm = post_norm(config, config.dim), post_norm(config, config.dim)
+        self.attention_post_norm = build_norm(config, config.dim) if post_norms else nn.Identity()
+        self.ffn_post_norm = build_norm(config, config.dim) if post_norms else nn.Identity()
         self.run = block_runner(memory.checkpointing)
 
     def forward(
@@ -424,9 +424,9 @@ def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None
     return _split(layer, rotate_heads(qkv, rotary.cos, rotary.sin, layer.heads[0] + layer.heads[1]), None)
 
 
-# Compiled checkpointing uses `_rotated_first`. With `_rotated`, torch 2.11 would save q, k and v, because they are the
-# outputs of an autograd.Function.
-_rotated_in_checkpoint = EagerOrCompiled(_rotated, _rotated_first)
+def _rotated_in_checkpoint(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
+    # In a compiled checkpoint, torch 2.11 would save the q, k and v of `_rotated`, which an autograd.Function returns.
+    return (_rotated_first if torch.compiler.is_compiling() else _rotated)(layer, qkv, rotary)
 
 
 def _normed(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
@@ -447,10 +447,6 @@ def _norm(norm: NormModule | None, x: Tensor) -> Tensor:
     assert norm is not None
     y: Tensor = norm(x.to(norm.weight.dtype))
     return y
-
-
-def _no_norm(config: ModelConfig, dim: int) -> nn.Module:
-    return nn.Identity()
 
 
 def _distinct(values: Sequence[Value]) -> list[Value]:

@@ -29,7 +29,7 @@ from fa_train.memory.planner.plan import LINEARS, Adapters
 from fa_train.memory.tiled_adapters import FrozenLinear
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
-from fa_train.models.hf.weights import Place, read_json, save_tensors
+from fa_train.models.hf.weights import Place, read_json, save_tensors, write_json
 from fa_train.models.initial import Constant, Uniform, initialise
 from fa_train.models.nf4 import NF4_PARTS, nf4_linear, nf4_weight, quantized
 from fa_train.models.shards import own_rows
@@ -104,7 +104,7 @@ class LoRA:
             return True
         if isinstance(self.target_modules, str):
             return any(re.fullmatch(self.target_modules, known) for known in _known_names(name))
-        return any(_ends_with(known, target) for known in _known_names(name) for target in self.target_modules)
+        return any(f".{known}".endswith(f".{target}") for known in _known_names(name) for target in self.target_modules)
 
     def __call__(self, model: GPT) -> GPT:
         settings = self if self.path is None else _settings(Path(self.path), self)
@@ -202,14 +202,13 @@ class LoRALinear(nn.Linear):
     def frozen(self) -> FrozenLinear:
         """Returns the tensors that an FFN in chunks needs from this layer. memory.mlp_chunk refuses dropout."""
         a, b = self._factors() if self.lora_A else (None, None)
-        parts = [self.nf4[name] for name in NF4_PARTS] if self.nf4 else []
-        return FrozenLinear(self.weight, self.bias, a, b, *parts)
+        return FrozenLinear(self.weight, self.bias, a, b, *self._nf4_parts())
 
     def dense_weight(self) -> Tensor:
         """Returns the weight without adapters, (out_features, in_features), dequantized to its original dtype."""
         if not self.nf4:
             return self.weight
-        parts = [self.weight, *(self.nf4[name] for name in NF4_PARTS)]
+        parts = [self.weight, *self._nf4_parts()]
         return nf4_weight(parts, self.out_features, self.in_features, self.nf4["nf4"].dtype)
 
     def merged(self) -> nn.Linear:
@@ -228,8 +227,11 @@ class LoRALinear(nn.Linear):
     def _base(self, x: Tensor) -> Tensor:
         if not self.nf4:
             return F.linear(x, self.weight, self.bias)
-        y: Tensor = nf4_linear(x, self.weight, *(self.nf4[name] for name in NF4_PARTS), self.out_features)
+        y: Tensor = nf4_linear(x, self.weight, *self._nf4_parts(), self.out_features)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _nf4_parts(self) -> list[Tensor]:
+        return [self.nf4[name] for name in NF4_PARTS] if self.nf4 else []
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Returns the matrices A as one concatenated matrix, and the scaled matrices B as one block-diagonal matrix."""
@@ -282,28 +284,39 @@ def adapters_of(model: GPT) -> Adapters | None:
 
     If a size differs between blocks, such as Adapters.ffn_rank, the result has the maximum over all blocks.
     """
-    sizes, quantized, has_dropout = [], False, False
-    with_adapters: set[str] = set()
-    # {(block, "attention" or "ffn"): [sum of the LoRA ranks, number of elements of the joined matrices A and B]}
-    found: dict[tuple[str, str], list[int]] = {}
-    for path, linear in adapted(model):
-        _, block, part, name = path.split(".")
-        quantized |= bool(linear.nf4)
-        has_dropout |= linear.settings.lora_dropout > 0
-        sizes += [p.numel() for p in (*linear.lora_A.values(), *linear.lora_B.values())]
-        with_adapters |= {name} if linear.lora_A else set()
-        rank = sum(a.shape[0] for a in linear.lora_A.values())
-        so_far = found.setdefault((block, part), [0, 0])
-        so_far[0] += rank
-        so_far[1] += rank * (linear.in_features + linear.out_features)
-    if not found:
+    layers = list(adapted(model))
+    if not layers:
         return None
-    attention, ffn = (
-        [max((values[i] for (_, part), values in found.items() if part == wanted), default=0) for i in (0, 1)]
-        for wanted in ("attention", "ffn")
+    blocks: dict[tuple[str, str], list[LoRALinear]] = {}  # {(block, "attention" or "ffn"): the block's LoRA layers}
+    for path, linear in layers:
+        _, block, part, _ = path.split(".")
+        blocks.setdefault((block, part), []).append(linear)
+
+    def largest(wanted: str, size: Callable[[LoRALinear], int]) -> int:
+        return max((sum(map(size, linears)) for (_, part), linears in blocks.items() if part == wanted), default=0)
+
+    return Adapters(
+        sizes=tuple(p.numel() for _, linear in layers for p in (*linear.lora_A.values(), *linear.lora_B.values())),
+        attention_rank=largest("attention", _rank),
+        ffn_rank=largest("ffn", _rank),
+        attention_joined=largest("attention", _joined_size),
+        ffn_joined=largest("ffn", _joined_size),
+        quantized=any(linear.nf4 for _, linear in layers),
+        has_dropout=any(linear.settings.lora_dropout > 0 for _, linear in layers),
+        adapted=tuple(
+            name for name in LINEARS if any(linear.lora_A and path.endswith(f".{name}") for path, linear in layers)
+        ),
     )
-    names = tuple(name for name in LINEARS if name in with_adapters)
-    return Adapters(tuple(sizes), attention[0], ffn[0], attention[1], ffn[1], quantized, has_dropout, names)
+
+
+def _rank(linear: LoRALinear) -> int:
+    """Returns the sum of the ranks of a layer's adapters."""
+    return len(linear.lora_A) * linear.settings.r
+
+
+def _joined_size(linear: LoRALinear) -> int:
+    """Returns the number of elements of a layer's joined matrices A and B."""
+    return _rank(linear) * (linear.in_features + linear.out_features)
 
 
 def adapter_tensors(model: GPT) -> dict[str, nn.Parameter]:
@@ -364,7 +377,7 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
         "bias": "none",
         "fan_in_fan_out": any(linear.transposed for _, linear in adapted(model)),
     }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / ADAPTER_CONFIG, config)
 
 
 def load_adapter(model: GPT, folder: Path) -> None:
@@ -481,7 +494,3 @@ def _known_names(name: str) -> set[str]:
     The two names differ only for Gemma 3 models with images.
     """
     return {name, name.replace("model.language_model.", "model.", 1)}
-
-
-def _ends_with(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")

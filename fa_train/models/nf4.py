@@ -84,24 +84,23 @@ def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dty
     parts: the 4-bit codes, and the tensors of NF4_PARTS in their order.
     """
     run = _weight_by_kernel if parts[0].is_cuda else _weight_by_torchao
-    return run(parts, out_features, in_features, dtype)
+    return run(parts, torch.Size((out_features, in_features)), dtype)
 
 
-def _weight_by_kernel(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    codes, quantized_scalers, quantization_factor, scaler_mean, nf4 = parts
-    weight = dequantize(codes, quantized_scalers, quantization_factor, scaler_mean, nf4, dtype)
-    return weight.view(out_features, in_features)
+def _weight_by_kernel(parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    codes, scalers, factors, mean, table = parts
+    return dequantize(codes, scalers, factors, mean, table, dtype).view(shape)
 
 
-def _weight_by_torchao(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    codes, quantized_scalers, quantization_factor, scaler_mean, nf4 = parts
-    scales = quantized_scalers, quantization_factor, scaler_mean
+def _weight_by_torchao(parts: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, SubclassTensorArgs
 
-    shape, n_blocks = torch.Size((out_features, in_features)), quantized_scalers.numel()
-    meta = SubclassTensorArgs(shape, (in_features, 1), 0, nf4.dtype, nf4.device, False)
-    block, scaler_block = shape.numel() // n_blocks, n_blocks // quantization_factor.numel()
-    weight: Tensor = NF4Tensor(meta, block, n_blocks, scaler_block, *scales, codes, nf4).get_original_weight().to(dtype)
+    codes, scalers, factors, mean, table = parts
+    n_blocks = scalers.numel()
+    block, scaler_block = shape.numel() // n_blocks, n_blocks // factors.numel()
+    meta = SubclassTensorArgs(shape, (shape[1], 1), 0, table.dtype, table.device, False)
+    tensor = NF4Tensor(meta, block, n_blocks, scaler_block, scalers, factors, mean, codes, table)
+    weight: Tensor = tensor.get_original_weight().to(dtype)
     return weight
 
 
@@ -120,16 +119,13 @@ def quantized(weight: Tensor, what: str) -> tuple[Tensor, dict[str, Tensor]]:
     scaler_block = math.gcd(n_blocks, SCALER_BLOCK)
     require_torchao()
     if weight.is_meta:
-        shapes = {"quantized_scalers": (n_blocks,), "quantization_factor": (n_blocks // scaler_block,)}
-        others = {
-            name: torch.empty(
-                shapes.get(name, (16,) if name == "nf4" else ()),
-                dtype=torch.int8 if name == "quantized_scalers" else weight.dtype,
-                device="meta",
-            )
-            for name in NF4_PARTS
-        }
-        return torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta"), others
+        with torch.device("meta"):
+            return torch.empty(weight.numel() // 2, dtype=torch.uint8), {
+                "quantized_scalers": torch.empty(n_blocks, dtype=torch.int8),
+                "quantization_factor": torch.empty(n_blocks // scaler_block, dtype=weight.dtype),
+                "scaler_mean": torch.empty((), dtype=weight.dtype),
+                "nf4": torch.empty(16, dtype=weight.dtype),
+            }
     from torchao.quantization import to_nf4
 
     tensor = to_nf4(weight.contiguous(), BLOCK, scaler_block)

@@ -4,7 +4,6 @@ import shutil
 import sys
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import HFTokenizer
 from fa_train.evaluation import generation
 from fa_train.evaluation.generation import Sample, chat_prompt, generate, sampled_chat, stop_tokens
-from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.models.attention import chunked_attention, flash_attention, naive_attention, sdpa_attention
 from fa_train.models.config import Family
 from fa_train.models.gpt import GPT, Origin
@@ -27,6 +25,7 @@ from fa_train.parallel.context.attention import ContextAttention
 from scripts.answers import answers
 from scripts.generate import main
 from tests.data.support.chats import CHATML, chat_tokenizer, write_jsonl
+from tests.models.support.gpt import build
 from tests.support.runs import start_and_finish
 from tests.support.training import command_line, tiny
 
@@ -36,11 +35,8 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def small(attention=naive_attention, **options) -> GPT:
     """Builds a model with random weights that are so large that each token depends on all earlier tokens."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 48}
-    kinds = {"norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "activation": "swiglu", "init": "llama"}
-    rest = {"rope_theta": 100.0, "max_seq_len": 16, "bias": False, "qk_norm": False, "tied": False}
-    model = GPT(vocab_size=VOCAB, attention=attention, loss=LinearCrossEntropy(64), **(sizes | kinds | rest | options))
+    sizes = {"vocab_size": VOCAB, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "max_seq_len": 16}
+    model = build(**{"attention": attention, "init": "llama", "rope_theta": 100.0, "tied": False} | sizes | options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -230,24 +226,17 @@ def test_impossible_settings_are_named(options, message):
         generate(small(), **({"prompt": PROMPT, "max_new_tokens": 3} | options))
 
 
-def test_learned_positions_end():
-    with pytest.raises(ValueError, match=r"at most model.max_seq_len=16 tokens; got 17"):
-        generate(small(positions="learned"), PROMPT, max_new_tokens=9)
-
-
 @pytest.mark.parametrize(
-    ("n_prompt", "advice"),
+    ("n_prompt", "n_new", "advice"),
     [
-        pytest.param(2, "Set max_new_tokens to at most 14", id="short"),
-        pytest.param(16, "Shorten the prompt", id="long"),
+        pytest.param(8, 9, "Set max_new_tokens to at most 8", id="one-token-over"),
+        pytest.param(16, 128, "Shorten the prompt", id="no-room"),
     ],
 )
-def test_a_text_beyond_learned_positions_says_what_to_set(n_prompt, advice):
-    message = (
-        f"^the prompt's {n_prompt} tokens plus max_new_tokens=128 must be at most .* got {n_prompt + 128}. {advice}$"
-    )
-    with pytest.raises(ValueError, match=message):
-        generate(small(positions="learned"), [1] * n_prompt, max_new_tokens=128)
+def test_a_text_beyond_learned_positions_says_what_to_set(n_prompt, n_new, advice):
+    message = f"plus max_new_tokens={n_new} must be at most model.max_seq_len=16 tokens; got {n_prompt + n_new}"
+    with pytest.raises(ValueError, match=f"^the prompt's {n_prompt} tokens {message}. {advice}$"):
+        generate(small(positions="learned"), [1] * n_prompt, max_new_tokens=n_new)
 
 
 @pytest.fixture(scope="module")

@@ -100,18 +100,6 @@ def test_scores_are_scaled_and_capped(attention, scores, device):
         check(attention, tensors, cu_seqlens, window=6, **scores)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_one_document_is_scaled_too(attention, device):
-    tensors, cu_seqlens = draw(37, 4, 2, device), cumulative([37], device)
-    alone, packed = (
-        with_gradients(partial(attention, schedule=causal_schedule(documents, 37, device), softmax_scale=0.1), *tensors)
-        for documents in (None, cu_seqlens)
-    )
-    for ours, expected in zip(alone, packed, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_a_soft_cap_is_refused_before_training():
     require_softcap(sdpa_attention, 0.0)
     require_softcap(partial(chunked_attention, chunk_size=8), 50.0)
@@ -132,12 +120,13 @@ def test_attention_equals_the_reference_in_half_precision(attention, dtype, devi
     check(attention, draw(300, 4, 2, device, dtype), cumulative([129, 1, 0, 150], device))
 
 
+@pytest.mark.parametrize("scale", [None, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_one_document_needs_no_cu_seqlens(attention, device):
+def test_one_document_needs_no_cu_seqlens(attention, scale, device):
     tensors = draw(37, 4, 2, device)
+    schedules = (causal_schedule(cu_seqlens, 37, device) for cu_seqlens in (None, cumulative([37], device)))
     results = [
-        with_gradients(partial(attention, schedule=causal_schedule(cu_seqlens, 37, device)), *tensors)
-        for cu_seqlens in (None, cumulative([37], device))
+        with_gradients(partial(attention, schedule=schedule, softmax_scale=scale), *tensors) for schedule in schedules
     ]
     for with_none, with_one in zip(*results, strict=True):
         torch.testing.assert_close(with_none, with_one, rtol=1e-5, atol=1e-5)

@@ -214,11 +214,11 @@ def test_a_missing_torchao_is_named(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("bf16_matmul")
 def test_a_run_trains_and_its_checkpoint_continues_without_float8(tmp_path, monkeypatch):
     compile_blocks = GPT.compile_blocks
     monkeypatch.setattr(training, "require_float8_gpu", lambda device: None)
     monkeypatch.setattr("fa_train.lit_gpt.use_float8", partial(use_float8, emulate=True))
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some CPUs, oneDNN has no bf16
     monkeypatch.setattr(GPT, "compile_blocks", lambda model: compile_blocks(model, backend="aot_eager"))
     common = ("callbacks.checkpoint.every_n_train_steps=8", "trainer.val_check_interval=4")
 

@@ -46,12 +46,6 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture
-def bf16_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables oneDNN, whose bf16 matmuls crash on virtual machines that announce AMX without having it."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
 def stream(lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Returns tokens, cu_seqlens and labels of packed documents. The last token of each document has no label."""
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

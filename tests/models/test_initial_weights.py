@@ -16,25 +16,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fa_train import training
-from fa_train.memory.loss import LinearCrossEntropy
-from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 from fa_train.models.hf import weights as hf_weights
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import LoRA, save_adapter
 from fa_train.parallel.fsdp import shard, whole
+from tests.models.support.gpt import build
 from tests.support.peak_memory import peak_growth
 from tests.support.processes import start_server
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun
 from tests.support.training import composed, tiny
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-LLAMA: dict[str, Any] = {
-    "vocab_size": 67, "n_layers": 2, "dim": 32, "n_heads": 2, "n_kv_heads": 1, "head_dim": None, "ffn_dim": 48,
-    "norm": "rmsnorm", "norm_eps": 1e-5, "positions": "rope", "rope_theta": 1e4, "max_seq_len": 64,
-    "activation": "swiglu", "bias": False, "qk_norm": False, "tied": False, "init": "llama",
-}  # fmt: skip
+LLAMA: dict[str, Any] = {"vocab_size": 67, "tied": False, "init": "llama"}
 GPT2 = LLAMA | {
     "norm": "layernorm", "positions": "learned", "activation": "gelu", "bias": True, "tied": True, "n_kv_heads": None,
     "rope_theta": None, "init": "gpt2",
@@ -49,14 +44,9 @@ DRAWN = {"llama": (LLAMA, None), "gpt2": (GPT2, None), "lora": (LLAMA, ADAPTER)}
 READ = {"llama": LLAMA, "gpt2": GPT2}  # the import of llama joins tensors, and the import of gpt2 transposes them
 
 
-def build(config: dict[str, Any], seed: int = 0) -> GPT:
-    torch.manual_seed(seed)
-    return GPT(**config, attention=sdpa_attention, loss=LinearCrossEntropy(chunk_size=8))
-
-
 def built_on(device: torch.device, config: dict[str, Any], adapter: LoRA | None) -> GPT:
     with device:
-        return build(config) if adapter is None else adapter(build(config))
+        return build(**config) if adapter is None else adapter(build(**config))
 
 
 def sharded(model: GPT, precision: str = "32-true") -> GPT:
@@ -82,7 +72,7 @@ def assert_same(ours: GPT, theirs: GPT) -> None:
 def write_checkpoints(folder: Path) -> None:
     """Writes Hugging Face checkpoints, one of them in several files, and an adapter with random weights."""
     for name, config in (READ | {"large": LARGE}).items():
-        save_pretrained(build(config, seed=1), folder / name, shard_bytes=20_000 if name == "llama" else 10**9)
+        save_pretrained(build(seed=1, **config), folder / name, shard_bytes=20_000 if name == "llama" else 10**9)
     assert len(list((folder / "llama").glob("*.safetensors"))) > 1
     for name, change in (("same-head", 0), ("other-head", 1)):
         path = Path(shutil.copytree(folder / "gpt2", folder / name)) / "model.safetensors"
@@ -90,7 +80,7 @@ def write_checkpoints(folder: Path) -> None:
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
         tensors["lm_head.weight"][-1] += change
         save_file(tensors, path, {"format": "pt"})
-    adapted = ADAPTER(build(LLAMA))
+    adapted = ADAPTER(build(**LLAMA))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             parameter.data.normal_()
@@ -164,7 +154,7 @@ def each_rank_compares_its_rows_of_a_tied_head(rank: int, folder: Path) -> None:
 def never_the_whole_model(rank: int, folder: Path) -> None:
     """Each of two ranks needs memory for half of the model and for one whole parameter."""
     with META:
-        models = [build(LARGE), load_pretrained(folder / "large", "sdpa")]
+        models = [build(**LARGE), load_pretrained(folder / "large", "sdpa")]
     for model in models:
         with peak_growth() as peak:
             sharded(model)
@@ -173,7 +163,7 @@ def never_the_whole_model(rank: int, folder: Path) -> None:
     del model
     if rank == 0:
         with peak_growth() as peak:
-            build(LARGE)
+            build(**LARGE)
         assert peak.bytes > 0.98 * LARGE_BYTES, "the measure sees a whole model"
 
 
@@ -186,8 +176,8 @@ def test_a_sharded_run_is_built_on_the_meta_device(tmp_path):
 
 
 def test_weights_depend_on_the_seed_and_the_name():
-    one, again, other = (build(LLAMA, seed) for seed in (0, 0, 1))
-    deeper = build(LLAMA | {"n_layers": 3})
+    one, again, other = (build(seed, **LLAMA) for seed in (0, 0, 1))
+    deeper = build(**LLAMA, n_layers=3)
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, again.get_parameter(name))
         assert torch.equal(parameter, deeper.get_parameter(name)), "other layers change nothing"
@@ -199,7 +189,7 @@ def test_weights_depend_on_the_seed_and_the_name():
 def test_drawing_leaves_torchs_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
-    build(LLAMA, seed=0)
+    build(**LLAMA)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -210,8 +200,8 @@ def test_a_cpu_can_hold_what_a_gpu_draws():
     If training drew the base weights on a GPU, the export of an adapter must draw them on a GPU, too.
     """
     with drawn_on(torch.device("cuda")):
-        held = build(LLAMA)
+        held = build(**LLAMA)
     with torch.device("cuda"):
-        there = build(LLAMA)
+        there = build(**LLAMA)
     for name, parameter in held.named_parameters():
         assert not parameter.is_cuda and torch.equal(parameter, there.get_parameter(name).cpu()), name

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from fa_train import training
 from fa_train.memory import tiled_adapters
@@ -28,11 +28,12 @@ from fa_train.models.lora import (
 )
 from fa_train.optim.adamw import adamw, adamw_bf16, adamw_master
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
-from tests.models.hf.support.checkpoints import ARCHITECTURES, CHECKPOINTS, VOCAB, write_with_images
+from tests.models.hf.support.checkpoints import tokens, write_checkpoint, write_with_images
 from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, randomised, small
 from tests.support.marks import slow
 from tests.support.training import column, composed, tiny
 
+pytestmark = pytest.mark.usefixtures("bf16_matmul")
 CPU = torch.device("cpu")
 # An adapter's target is a whole matrix or a part of a joined matrix. The regular expression leaves layer 0 without an
 # adapter.
@@ -41,29 +42,6 @@ TARGETS = [
     pytest.param(["q_proj", "v_proj", "up_proj"], id="parts"),
     pytest.param(r".*\.layers\.1\..*(k_proj|down_proj)", id="regex"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def torch_products(monkeypatch):
-    """Disables oneDNN, because some CPUs announce bf16 instructions that they do not have."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-
-
-def write_base(name: str, folder: Path) -> Any:
-    family, fields = CHECKPOINTS[name]
-    torch.manual_seed(0)
-    # transformers' SDPA attention has no soft cap
-    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
-    model = getattr(transformers, ARCHITECTURES.get(family, f"{family}ForCausalLM"))(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    model.save_pretrained(folder)
-    return model
-
-
-def tokens() -> Tensor:
-    return torch.randint(3, VOCAB, (30,), generator=torch.Generator().manual_seed(1))
 
 
 def by_formula(folder: Path, name: str, base: Any) -> None:
@@ -182,7 +160,7 @@ def test_adapters_are_fp32_whatever_the_precision(precision):
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2", *slow("llama-biased-own-head", "qwen3", "gemma2", "arcee-gelu")])
 def test_a_saved_adapter_is_the_formula(name, tmp_path):
-    base = write_base(name, tmp_path / "base")
+    base = write_checkpoint(name, tmp_path / "base")
     settings = lora(use_rslora=name == "qwen2")
     model = randomised(settings(load_pretrained(tmp_path / "base", "naive")))
     save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
@@ -201,7 +179,7 @@ def test_a_saved_adapter_is_the_formula(name, tmp_path):
 @pytest.mark.parametrize("name", ["llama", *slow("gpt2", "gemma2")])
 def test_peft_and_we_read_each_others_adapters(name, tmp_path):
     peft = pytest.importorskip("peft")
-    base = write_base(name, tmp_path / "base")
+    base = write_checkpoint(name, tmp_path / "base")
     model = randomised(lora(target_modules="all-linear")(load_pretrained(tmp_path / "base", "naive")))
     save_adapter(model, tmp_path / "ours", str(tmp_path / "base"))
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
@@ -254,7 +232,7 @@ def test_the_code_in_a_card_loads_an_adapter_with_its_rope(name, tmp_path):
     if name == "with-images":
         write_with_images(base)
     else:
-        write_base(name, base)
+        write_checkpoint(name, base)
     model = load_pretrained(base, "naive", rope_scaling={"rope_type": "yarn"}, rope_theta=50.0, max_seq_len=128)
     model = randomised(lora()(model))
     config = {
@@ -275,7 +253,7 @@ def test_the_code_in_a_card_loads_an_adapter_with_its_rope(name, tmp_path):
 
 
 def test_an_adapter_goes_on_where_it_was_saved(tmp_path):
-    write_base("llama", tmp_path / "base")
+    write_checkpoint("llama", tmp_path / "base")
     first = randomised(lora(target_modules=["q_proj", "down_proj"])(load_pretrained(tmp_path / "base", "naive")))
     save_adapter(first, tmp_path / "adapter", None)
     again = lora(r=1, lora_alpha=1, path=str(tmp_path / "adapter"))(load_pretrained(tmp_path / "base", "naive"))
@@ -385,12 +363,12 @@ def test_optimizers_for_bf16_weights_are_refused(optimizer):
 
 
 @pytest.mark.slow
-def test_a_run_trains_adapters_and_resumes(tmp_path):
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_a_run_trains_adapters_and_resumes(adapter, tmp_path):
     def run(folder: Path, *overrides: str) -> dict[int, float]:
         folder.mkdir()
-        settings = tiny(
-            tmp_path, "adapter=lora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
-        )
+        changes = f"adapter={adapter}", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8"
+        settings = tiny(tmp_path, *changes, *overrides)
         with composed(folder, *settings) as cfg:
             training.train(cfg)
         return column(folder, "train/loss")

@@ -13,20 +13,15 @@ from fa_train.models.lora import LoRALinear, adapted, adapter_tensors, adapters_
 from fa_train.models.nf4 import quantized
 from tests.memory.support.small import compile_blocks, levers, small_gpt, step, stream
 from tests.models.support.adapters import COMPILED_CHUNKS, MEMORIES, SELECTIVE, lora, small
-from tests.support.training import column, composed, tiny
+from tests.support.training import composed, tiny
 
 pytest.importorskip("torchao")
+pytestmark = pytest.mark.usefixtures("bf16_matmul")
 CPU = torch.device("cpu")
 QLORA = lora(quantization="nf4")
 # 16 quantiles of a normal distribution, rounded (QLoRA, arXiv:2305.14314, appendix E)
 NF4 = torch.tensor([-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379,
                     0.4407, 0.5626, 0.7230, 1.0])  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def torch_products(monkeypatch):
-    """Disables oneDNN, because some CPUs announce bf16 instructions that they do not have."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def rounded_to_nf4(weight: Tensor) -> Tensor:
@@ -161,21 +156,3 @@ def test_a_missing_torchao_is_named(monkeypatch, tmp_path):
         pytest.raises(ValueError, match=r"adapter.quantization=nf4 needs torchao==0.18.0"),
     ):
         training.build(cfg)
-
-
-@pytest.mark.slow
-def test_a_run_learns_and_resumes(tmp_path):
-    def run(name: str, *overrides: str) -> dict[int, float]:
-        (tmp_path / name).mkdir()
-        settings = tiny(
-            tmp_path, "adapter=qlora", "optimizer.lr=0.02", "max_steps=8", "scheduler.max_steps=8", *overrides
-        )
-        with composed(tmp_path / name, *settings) as cfg:
-            training.train(cfg)
-        return column(tmp_path / name, "train/loss")
-
-    whole = run("whole")
-    assert whole[8] < whole[1]
-    first = run("first", "max_steps=4")
-    [checkpoint] = (tmp_path / "first").rglob("*.ckpt")
-    assert first | run("rest", f"ckpt_path={checkpoint}") == whole

@@ -19,7 +19,14 @@ from typing import Literal, get_args
 import numpy as np
 
 from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
-from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
+from fa_train.data.packing.rows import (
+    IGNORE_INDEX,
+    LossMask,
+    PackableDocuments,
+    Row,
+    index_in_group,
+    labels_of_documents,
+)
 from fa_train.data.tokens.cache import whole_file
 from fa_train.errors import is_of_disk
 
@@ -52,8 +59,7 @@ def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocume
         counts = (lengths > 0) & ((lengths <= max_doc_len) | (policy == "truncate"))
     counts = counts.astype(np.int64)
     document = np.repeat(np.arange(len(lengths)), counts)
-    nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = nth * max_doc_len
+    start = index_in_group(counts) * max_doc_len
     return Pieces(document, start, np.minimum(start + max_doc_len, lengths[document]))
 
 
@@ -176,14 +182,11 @@ def report_plan(
 
 def _count_labels(plan: np.ndarray, lengths: np.ndarray, policy: LongDocuments, loss_mask: LossMask) -> LabelCounts:
     document, start, stop = plan[:, DOCUMENT], plan[:, START], plan[:, STOP]
-    last = np.minimum(
-        stop + (policy == "split"), lengths[document]
-    )  # in a split document, the last label of a piece is the first token of the next piece
+    # in a split document, the last label of a piece is the first token of the next piece
+    last = np.minimum(stop + (policy == "split"), lengths[document])
     packed = loss_mask.count(document, start + 1, last)
-    everything = np.arange(len(lengths))
-    first = np.minimum(1, lengths)  # the first token of a document is not a label, because no token predicts it
     return LabelCounts(
-        labels_in=int(loss_mask.count(everything, first, lengths).sum()),
+        labels_in=int(labels_of_documents(loss_mask, lengths).sum()),
         labels_packed=int(packed.sum()),
         pieces_unlearned=int((packed == 0).sum()),
     )
@@ -259,7 +262,7 @@ class BestFit:
         if n_real < self.seq_len:
             boundaries.append(self.seq_len)
         edges = np.array(boundaries)
-        position_ids = np.arange(self.seq_len) - np.repeat(edges[:-1], np.diff(edges))
+        position_ids = index_in_group(np.diff(edges))
         # padding gets only position 0, because padding may have more tokens than the model has learned positions
         position_ids[n_real:] = 0
         return Row(tokens, labels, position_ids, edges)

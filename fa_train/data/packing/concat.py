@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from fa_train.data.packing.report import LabelCounts, PackingReport, length_histogram
-from fa_train.data.packing.rows import IGNORE_INDEX, LossMask, PackableDocuments, Row
+from fa_train.data.packing.rows import (
+    IGNORE_INDEX,
+    LossMask,
+    PackableDocuments,
+    Row,
+    index_in_group,
+    labels_of_documents,
+)
 
 
 def n_rows(total_tokens: int, seq_len: int) -> int:
@@ -28,50 +35,6 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     # document at its start, a part of another document at its end, and padding, which counts as one document.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
-
-
-def pack_row(
-    documents: PackableDocuments, order: np.ndarray, ends: np.ndarray, row: int, seq_len: int, pad_id: int
-) -> Row:
-    """Returns one row of the stream that concatenates the documents in `order`.
-
-    ends: the cumulative lengths of the documents in the order `order`, (n_documents,). row: the index of the row.
-    Positions start at 0 in each document and at the start of the row. Padding is stored as one more document, which has
-    no labels.
-    """
-    begin = row * seq_len
-    end = min(begin + seq_len + 1, int(ends[-1]))
-    first, starts = documents_of_row(ends, begin, end)
-    pieces = [
-        (int(order[index]), slice(max(0, -start), end - begin - start)) for index, start in enumerate(starts, first)
-    ]
-    n_real = end - begin
-    stream = np.full(seq_len + 1, pad_id, dtype=np.int64)
-    stream[:n_real] = np.concatenate([documents[index][span] for index, span in pieces])
-    cuts = starts[starts > 0]  # the starts of documents; the first token of a document is not a label
-    if n_real <= seq_len:
-        cuts = np.append(cuts, n_real)
-    labels = stream[1:].copy()
-    if documents.loss_mask is not None:
-        loss_mask = np.concatenate([documents.loss_mask[index][span] for index, span in pieces])
-        labels[: n_real - 1][~loss_mask[1:]] = IGNORE_INDEX
-    labels[cuts - 1] = IGNORE_INDEX
-    labels[n_real:] = IGNORE_INDEX
-    boundaries = row_boundaries(cuts, seq_len)
-    position_ids = np.arange(seq_len) - np.repeat(boundaries[:-1], np.diff(boundaries))
-    return Row(stream[:-1], labels, position_ids, boundaries)
-
-
-def documents_of_row(ends: np.ndarray, begin: int, end: int) -> tuple[int, np.ndarray]:
-    """Finds the n documents that overlap `stream[begin:end]`. ends: the cumulative document lengths of the stream.
-
-    Returns the first document's index, and the starts of all n documents relative to `begin`, (n,) int64. The first
-    document starts at or before `begin`.
-    """
-    first = int(np.searchsorted(ends, begin, side="right"))
-    last = int(np.searchsorted(ends, end, side="left"))
-    before = [0 if first == 0 else ends[first - 1]]
-    return first, np.concatenate([before, ends[first:last]]) - begin
 
 
 def row_boundaries(cuts: np.ndarray, seq_len: int) -> np.ndarray:
@@ -94,14 +57,53 @@ class ConcatenatedEpoch:
     pad_id: int
 
     def row(self, index: int) -> Row:
-        return pack_row(self.documents, self.order, self.ends, index, self.seq_len, self.pad_id)
+        """Returns one row of the stream.
+
+        Positions start at 0 in each document and at the start of the row. Padding is stored as one more document, which
+        has no labels.
+        """
+        begin, end = self._span(index, self.seq_len + 1)
+        n_real = end - begin
+        first, starts = self._documents_of(begin, end)
+        pieces = [
+            (int(self.order[place]), slice(max(0, -start), n_real - start)) for place, start in enumerate(starts, first)
+        ]
+        stream = np.full(self.seq_len + 1, self.pad_id, dtype=np.int64)
+        stream[:n_real] = np.concatenate([self.documents[document][span] for document, span in pieces])
+        cuts = starts[starts > 0]  # the starts of documents; the first token of a document is not a label
+        if n_real <= self.seq_len:
+            cuts = np.append(cuts, n_real)
+        labels = stream[1:].copy()
+        loss_mask = self.documents.loss_mask
+        if loss_mask is not None:
+            learned = np.concatenate([loss_mask[document][span] for document, span in pieces])
+            labels[: n_real - 1][~learned[1:]] = IGNORE_INDEX
+        labels[cuts - 1] = IGNORE_INDEX
+        labels[n_real:] = IGNORE_INDEX
+        boundaries = row_boundaries(cuts, self.seq_len)
+        return Row(stream[:-1], labels, index_in_group(np.diff(boundaries)), boundaries)
 
     def lengths(self, index: int) -> np.ndarray:
         """Returns the length of each document in a row, as `Epoch.lengths` does."""
-        begin = index * self.seq_len
-        end = min(begin + self.seq_len, int(self.ends[-1]))
-        _, starts = documents_of_row(self.ends, begin, end)
+        begin, end = self._span(index, self.seq_len)
+        _, starts = self._documents_of(begin, end)
         return np.diff(row_boundaries(np.append(starts[starts > 0], end - begin), self.seq_len))
+
+    def _span(self, index: int, n_tokens: int) -> tuple[int, int]:
+        """Returns the start and the end of a row in the stream. The row has n_tokens tokens, or fewer at the end."""
+        begin = index * self.seq_len
+        return begin, min(begin + n_tokens, int(self.ends[-1]))
+
+    def _documents_of(self, begin: int, end: int) -> tuple[int, np.ndarray]:
+        """Finds the n documents that overlap `stream[begin:end]`.
+
+        Returns the first document's index in `order`, and the starts of all n documents relative to `begin`, (n,)
+        int64. The first document starts at or before `begin`.
+        """
+        first = int(np.searchsorted(self.ends, begin, side="right"))
+        last = int(np.searchsorted(self.ends, end, side="left"))
+        before = [0 if first == 0 else self.ends[first - 1]]
+        return first, np.concatenate([before, self.ends[first:last]]) - begin
 
 
 class Concatenation:
@@ -141,9 +143,7 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    # The first token of a document is not a label. Each later token is the label of the token before it, even if a row
-    # ends between the two tokens.
-    counts = loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
+    counts = labels_of_documents(loss_mask, lengths)  # no label is lost, even if a row ends before the label's token
     n_labels = int(counts.sum())
     return LabelCounts(
         labels_in=n_labels, labels_packed=n_labels, pieces_unlearned=int(((counts == 0) & (lengths > 0)).sum())

@@ -41,6 +41,19 @@ class PackableDocuments(Protocol):
     def __getitem__(self, index: int) -> np.ndarray: ...
 
 
+def labels_of_documents(loss_mask: LossMask, lengths: np.ndarray) -> np.ndarray:
+    """Returns the number of labels of each document, (n_documents,) int64.
+
+    The first token of a document is not a label, because no token predicts it.
+    """
+    return loss_mask.count(np.arange(len(lengths)), np.minimum(1, lengths), lengths)
+
+
+def index_in_group(sizes: np.ndarray) -> np.ndarray:
+    """Returns 0, 1, ..., size - 1 for each size, concatenated: (2, 3) becomes (0, 1, 0, 1, 2)."""
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of packed documents. Shapes: tokens, labels and position_ids (seq_len,).

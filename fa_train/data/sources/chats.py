@@ -16,6 +16,7 @@ from fa_train.data.sources.files import (
     hash_files,
     read_rows,
     suffix_of,
+    total_count,
     without_nulls,
 )
 from fa_train.private_names import private
@@ -127,8 +128,7 @@ class FileRows:
                 yield f"{key}:{row.number}", _without_nulls_below(row) if suffix_of(path) == ".parquet" else row
 
     def count(self) -> int | None:
-        counts = [count_rows(path) for path in self.paths]
-        return sum(known) if len(known := [n for n in counts if n is not None]) == len(counts) else None
+        return total_count(map(count_rows, self.paths))
 
     def fingerprint(self) -> str:
         return hash_files(self.root, self.paths, "chats")

@@ -20,6 +20,7 @@ from fa_train.data.sources.files import (
     read_rows,
     read_text,
     suffix_of,
+    total_count,
 )
 from fa_train.private_names import private, replace_private
 
@@ -113,8 +114,7 @@ class WithValidation(Generic[Document]):
         return sum(counts[1:], counts[0]) if counts else None
 
     def count(self) -> int | None:
-        counts = [corpus.count() for corpus in self.parts.values()]
-        return sum(known) if len(known := [n for n in counts if n is not None]) == len(counts) else None
+        return total_count(corpus.count() for corpus in self.parts.values())
 
     def fingerprint(self) -> str:
         prints = " ".join(corpus.fingerprint() for corpus in self.parts.values())
@@ -173,8 +173,7 @@ class TextCorpus:
                     yield f"{key}:{number}", text
 
     def count(self) -> int | None:
-        counts = [1 if suffix_of(path) in (".txt", ".md") else count_rows(path) for path in self.paths]
-        return sum(known) if len(known := [n for n in counts if n is not None]) == len(counts) else None
+        return total_count(1 if suffix_of(path) in (".txt", ".md") else count_rows(path) for path in self.paths)
 
     def fingerprint(self) -> str:
         return hash_files(self.root, self.paths, self.text_column)
@@ -209,12 +208,8 @@ class HFCorpus:
 
     def documents(self) -> Iterator[tuple[str, str]]:
         for number, row in enumerate(self.dataset):
-            yield (
-                str(number),
-                require_text(
-                    row[self.text_column], f"data.text_column={self.text_column}", f"{self.name}, row {number}"
-                ),
-            )
+            value, where = row[self.text_column], f"{self.name}, row {number}"
+            yield str(number), require_text(value, f"data.text_column={self.text_column}", where)
 
     def count(self) -> int:
         return len(self.dataset)

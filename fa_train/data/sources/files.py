@@ -278,6 +278,16 @@ def count_rows(path: Path) -> int | None:
         return file.metadata.num_rows
 
 
+def total_count(counts: Iterable[int | None]) -> int | None:
+    """Returns the sum of the counts, or None if one of them is unknown."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
+
+
 def column_names(path: Path) -> list[str]:
     """Returns the column names of a .parquet file."""
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:

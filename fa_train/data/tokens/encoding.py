@@ -37,6 +37,13 @@ class Encoder(Protocol[Document]):
         """
 
 
+def outside_vocabulary(tokens: np.ndarray, vocab_size: int) -> int | None:
+    """Returns the first token that is not between 0 and vocab_size - 1, or None if there is no such token."""
+    if not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocab_size:
+        return None
+    return next(token for token in tokens.tolist() if not 0 <= token < vocab_size)
+
+
 class TextEncoder:
     """Encodes a text and puts it between the tokenizer's bos and eos. The model is trained on all tokens of a text.
 

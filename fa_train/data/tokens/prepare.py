@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 
 from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
 from fa_train.data.tokens.cache import make_folder, room_on_disk
-from fa_train.data.tokens.encoding import Encoded, Encoder
+from fa_train.data.tokens.encoding import Encoded, Encoder, outside_vocabulary
 
 FORMAT = "4"  # part of the cache key: the version of the file format and of tokenisation
 SHARDS = "shards.json"  # in a finished folder, this file holds the size of each shard in bytes
@@ -176,8 +176,7 @@ def _columns(encoded: Sequence[Encoded], keys: Sequence[str], *, masked: bool) -
 def require_vocabulary(encoded: Sequence[Encoded], keys: Sequence[str], vocab_size: int) -> None:
     """Raises: ValueError if a token is not between 0 and vocab_size - 1. The error message names the document."""
     for key, (tokens, _) in zip(keys, encoded, strict=True):
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-            outside = next(token for token in tokens.tolist() if not 0 <= token < vocab_size)
+        if (outside := outside_vocabulary(tokens, vocab_size)) is not None:
             raise ValueError(
                 f"tokens must be from 0 to {vocab_size - 1}, the tokenizer's vocabulary; document {key} has {outside}"
             )

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from fa_train.data.packing.rows import LossMask
 from fa_train.data.sources.corpus import Corpus, WithValidation
-from fa_train.data.tokens.encoding import Encoder
+from fa_train.data.tokens.encoding import Encoder, outside_vocabulary
 from fa_train.data.tokens.prepare import FORMAT, LOSS_MASK, SHARDS, SKIPPED, write_shards
 from fa_train.errors import is_of_disk
 
@@ -53,7 +53,6 @@ class Documents:
     """
 
     def __init__(self, path: Path, *, held_out: bool, vocab_size: int, divided: bool = False) -> None:
-        self._source = path, held_out, vocab_size, divided
         self._vocab_size = vocab_size
         self.rows_skipped = int((path / SKIPPED).read_text()) if (path / SKIPPED).exists() else 0
         files = _whole_shards(path)
@@ -66,36 +65,24 @@ class Documents:
         start = np.concatenate([x[:-1] for x in offsets])
         length = np.concatenate([np.diff(x) for x in offsets])
         chunk_index = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
-        flags = table["held_out"].to_numpy()
-        chosen = flags == held_out
         masked = LOSS_MASK.name in table.column_names
-        of_texts = flags[length > 0]  # an empty document can be neither trained on nor evaluated
-        one_sided = not divided and (of_texts.all() or not of_texts.any())
-        self.is_tail = False
-        if one_sided and masked and len(flags) > 1:
-            chosen = (np.arange(len(flags)) == len(flags) - 1) == held_out
-        elif one_sided:
-            longest = int(length.argmax())
-            tail = int(length[longest]) // HELD_OUT_TAIL
-            if tail < SHORTEST_TAIL:
-                tail = 0
-            if held_out:
-                start[longest] += length[longest] - tail
-                length[longest] = tail
-                self.is_tail = tail > 0
-                chosen = (np.arange(len(flags)) == longest) & self.is_tail
-            else:
-                length[longest] -= tail
-                chosen = np.full(len(flags), True)
+        flags, tail = table["held_out"].to_numpy(), 0
+        if not divided:
+            flags, tail = _choose_held_out(flags, length, masked)
+        chosen = flags == held_out
+        self.is_tail = held_out and tail > 0
+        longest = int(length.argmax())
+        if self.is_tail:
+            start[longest] += length[longest] - tail
+            length[longest] = tail
+            chosen[longest] = True
+        else:
+            length[longest] -= tail
         self._start, self._chunk, self.lengths = start[chosen], chunk_index[chosen], length[chosen]
         self.loss_mask: LossMask | None = None
         if masked:
             masks = [chunk.values.to_numpy().view(bool) for chunk in table[LOSS_MASK.name].chunks]
             self.loss_mask = StoredMask(masks, self._chunk, self._start, self.lengths)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A data worker that is not forked opens the files again. Pickling the arrays would copy all tokens.
-        return _open_documents, self._source
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -104,11 +91,26 @@ class Documents:
         start, chunk = self._start[index], self._chunk[index]
         tokens = self._values[chunk][start : start + self.lengths[index]]
         # without this check, the GPU would report an invalid token, but would not name the file
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
-            outside = next(token for token in tokens.tolist() if not 0 <= token < self._vocab_size)
+        if (outside := outside_vocabulary(tokens, self._vocab_size)) is not None:
             vocabulary = f"0 to {self._vocab_size - 1}"
             raise _damage(self._files[chunk], f"token {outside} is outside the vocabulary, {vocabulary}")
         return tokens
+
+
+def _choose_held_out(flags: np.ndarray, length: np.ndarray, masked: bool) -> tuple[np.ndarray, int]:
+    """Applies the rules for small corpora in the docstring of Documents.
+
+    flags: whether the hash of each document's key holds the document out. length: the length of each document.
+    masked: whether the documents are chats.
+    Returns which documents are held out, and the number of held-out tokens at the end of the longest document.
+    """
+    of_texts = flags[length > 0]  # an empty document can be neither trained on nor evaluated
+    if of_texts.any() and not of_texts.all():
+        return flags, 0
+    if masked and len(flags) > 1:
+        return np.arange(len(flags)) == len(flags) - 1, 0
+    tail = int(length.max()) // HELD_OUT_TAIL
+    return np.zeros_like(flags), tail if tail >= SHORTEST_TAIL else 0
 
 
 def _whole_shards(folder: Path) -> list[Path]:
@@ -139,10 +141,6 @@ def _read_shard(file: Path) -> pa.Table:
 
 def _damage(file: Path, what: str) -> ValueError:
     return ValueError(f"{file} is damaged: {what}. Delete {file.parent}, and the next run writes it again")
-
-
-def _open_documents(path: Path, held_out: bool, vocab_size: int, divided: bool) -> Documents:
-    return Documents(path, held_out=held_out, vocab_size=vocab_size, divided=divided)
 
 
 class StoredMask:

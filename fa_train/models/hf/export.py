@@ -4,7 +4,6 @@ The checkpoint is a file, or a folder if the run sharded its weights. The checkp
 export needs a GPU only if the run trained an adapter on a base model whose random weights were drawn on a GPU.
 """
 
-import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from fa_train.checkpoints.metrics import metrics_of
 from fa_train.data.sources.files import read_text
 from fa_train.data.tokens.sft import ChatEncoder
 from fa_train.data.tokens.tokenizer import HFTokenizer
+from fa_train.early_checks import HUB_NAME
 from fa_train.models.config import ModelConfig
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import DTYPES, SavesTokenizer, eos_ids, new_config, new_rope, save_pretrained
@@ -134,8 +134,7 @@ def write(
     loaded = tokenizer_of(config)
     tokenizer: SavesTokenizer | None = loaded.hf if isinstance(loaded, HFTokenizer) else loaded
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    end_id = answer_end(loaded) if isinstance(loaded, HFTokenizer) else None
-    ends = [] if end_id is None else [end_id]
+    ends = answer_ends(loaded)
     # for the model card, because an adapter has neither config.json nor generation_config.json
     rope = new_rope(model) if adapter else None
     eos = eos_ids(model, tokenizer, ends)
@@ -180,8 +179,7 @@ def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[
     if model.config.tied and reference is None:
         weights["head.weight"] = weights["token_embedding.weight"]  # sharded runs do not store head.weight
     model.load_state_dict(weights, assign=True, strict=reference is None)
-    if model.config.tied:
-        model.head.weight = model.token_embedding.weight
+    model.tie()
     return model, content["global_step"]
 
 
@@ -271,9 +269,8 @@ def model_card(
         "val/loss": ("Validation loss, nats per token", "{:.4f}"),
     }
     rows |= {label: form.format(metrics[key]) for key, (label, form) in measured.items() if key in metrics}
-    library = (
-        "peft" if adapter else "transformers"
-    )  # if peft is installed, the transformers code in the card also loads an adapter
+    # if peft is installed, the transformers code in the card also loads an adapter
+    library = "peft" if adapter else "transformers"
     header = [f"library_name: {library}", "pipeline_tag: text-generation"]
     if base is not None and is_hub_name(str(pretrained)):
         header.append(f"base_model: {base}")
@@ -282,7 +279,7 @@ def model_card(
     return CARD.format(title=title, header="\n".join(header), table="\n".join(table), code=code)
 
 
-def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] | None, eos: Sequence[int] = ()) -> str:
+def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] | None, eos: Sequence[int]) -> str:
     """Returns the Python code that loads the exported folder. rope, eos: as for `model_card`."""
     names = ["AutoConfig"] * (rope is not None) + ["AutoModelForCausalLM"] + ["AutoTokenizer"] * has_tokenizer
     lines = [f"from transformers import {', '.join(names)}", ""]
@@ -341,11 +338,12 @@ def _has_texts(data: Mapping[str, Any]) -> bool:
     return data.get("_target_") in OF_TEXTS and not is_mix_of_chats
 
 
-def answer_end(tokenizer: HFTokenizer) -> int | None:
-    """Returns the special token that ends an answer in the tokenizer's chat template, or None if there is none."""
-    if not tokenizer.hf.chat_template or not tokenizer.hf.is_fast:
-        return None
-    return ChatEncoder(tokenizer).end_id
+def answer_ends(tokenizer: HFTokenizer | SavesTokenizer | None) -> list[int]:
+    """Returns the special token that ends an answer in the tokenizer's chat template, or [] if there is none."""
+    if not isinstance(tokenizer, HFTokenizer) or not tokenizer.hf.chat_template or not tokenizer.hf.is_fast:
+        return []
+    end_id = ChatEncoder(tokenizer).end_id
+    return [] if end_id is None else [end_id]
 
 
 def byte_tokenizer() -> SavesTokenizer:
@@ -356,11 +354,8 @@ def byte_tokenizer() -> SavesTokenizer:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    names = {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-    }  # these tokens have the ids 256, 257 and 258, after the ids of the bytes
+    # these tokens have the ids 256, 257 and 258, after the ids of the bytes
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocabulary |= {name: 256 + i for i, name in enumerate(names.values())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
@@ -408,4 +403,4 @@ def _without_folder(name: str) -> str:
 
 def is_hub_name(name: str) -> bool:
     """Returns whether `name` has the form of a Hugging Face hub name and is not a path on this machine."""
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None and not Path(name).exists()
+    return HUB_NAME.fullmatch(name) is not None and not Path(name).exists()

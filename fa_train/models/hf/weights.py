@@ -183,7 +183,8 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
             f"{what} must be float32, bfloat16 or float16; got {_dtype_name(stored_dtype)}. Quantized checkpoints are "
             "not supported"
         )
-    wanted = _shape((place.rows.stop - place.rows.start, *shape[1:]), place)
+    wanted = (place.rows.stop - place.rows.start, *shape[1:])
+    wanted = wanted[::-1] if place.transposed else wanted  # the shape that the checkpoint stores
     if tuple(header.get_shape()) != wanted:
         raise ValueError(f"{what} must be {wanted} according to config.json; got {tuple(header.get_shape())}")
     return STORED_DTYPES[stored_dtype]
@@ -192,11 +193,6 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 def _dtype_name(stored: str) -> str:
     """Returns torch's name of a signed integer dtype, such as int64 for I64. Does not change any other name."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
-
-
-def _shape(shape: Sequence[int], place: Place) -> tuple[int, ...]:
-    """Returns the shape that the checkpoint stores: a transposed matrix has its dimensions reversed."""
-    return tuple(reversed(shape)) if place.transposed else tuple(shape)
 
 
 def has_weights(folder: Path) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_train.data.packing.collate import collate
-from fa_train.data.packing.concat import ConcatenatedEpoch, max_documents_in_row, n_rows, pack_row
+from fa_train.data.packing.concat import ConcatenatedEpoch, max_documents_in_row, n_rows
 from fa_train.data.packing.rows import IGNORE_INDEX
 from tests.data.support.numbered import PAD, Numbered
 
@@ -15,9 +15,8 @@ from tests.data.support.numbered import PAD, Numbered
 def pack_all(lengths, seq_len, seed):
     documents = Numbered(lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
-    ends = np.cumsum(documents.lengths[order])
-    rows = [pack_row(documents, order, ends, r, seq_len, PAD) for r in range(n_rows(int(ends[-1]), seq_len))]
-    return documents, order, rows
+    epoch = ConcatenatedEpoch(documents, order, np.cumsum(documents.lengths[order]), seq_len, PAD)
+    return epoch, [epoch.row(index) for index in range(n_rows(sum(lengths), seq_len))]
 
 
 lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda x: sum(x) > 0)
@@ -26,8 +25,8 @@ lengths_of_documents = st.lists(st.integers(0, 40), min_size=1, max_size=30).fil
 @settings(max_examples=300, deadline=None)
 @given(lengths_of_documents, st.integers(1, 25), st.integers(0, 5))
 def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq_len, seed):
-    documents, order, rows = pack_all(lengths, seq_len, seed)
-    stream = np.concatenate([documents[i] for i in order])
+    epoch, rows = pack_all(lengths, seq_len, seed)
+    stream = np.concatenate([epoch.documents[i] for i in epoch.order])
     laid = np.concatenate([row.tokens for row in rows])
     n_real = (laid != PAD).sum()
     # the last token of the stream can be a label without being an input of any row
@@ -47,8 +46,7 @@ def test_every_token_is_there_once_and_labels_stay_within_documents(lengths, seq
 @settings(max_examples=200, deadline=None)
 @given(lengths_of_documents, st.integers(1, 25), st.integers(0, 5))
 def test_rows_have_correct_boundaries_and_positions(lengths, seq_len, seed):
-    documents, order, rows = pack_all(lengths, seq_len, seed)
-    epoch = ConcatenatedEpoch(documents, order, np.cumsum(documents.lengths[order]), seq_len, PAD)
+    epoch, rows = pack_all(lengths, seq_len, seed)
     assert all(np.array_equal(epoch.lengths(i), np.diff(row.boundaries)) for i, row in enumerate(rows))
     bound = max_documents_in_row(np.array(lengths), seq_len)
     for row in rows:
@@ -65,7 +63,7 @@ def test_rows_have_correct_boundaries_and_positions(lengths, seq_len, seed):
 def test_documents_of_whole_rows_share_none(seed):
     lengths = [8, 16, 0, 8]
     assert max_documents_in_row(np.array(lengths), 8) == 1 < max_documents_in_row(np.array([8, 15]), 8)
-    _, _, rows = pack_all(lengths, 8, seed)
+    _, rows = pack_all(lengths, 8, seed)
     assert [row.boundaries.tolist() for row in rows] == [[0, 8]] * 4
 
 
@@ -76,7 +74,7 @@ def test_empty_documents_do_not_count_in_a_row():
 @pytest.mark.parametrize("document_mask", [True, False])
 @pytest.mark.parametrize("reset_positions", [True, False])
 def test_a_batch_is_rows_end_to_end(document_mask, reset_positions):
-    _, _, rows = pack_all([5, 3, 9, 2], seq_len=8, seed=0)
+    _, rows = pack_all([5, 3, 9, 2], seq_len=8, seed=0)
     batch = collate(rows[:2], 4, 7, document_mask=document_mask, reset_positions=reset_positions)
     assert batch.pop("mean_seqlen") == 7
     assert {name: x.shape for name, x in batch.items()} == {
@@ -90,6 +88,6 @@ def test_a_batch_is_rows_end_to_end(document_mask, reset_positions):
 
 
 def test_rows_share_one_token_and_the_last_is_padded():
-    _, _, rows = pack_all([10], seq_len=4, seed=0)
+    _, rows = pack_all([10], seq_len=4, seed=0)
     assert [row.tokens.tolist() for row in rows] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, PAD, PAD]]
     assert [row.labels.tolist() for row in rows] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, *[IGNORE_INDEX] * 3]]

@@ -7,8 +7,8 @@ from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
 
 
-def build(**overrides) -> GPT:
-    """Builds a model with the same weights in every call."""
+def build(seed: int = 0, **overrides) -> GPT:
+    """Builds a model with the same weights in every call with the same seed."""
     arguments = {
         "vocab_size": 40,
         "n_layers": 2,
@@ -30,5 +30,5 @@ def build(**overrides) -> GPT:
         "attention": sdpa_attention,
         "loss": LinearCrossEntropy(chunk_size=7),
     }
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return GPT(**(arguments | overrides))

@@ -87,6 +87,22 @@ def cu_seqlens() -> Tensor:
     return torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
 
+def write_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Saves one of `CHECKPOINTS` with random parameters, and returns the model, which belongs to transformers.
+
+    options: arguments of save_pretrained. The model has eager attention, because SDPA attention has no soft cap.
+    """
+    family, fields = CHECKPOINTS[name]
+    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, ARCHITECTURES.get(family, f"{family}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.to(dtype).save_pretrained(folder, **options)
+    return model
+
+
 def write_with_images(folder: Path) -> Path:
     """Saves a Gemma 3 model with an image encoder and random weights."""
     images = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
