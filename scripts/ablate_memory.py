@@ -20,10 +20,8 @@ summary run. OUT/cases.log holds what the cases print.
 """
 
 import argparse
-import shlex
 import signal
 import sys
-from datetime import date
 from pathlib import Path
 
 if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
@@ -148,7 +146,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"stopped; {path} holds the finished cases. Run the same command to continue", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    head = describe(shlex.join(["python", "-m", "scripts.ablate_memory", *sys.argv[1:]]), args.commit, date.today())
+    head = describe("-m scripts.ablate_memory", args.commit)
     parts = []
     if steps := [(case, result) for case, result in rows if isinstance(case, StepCase)]:
         parts.append(step_part(steps, device_bytes, head["GPU"]))

@@ -18,7 +18,6 @@ which has the memory of each process in each sample.
 import argparse
 import csv
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -27,13 +26,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from datetime import date
 from pathlib import Path
 
 if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from scripts.bench.command_line import add_results, sigterm_raises
+from scripts.bench.page import header
 from scripts.bench.provenance import describe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -174,7 +173,7 @@ def thirds(values: list[float], summary: Callable[[list[float]], float]) -> tupl
 def markdown(head: dict[str, str], found: list[Change], samples: list[Sample], metrics: Path) -> str:
     with metrics.open() as file:
         steps = max(int(row["step"]) for row in csv.DictReader(file))
-    lines = ["# Soak", "", *(f"- {key}: `{value}`" for key, value in head.items()), "", f"{steps} steps.", ""]
+    lines = [*header("Soak", head), f"{steps} steps.", ""]
     lines += ["| | second third | last third | ratio | allowed |", "|:--|--:|--:|--:|--:|"]
     for x in found:
         lines.append(f"| {x.name} | {x.before:.3f} | {x.after:.3f} | {x.ratio:.4f} | ±{LIMITS[x.name]:.0%} |")
@@ -211,7 +210,7 @@ def main() -> None:
             found = changes(folder / "metrics.csv", [sample.host_gib for sample in samples])
         except RuntimeError as error:
             sys.exit(f"error: {error}")
-        head = describe(shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]), arguments.commit, date.today())
+        head = describe("-m scripts.soak", arguments.commit)
         page = markdown(head, found, samples, folder / "metrics.csv")
     Path(f"{arguments.out}.md").write_text(page, encoding="utf-8")
     print(page)

@@ -8,13 +8,11 @@ multirun form one group, and Report adds a summary run to this group.
 import json
 import math
 import re
-import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
@@ -196,7 +194,7 @@ def report(config: DictConfig) -> None:
     folder = Path(config.hydra.sweep.dir).resolve()
     jobs = rows(folder / "cases")
     device_bytes = call_apart(capacity, (jobs[0][0].device,), 60, folder / "cases" / "capacity.log")
-    head = describe(shlex.join(["python", "train.py", *sys.argv[1:]]), None, date.today())
+    head = describe("train.py", None)
     parts = [step_part(jobs, device_bytes, head["GPU"])]
     write_files(parts, head, folder)
     logger, is_replaced = config.logger, isinstance(config.trainer.logger, bool | None)

@@ -17,12 +17,10 @@ built before the timing starts, except with the backend `ours`, which builds an 
 import argparse
 import gc
 import math
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -400,9 +398,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.attention")
-    today = date.today()
-    out: Path = args.out or results_prefix("attention", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = results_prefix(args.out, "attention")
     chosen = args.backends or [name for name in DENSE_BACKENDS if name not in PACKAGES or installed(PACKAGES[name])]
 
     shapes = [(head_dim, group) for head_dim in args.head_dims for group in args.groups]
@@ -421,7 +417,7 @@ def main() -> None:
             print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
         write_csv(rows, Path(f"{out}.csv"))
 
-    head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
+    head = describe("-m scripts.bench.attention", args.commit)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
     if 1 in args.groups:  # the plots only show results with as many KV heads as query heads
         mask = "causal" if args.causal else "not causal"

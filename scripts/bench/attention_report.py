@@ -9,6 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from scripts.bench.page import header
+
 MODEL_DIM = 2048  # default upper limit of n_heads * head_dim
 LARGE_GIB = 4.0
 
@@ -54,10 +56,8 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:
     """Formats the page: a table for each section and pass, with a line per workload and a column per backend."""
-    lines = ["# Attention: time, TFLOP/s and peak memory", ""]
-    lines += [f"- {key}: `{value}`" for key, value in head.items()]
-    lines += [
-        "",
+    lines = [
+        *header("Attention: time, TFLOP/s and peak memory", head),
         f"bf16, n_heads × head_dim = {model_dim}, or slightly less. Backends run in random order, except those of more "
         f"than {LARGE_GIB:g} GiB. Each is replayed as a CUDA graph. A cell is TFLOP/s · median milliseconds · peak "
         "GiB. The forward counts 4 · n_heads · head_dim · Σ length² FLOPs, and half of that if it is causal. The "

@@ -28,14 +28,12 @@ also times torch's attention and torch's context parallelism on one long documen
 import argparse
 import os
 import random
-import shlex
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +55,7 @@ from scripts.bench.attention import fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.context_peer import PEER_PARTS, peer_parts
 from scripts.bench.context_report import PARTS, Result, draw, peer_table, table
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -280,16 +279,13 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
             if rank == 0:
                 print(table(results, ranks)[-1], flush=True)
     if rank == 0:
-        today = date.today()
-        head = describe(shlex.join(["python", "-m", "scripts.bench.context", *args.command]), args.commit, today)
-        lines = ["# Attention under context parallelism", ""]
-        lines += [*(f"- {key}: `{value}`" for key, value in head.items()), ""]
+        head = describe("-m scripts.bench.context", args.commit)
+        lines = header("Attention under context parallelism", head)
         heads = f"{setting.n_heads} query and {setting.n_kv_heads} KV heads, head_dim {setting.head_dim}"
         lines += [f"{heads}. A time is the mean of {setting.layers} calls with the same documents.", ""]
         lines += [*table(results, ranks), *peer_table(results, ranks), ""]
         print("\n".join(peer_table(results, ranks)), flush=True)
-        out: Path = args.out or results_prefix("context", today)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        out = results_prefix(args.out, "context")
         Path(f"{out}.md").write_text("\n".join(lines), encoding="utf-8")
         draw(results, ranks, f"Attention on {ranks} GPUs, {heads}").savefig(f"{out}.png", dpi=150)
     dist.destroy_process_group()
@@ -330,7 +326,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--lengths must hold at least one positive number and no others; got {args.lengths}")
     if args.peer and args.cpu_ranks is not None:
         parser.error("--peer needs GPUs, because cuDNN's attention has no CPU version; got --cpu-ranks")
-    args.command = arguments
     return args
 
 

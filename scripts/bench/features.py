@@ -10,13 +10,11 @@ a window and for packed documents, `cost` should be close to `work`. For a featu
 import argparse
 import multiprocessing
 import os
-import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch import Tensor
 from fa_kernels import flash_attn_varlen_func
 from scripts.bench.command_line import add_results
 from scripts.bench.decode import in_pages
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -276,21 +275,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.features")
-    today = date.today()
-    out: Path = args.out or results_prefix("features", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.features", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "features")
+    head = describe("-m scripts.bench.features", args.commit)
     lines = [
-        "# The cost of each feature relative to plain causal attention",
-        "",
-        *(f"- {k}: `{v}`" for k, v in head.items()),
-    ]
-    lines += [
-        "",
+        *header("The cost of each feature relative to plain causal attention", head),
         f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are relative to plain causal attention.",
         "",
+        "| d | feature | work | forward ms | cost | backward ms | cost |",
+        "|--:|:--|--:|--:|--:|--:|--:|",
     ]
-    lines += ["| d | feature | work | forward ms | cost | backward ms | cost |", "|--:|:--|--:|--:|--:|--:|--:|"]
     started = time.monotonic()
     errors = compile_all(args)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)

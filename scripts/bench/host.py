@@ -18,7 +18,6 @@ import csv
 import os
 import platform
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -26,7 +25,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
-from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
@@ -42,6 +40,7 @@ from fa_kernels import flash_attn_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
 from scripts.bench.command_line import add_results
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -256,9 +255,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: Mapping[str, str]) -> str:
     """Formats the page: its header, and a table with a line per candidate and a column per pass."""
-    lines = ["# Host time of an attention call", "", *(f"- {key}: `{value}`" for key, value in head.items())]
-    lines += [
-        "",
+    lines = [
+        *header("Host time of an attention call", head),
         f"{shape.tokens} tokens, {shape.n_heads} heads for {shape.n_kv_heads}, head_dim {shape.head_dim}, bf16, "
         f"causal. A cell is the median of {args.rounds} means of {args.calls} calls (lowest to highest) in "
         f"microseconds. GPU-bound: the GPU had work left for more than {GPU_BOUND:.0%} of that time.",
@@ -313,10 +311,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.host")
-    today = date.today()
-    out: Path = args.out or results_prefix("host", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.host", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "host")
+    head = describe("-m scripts.bench.host", args.commit)
     head["host"] = host()
     shape = Shape(args.tokens, args.heads, args.kv_heads, args.head_dim)
     rows = measure(candidates(shape, torch.device("cuda")), shape, args.rounds, args.calls)

@@ -24,20 +24,17 @@ import argparse
 import csv
 import math
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from fa_kernels import flash_attn_func
@@ -50,7 +47,8 @@ from fa_kernels.flash_attention.schedule import WORK_TILE, length_class_of
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
 from scripts.bench.command_line import add_results
-from scripts.bench.provenance import describe
+from scripts.bench.page import header
+from scripts.bench.provenance import describe, results_prefix
 
 ITEM = 2  # bytes of bf16
 FP32 = 4
@@ -376,12 +374,7 @@ def markdown(
     """Formats the page: its header, the table, and the naive formulas with the values of the first case."""
     causal = "causal" if cases[0].causal else "not causal"
     lines = [
-        "# Bytes moved by attention, and the roofline",
-        "",
-        *(f"- {key}: `{value}`" for key, value in head.items()),
-    ]
-    lines += [
-        "",
+        *header("Bytes moved by attention, and the roofline", head),
         f"bf16, one sequence of N tokens, {causal}, n_heads × head_dim = {MODEL_DIM}, tiles of {arch}. Bytes are in GB "
         "(10⁹).",
         "",
@@ -457,15 +450,9 @@ def main() -> None:
     if args.under_ncu:
         run_under_ncu(cases)
         return
-    today = date.today()
-    command = shlex.join(["python", "-m", "scripts.bench.io_traffic", *sys.argv[1:]])
-    if on_gpu:
-        head = describe(command, args.commit, today)
-        gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    else:
-        versions = f"torch {torch.__version__}, triton {triton.__version__}"
-        head = {"command": command, "GPU": "none", "versions": versions, "date": today.isoformat()}
-        gpu = f"formula-{arch}"
+    head = describe("-m scripts.bench.io_traffic", args.commit)
+    if not on_gpu:
+        head["GPU"] = "none"
     measured = None
     ncu = shutil.which("ncu")
     if not (args.ncu and on_gpu and ncu):
@@ -478,8 +465,7 @@ def main() -> None:
             reason = str(error)
     head["measured"] = f"with {ncu}, {', '.join(METRICS)}" if measured else f"no, formulas only: {reason}"
     print(f"measured: {head['measured']}")
-    out: Path = args.out or Path(__file__).parents[1] / "results" / f"io_traffic_{gpu}_{today:%Y%m}"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = results_prefix(args.out, "io_traffic", gpu=None if on_gpu else f"formula-{arch}")
     text = markdown(cases, measured, head, arch, args.peak_tflops, args.bandwidth_tbs)
     Path(f"{out}.md").write_text(text, encoding="utf-8")
     print(f"{text}\nresults: {out}.md")

@@ -25,13 +25,11 @@ import argparse
 import gzip
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +303,7 @@ def main() -> None:
         return
     sigterm_raises()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = describe(shlex.join(["python", "-m", "scripts.bench.memory", *sys.argv[1:]]), args.commit, date.today())
+    head = describe("-m scripts.bench.memory", args.commit)
     precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"
     compiled = "compiled" if args.compile else "not compiled"
     head["settings"] = ", ".join([args.model, precision, f"attention={args.attention}", compiled, *args.overrides])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from scripts.bench.memory_cases import OFF, Lever, Row, levers_of
 from scripts.bench.overlap import Overlap
+from scripts.bench.page import header
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
@@ -46,7 +47,7 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
     """Formats the page: its header, the slowdown of each lever by length, and all measurements."""
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
-    lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines = header("What each memory lever costs", head)
     lines += ["Slowdown: the median step time relative to the same combination without the lever, minus 1.", ""]
     lines += [f"| lever | combination | {' | '.join(f'{n:,} tokens' for n in seq_lens)} |"]
     lines += ["|:--|:--|" + "--:|" * len(seq_lens)]

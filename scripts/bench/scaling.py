@@ -25,7 +25,6 @@ import csv
 import json
 import os
 import random
-import shlex
 import shutil
 import signal
 import statistics
@@ -34,7 +33,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -404,10 +402,8 @@ def main() -> None:
     runs = runs_of(args.cases, args, gpus)
     with errors_in_one_line(MISTAKES):
         predictions = {run: predicted_gib(run) for run in runs}
-    today = date.today()
-    args.out = (args.out or results_prefix("scaling", today)).resolve()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.scaling", *sys.argv[1:]]), args.commit, today)
+    args.out = results_prefix(args.out, "scaling").resolve()
+    head = describe("-m scripts.bench.scaling", args.commit)
     head |= {
         "GPUs": str(gpus),
         "overrides": " ".join(args.overrides) or "none",

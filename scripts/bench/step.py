@@ -27,13 +27,11 @@ import csv
 import json
 import math
 import os
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, fields
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +52,7 @@ from scripts.bench.command_line import (
     require_positive,
     sigterm_raises,
 )
+from scripts.bench.page import header
 from scripts.bench.peers import CannotRunError, build_peer
 from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
@@ -225,9 +224,8 @@ def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-    lines = ["# A training step: ours and Hugging Face with Liger", ""]
-    lines += [f"- {key}: `{value}`" for key, value in head.items()]
-    lines += ["", "tokens/s and ms are medians of the timed steps, with the fastest and slowest ms in brackets.", ""]
+    lines = header("A training step: ours and Hugging Face with Liger", head)
+    lines += ["tokens/s and ms are medians of the timed steps, with the fastest and slowest ms in brackets.", ""]
     lines += ["| seq_len | variant | tokens/s | × best peer | ms | peak GiB | reserved GiB | MFU | loss | note |"]
     lines += ["|--:|:--|--:|--:|--:|--:|--:|--:|--:|:--|"]
     lines += [f"| {' | '.join(cells(row, rows))} |" for row in rows]
@@ -354,7 +352,7 @@ def main() -> None:
     cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
     with train.errors_in_one_line(train.MISTAKES):
         precision = configuration(cases[0]).trainer.precision
-    head = describe(shlex.join(["python", "-m", "scripts.bench.step", *sys.argv[1:]]), args.commit, date.today())
+    head = describe("-m scripts.bench.step", args.commit)
     head["model"] = ", ".join(
         [args.model, PRECISIONS.get(precision, precision), f"attention={args.attention}", *args.overrides]
     )

@@ -29,7 +29,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -49,6 +48,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import HEAD_DIMS, Pass, TileConfig, key_passes, shared_bytes, tile_config
 from scripts.bench.attention import MODEL_DIM
 from scripts.bench.command_line import add_results
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -340,9 +340,8 @@ def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str,
     The lines of a table are sorted by time. All results have the same dtype.
     """
     products: Products = results[0].candidate.products if results else "bfloat16"
-    lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]
-    lines += [
-        "",
+    lines = [
+        *header("Tiles of the portable kernels", head),
         f"One causal document of {seqlen} tokens, {products}, n_heads × head_dim = {MODEL_DIM} or slightly less, no "
         "grouped heads. Times are medians. TFLOP/s counts each kernel's matmuls (forward 2, dkdv 4, dk 3, dv 2, dq 3), "
         "halved for causality. **Bold**: the present entry of `kernels/fa_kernels/flash_attention/tiles.py`.",
@@ -419,7 +418,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.tune_tiles")
-    today = date.today()
     device = torch.device("cuda", torch.cuda.current_device())
     arch = arch_of(device)
     properties: Any = torch.cuda.get_device_properties(device)  # the type stubs lack shared_memory_per_block_optin
@@ -438,9 +436,8 @@ def main() -> None:
         found = result.error or f"{result.ms:.3f} ms, {result.tflops:.0f} TFLOP/s"
         candidate = result.candidate
         print(f"{candidate.direction} d={candidate.head_dim} {astuple(candidate.tiles)}: {found}", flush=True)
-    out: Path = args.out or results_prefix("portable_tiles", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.tune_tiles", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "portable_tiles")
+    head = describe("-m scripts.bench.tune_tiles", args.commit)
     Path(f"{out}.md").write_text(markdown(results, head, arch, name, args.seqlen), encoding="utf-8")
     gpu, tile_file = torch.cuda.get_device_name(device), Path(f"{out}.json")
     add_tiles(tile_file, gpu, tiles_to_load(results, arch))
