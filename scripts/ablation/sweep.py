@@ -22,6 +22,7 @@ from hydra.errors import InstantiationException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scripts.ablation.cases import KINDS, Case, Result, measure
+from scripts.bench.page import first_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Value = TypeVar("Value")
@@ -92,8 +93,7 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
         said: BaseException = raised
         while isinstance(said, InstantiationException) and said.__cause__:
             said = said.__cause__
-        first_line, *_ = str(said).strip().splitlines() or [""]
-        error = f"{type(said).__name__}: {first_line}"
+        error = first_line(said)
     sender.send((value, error))
 
 

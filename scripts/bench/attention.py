@@ -46,9 +46,9 @@ from scripts.bench.attention_report import (
     draw,
     draw_rates,
     markdown,
-    write_csv,
 )
 from scripts.bench.command_line import add_results
+from scripts.bench.page import first_line, write_csv
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -302,8 +302,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 outcomes[name] = "oom"
             except Exception as error:
                 traceback.print_exc()
-                first_line, *_ = str(error).strip().splitlines() or [""]
-                outcomes[name] = f"{type(error).__name__}: {first_line}"
+                outcomes[name] = first_line(error)
             gc.collect()  # reference cycles keep tensors of a failed pass alive
             torch.cuda.empty_cache()
         for name, ms in median_ms(runs, rep=rep).items():
@@ -415,7 +414,7 @@ def main() -> None:
             rows.append(row)
             place = f"d={row.head_dim} group={row.group} {row.workload}"
             print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
-        write_csv(rows, Path(f"{out}.csv"))
+        write_csv(Row, rows, Path(f"{out}.csv"))
 
     head = describe("-m scripts.bench.attention", args.commit)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")

@@ -1,8 +1,6 @@
 """Writes the report of scripts/bench/attention.py: a table for each section and pass, and plots of time and TFLOP/s."""
 
-import csv
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -45,13 +43,6 @@ class Row:
     ms: float | None
     tflops: float | None
     peak_gib: float | None
-
-
-def write_csv(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fa_kernels import flash_attn_varlen_func
 from scripts.bench.command_line import add_results
 from scripts.bench.decode import in_pages
-from scripts.bench.page import header
+from scripts.bench.page import first_line, header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -186,7 +186,7 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
         torch.cuda.synchronize()
     except Exception as error:
         traceback.print_exc()
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
     finally:
         torch.cuda.empty_cache()  # frees GPU memory for the other processes
     return ""

@@ -14,7 +14,6 @@ cell is more than 10%, the cell is marked as GPU-bound. Writes OUT.csv and OUT.m
 """
 
 import argparse
-import csv
 import os
 import platform
 import random
@@ -24,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
@@ -40,7 +39,7 @@ from fa_kernels import flash_attn_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
 from scripts.bench.command_line import add_results
-from scripts.bench.page import header
+from scripts.bench.page import first_line, header, write_csv
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -214,8 +213,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
                             run()
         except Exception as error:
             traceback.print_exc()
-            first_line, *_ = str(error).strip().splitlines() or [""]
-            failed.append(Row(name, "forward", f"{type(error).__name__}: {first_line}"))
+            failed.append(Row(name, "forward", first_line(error)))
         else:
             runs |= {(name, direction): run for direction, run in prepared.items()}
     samples: dict[tuple[str, Pass], list[Sample]] = {place: [] for place in runs}
@@ -244,13 +242,6 @@ def sample(run: Call, calls: int, in_a_row: int) -> Sample:
     end = time.perf_counter()
     torch.cuda.synchronize()
     return Sample((end - start) / (runs * in_a_row) * 1e6, (time.perf_counter() - end) / (end - start))
-
-
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: Mapping[str, str]) -> str:
@@ -318,7 +309,7 @@ def main() -> None:
     rows = measure(candidates(shape, torch.device("cuda")), shape, args.rounds, args.calls)
     table = markdown(rows, shape, args, head)
     print(table)
-    write_csv(rows, Path(f"{out}.csv"))
+    write_csv(Row, rows, Path(f"{out}.csv"))
     Path(f"{out}.md").write_text(table, encoding="utf-8")
     print(f"results: {out}.*")
 

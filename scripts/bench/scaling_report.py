@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from scripts.bench.page import header
+from scripts.bench.page import header, shown
 
 ENOUGH = 0.95  # share of the ideal speed
 CLOSE = 0.05  # a prediction within 5% of the measured peak counts as close
@@ -106,10 +106,6 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
         shown(row.wall_s, ".0f"),
         "" if row.outcome == "ok" else row.outcome.replace("|", "/"),
     ]
-
-
-def shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def with_largest(mean: float | None, largest: float | None, form: str) -> str:

@@ -23,7 +23,6 @@ that do not use float8. A peer is a variant without our attention.
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -31,7 +30,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ from scripts.bench.command_line import (
     require_positive,
     sigterm_raises,
 )
-from scripts.bench.page import header
+from scripts.bench.page import header, shown, write_csv
 from scripts.bench.peers import CannotRunError, build_peer
 from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
@@ -219,11 +218,7 @@ def case_of(settings: dict[str, Any]) -> Case:
 
 def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
     """Writes OUT.csv and OUT.md."""
-    names = [field.name for field in fields(Row)]
-    with Path(f"{out}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write_csv(Row, rows, Path(f"{out}.csv"))
     lines = header("A training step: ours and Hugging Face with Liger", head)
     lines += ["tokens/s and ms are medians of the timed steps, with the fastest and slowest ms in brackets.", ""]
     lines += ["| seq_len | variant | tokens/s | × best peer | ms | peak GiB | reserved GiB | MFU | loss | note |"]
@@ -240,7 +235,7 @@ def cells(row: Row, rows: list[Row]) -> list[str]:
     """Returns the cells of a table line."""
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
-    gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
+    gib = [shown(row.peak_gib, ".2f"), shown(row.reserved_gib, ".2f")]
     if row.step_ms is None or row.tokens_per_s is None:
         return [f"{row.seq_len:,}", row.variant, *["–"] * 3, *gib, "–", "–", note]
     return [
@@ -250,7 +245,7 @@ def cells(row: Row, rows: list[Row]) -> list[str]:
         _ratio(row, best_peer(rows, row.seq_len)),
         f"{row.step_ms:,.1f} ({row.step_ms_min:,.1f} to {row.step_ms_max:,.1f}, {row.steps} steps)",
         *gib,
-        _shown(row.mfu, ".1%"),
+        shown(row.mfu, ".1%"),
         f"{row.loss:.4f}" if row.finite else "not finite",
         note,
     ]
@@ -264,7 +259,7 @@ def comparison(rows: list[Row], seq_len: int) -> list[str]:
         if row is None:
             line += ["–"] * 3
         else:
-            line += [row.variant, _shown(row.tokens_per_s, ",.0f"), _shown(row.peak_gib, ".2f")]
+            line += [row.variant, shown(row.tokens_per_s, ",.0f"), shown(row.peak_gib, ".2f")]
     return [*line, _ratio(ours, peer)]
 
 
@@ -272,10 +267,6 @@ def _ratio(row: Row | None, peer: Row | None) -> str:
     if row is None or peer is None or not row.tokens_per_s or not peer.tokens_per_s:
         return "–"
     return f"{row.tokens_per_s / peer.tokens_per_s:.2f}"
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:

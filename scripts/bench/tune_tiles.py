@@ -48,7 +48,7 @@ from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import HEAD_DIMS, Pass, TileConfig, key_passes, shared_bytes, tile_config
 from scripts.bench.attention import MODEL_DIM
 from scripts.bench.command_line import add_results
-from scripts.bench.page import header
+from scripts.bench.page import first_line, header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -270,7 +270,7 @@ def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
     try:
         return candidate, check(candidate)
     except Exception as error:  # Triton, ptxas or the driver can fail for some candidates.
-        return candidate, f"{type(error).__name__}: {error}".splitlines()[0]
+        return candidate, first_line(error)
 
 
 def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep: float) -> Iterator[Result]:

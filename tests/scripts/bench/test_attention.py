@@ -17,7 +17,8 @@ from numpy.testing import assert_array_equal
 from fa_kernels.flash_attention.reference import attention_reference
 from scripts.bench import attention
 from scripts.bench.attention import DEVICE, Backend, Workload, dense_workload, fill_row, packed_workloads
-from scripts.bench.attention_report import STYLES, Row, draw, draw_rates, markdown, write_csv
+from scripts.bench.attention_report import STYLES, Row, draw, draw_rates, markdown
+from scripts.bench.page import write_csv
 from scripts.bench.timing import captured, median_ms
 from tests.support.tolerance import assert_as_accurate
 
@@ -146,7 +147,7 @@ def test_markdown_has_a_column_a_backend() -> None:
 
 
 def test_csv_keeps_every_row(tmp_path: Path) -> None:
-    write_csv([row(), without_result("naive", 65536, "oom")], tmp_path / "rows.csv")
+    write_csv(Row, [row(), without_result("naive", 65536, "oom")], tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert (first["backend"], float(first["ms"])) == ("ours", 1.024)
