@@ -22,6 +22,7 @@ from hydra.errors import InstantiationException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scripts.ablation.cases import KINDS, Case, Result, measure
+from scripts.bench.case_process import case_of
 from scripts.bench.page import first_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -117,13 +118,7 @@ def load(path: Path) -> Finished:
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {case_of(line["kind"], line["case"]): Result(**line["result"]) for line in lines}
-
-
-def case_of(kind: str, settings: dict[str, Any]) -> Case:
-    """Rebuilds a case from JSON, which stores tuples as lists."""
-    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()}
-    return KINDS[kind](**values)
+    return {case_of(KINDS[line["kind"]], line["case"]): Result(**line["result"]) for line in lines}
 
 
 def save(results: Finished, path: Path) -> None:

@@ -25,14 +25,11 @@ that do not use float8. A peer is a variant without our attention.
 import argparse
 import json
 import math
-import os
-import signal
 import statistics
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -43,6 +40,7 @@ from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import options
 from fa_train.flops import attention_pairs, peak_flops, train_flops
 from fa_train.models.gpt import GPT
+from scripts.bench.case_process import case_of, result_of
 from scripts.bench.command_line import (
     add_results,
     add_time_limits,
@@ -184,36 +182,15 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
 
 def run_apart(case: Case, timeout: float) -> Row:
     """Runs the case in a new process for at most `timeout` seconds and returns its row."""
-    command = [sys.executable, "-m", "scripts.bench.step", "--case", json.dumps(asdict(case))]
     backend = "portable" if variant_of(case.variant).portable else "auto"
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"FLASH_ATTENTION_BACKEND": backend},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
     try:
-        out, errors = process.communicate(timeout=timeout)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # killpg also ends compiler processes that the case has started
-        process.communicate()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
+        return Row(**result_of("scripts.bench.step", case, timeout, FLASH_ATTENTION_BACKEND=backend))
+    except subprocess.TimeoutExpired:
         return Row(case.seq_len, case.variant, f"failed: timed out after {timeout:g} s")
-    if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
+    except MemoryError:
         return Row(case.seq_len, case.variant, "oom", note="the host's memory")
-    if process.returncode:
-        reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        print(errors, file=sys.stderr)
-        return Row(case.seq_len, case.variant, f"failed: {reason.removeprefix('error: ')}")
-    return Row(**json.loads(out.splitlines()[-1]))
-
-
-def case_of(settings: dict[str, Any]) -> Case:
-    return Case(**settings | {"overrides": tuple(settings["overrides"])})
+    except RuntimeError as error:
+        return Row(case.seq_len, case.variant, f"failed: {error}")
 
 
 def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
@@ -334,7 +311,7 @@ def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if args.case is not None:
         with train.errors_in_one_line(train.MISTAKES):
-            print(json.dumps(asdict(measure(case_of(args.case)))))
+            print(json.dumps(asdict(measure(case_of(Case, args.case)))))
         return
     sigterm_raises()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,8 @@ from scripts.ablate_memory import attention_cases, explanations, parse_arguments
 from scripts.ablation.cases import AttentionCase, Result, StepCase, configuration, measure, timed
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
-from scripts.ablation.sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
+from scripts.ablation.sweep import ProcessError, call_apart, expected_seconds, load, run_apart, sweep
+from scripts.bench.case_process import case_of
 from tests.scripts.support.html_page import assert_self_contained
 from tests.scripts.support.wandb_runs import environment, inspect
 from tests.support import processes
@@ -475,4 +476,4 @@ def test_each_shape_differs_from_the_first_in_one_thing():
 
 @pytest.mark.parametrize("sent", [case(), alone()])
 def test_a_case_survives_its_file(sent):
-    assert case_of(sent.KIND, json.loads(json.dumps(asdict(sent)))) == sent
+    assert case_of(type(sent), json.loads(json.dumps(asdict(sent)))) == sent

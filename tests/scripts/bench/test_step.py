@@ -14,13 +14,13 @@ from hydra.utils import instantiate
 
 from fa_train import training
 from scripts.bench import step
+from scripts.bench.case_process import case_of
 from scripts.bench.peers import time_steps
 from scripts.bench.step import (
     Case,
     Row,
     best_of_ours,
     best_peer,
-    case_of,
     cells,
     comparison,
     configuration,
@@ -211,7 +211,7 @@ def test_float8_is_not_compared_with_a_peer_in_bf16():
 
 
 def test_a_case_survives_its_way_to_another_process():
-    assert case_of(asdict(CASE) | {"overrides": list(TINY)}) == CASE
+    assert case_of(Case, asdict(CASE) | {"overrides": list(TINY)}) == CASE
 
 
 def test_the_table(tmp_path):
