@@ -36,10 +36,8 @@ from scripts.ablation.cases import DTYPES, AttentionCase, Case, Device, StepCase
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import Records, attention_part, step_part, write_files
 from scripts.ablation.sweep import ProcessError, call_apart, run_apart, sweep
-from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
+from scripts.bench.command_line import REPOSITORY, add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:

@@ -31,11 +31,10 @@ from pathlib import Path
 if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.bench.command_line import add_results, sigterm_raises
+from scripts.bench.command_line import REPOSITORY, add_results, sigterm_raises
 from scripts.bench.page import header
 from scripts.bench.provenance import describe
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # such as compilers
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
 EVERY = 50  # steps between two validations, and between two checkpoints

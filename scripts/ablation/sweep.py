@@ -23,9 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from scripts.ablation.cases import KINDS, Case, Result, measure
 from scripts.bench.case_process import case_of
+from scripts.bench.command_line import REPOSITORY
 from scripts.bench.page import first_line
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 Value = TypeVar("Value")
 Finished = dict[Case, Result]
 

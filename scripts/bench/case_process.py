@@ -6,10 +6,10 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, TypeVar
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from scripts.bench.command_line import REPOSITORY
+
 Case = TypeVar("Case")
 
 

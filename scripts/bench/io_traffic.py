@@ -46,7 +46,7 @@ from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, RO
 from fa_kernels.flash_attention.schedule import WORK_TILE, length_class_of
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import REPOSITORY, add_results
 from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 
@@ -328,7 +328,7 @@ def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]
             "base", "--log-file", str(log),
             sys.executable, "-m", "scripts.bench.io_traffic", *arguments, "--under-ncu",
         ]  # fmt: skip
-        result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
     if result.returncode:
         said = [

@@ -45,6 +45,7 @@ from fa_train.lit_gpt import LitGPT
 from fa_train.memory.offload import Offload
 from scripts.bench.case_process import case_of, result_of
 from scripts.bench.command_line import (
+    REPOSITORY,
     add_results,
     add_time_limits,
     require_overrides,
@@ -58,7 +59,6 @@ from scripts.bench.profile_step import StepProfiler
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     FEWEST_STEPS,
-    REPOSITORY,
     WARMUP,
     Device,
     StepTimes,

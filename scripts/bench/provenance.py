@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import triton
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from scripts.bench.command_line import REPOSITORY
 
 
 def describe(program: str, commit: str | None) -> dict[str, str]:
@@ -51,6 +51,6 @@ def results_prefix(given: Path | None, what: str, gpu: str | None = None) -> Pat
     """
     if given is None:
         gpu = gpu or torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-        given = Path(__file__).parents[1] / "results" / f"{what}_{gpu}_{date.today():%Y%m}"
+        given = REPOSITORY / "scripts" / "results" / f"{what}_{gpu}_{date.today():%Y%m}"
     given.parent.mkdir(parents=True, exist_ok=True)
     return given

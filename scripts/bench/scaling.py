@@ -44,6 +44,7 @@ from fa_train.config_options import options
 from fa_train.errors import errors_in_one_line
 from fa_train.memory.planner.predict import GIB, predict
 from scripts.bench.command_line import (
+    REPOSITORY,
     add_results,
     add_time_limits,
     require_overrides,
@@ -56,7 +57,6 @@ from scripts.bench.timing import require_gpu
 from scripts.composed import composed
 from scripts.memory_table import as_run, memory_of_gpu, plan_of_run
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CASES = (
     "llama_1b:8192:ddp",
     "llama_1b:8192:fsdp",

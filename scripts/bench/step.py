@@ -42,6 +42,7 @@ from fa_train.flops import attention_pairs, peak_flops, train_flops
 from fa_train.models.gpt import GPT
 from scripts.bench.case_process import case_of, result_of
 from scripts.bench.command_line import (
+    REPOSITORY,
     add_results,
     add_time_limits,
     overrides_first,
@@ -55,7 +56,6 @@ from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     FEWEST_STEPS,
-    REPOSITORY,
     WARMUP,
     Device,
     StepTimes,

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -22,7 +21,6 @@ from fa_train.models.float8 import require_float8_gpu
 from fa_train.training import build_model
 from scripts.composed import composed
 
-REPOSITORY = Path(__file__).parents[2]
 WARMUP = 2  # number of untimed steps; the first allocates the optimizer's state and compiles kernels
 FEWEST_STEPS = 2  # maximum number of timed steps if the second step is slow
 VOCABULARY = 50257  # vocabulary size of models whose config does not set one

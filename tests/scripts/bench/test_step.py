@@ -29,11 +29,11 @@ from scripts.bench.step import (
     run_apart,
     write,
 )
-from scripts.bench.training_case import FEWEST_STEPS, REPOSITORY, StepTimes, document_lens
+from scripts.bench.training_case import FEWEST_STEPS, StepTimes, document_lens
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import Variant, variant_of
 from tests.support.processes import ForkedModule
-from tests.support.training import column, composed
+from tests.support.training import REPOSITORY, column, composed
 
 TINY = (
     "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64",
