@@ -47,7 +47,7 @@ from scripts.bench.attention_report import (
     draw_rates,
     markdown,
 )
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.page import first_line, write_csv
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
@@ -383,14 +383,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(
             f"--model-dim must be at least the largest of --head-dims, {max(args.head_dims)}; got {args.model_dim}"
         )
-    if args.batch_tokens < 1:
-        parser.error(f"--batch-tokens must be positive; got {args.batch_tokens}")
-    if args.packed_tokens < 1:
-        parser.error(f"--packed-tokens must be positive; got {args.packed_tokens}")
+    require_positive(parser, args, ("batch_tokens", "packed_tokens", "seqlens"))
     if not all(0 < group <= most for group in args.groups):
         parser.error(f"--groups must be from 1 to {most}, the number of query heads; got {args.groups}")
-    if any(seqlen < 1 for seqlen in args.seqlens):
-        parser.error(f"--seqlens must be positive; got {args.seqlens}")
     return args
 
 

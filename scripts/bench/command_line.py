@@ -47,7 +47,7 @@ def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, 
     """Ends the program with a message if one of the named options, or an item of a list option, is not positive."""
     for name in names:
         found = getattr(args, name)
-        if min(found if isinstance(found, list) else [found]) <= 0:
+        if any(value <= 0 for value in (found if isinstance(found, list) else [found])):
             parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
 
 

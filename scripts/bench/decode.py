@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa_kernels import flash_attn_with_kvcache
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
@@ -159,8 +159,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     add_results(parser, "scripts/results/decode_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
-    if args.jobs < 1 or args.rep <= 0:
-        parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")
+    require_positive(parser, args, ("jobs", "rep"))
     return args
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_varlen_func
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.decode import in_pages
 from scripts.bench.page import first_line, header
 from scripts.bench.provenance import describe, results_prefix
@@ -265,8 +265,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--heads must be a multiple of 4; got {args.heads}")
     if args.seqlen < 2048 or args.seqlen % 2048:
         parser.error(f"--seqlen must be a multiple of 2048; got {args.seqlen}")
-    if args.jobs < 1 or args.rep <= 0:
-        parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")
+    require_positive(parser, args, ("jobs", "rep"))
     if not all(8 <= head_dim <= 256 and head_dim % 8 == 0 for head_dim in args.head_dims):
         parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {args.head_dims}")
     return args

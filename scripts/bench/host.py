@@ -38,7 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fa_kernels import flash_attn_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.page import first_line, header, write_csv
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
@@ -292,8 +292,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}")
     if not 1 <= args.head_dim <= 256:
         parser.error(f"--head-dim must be from 1 to 256; got {args.head_dim}")
-    if args.rounds < 1:
-        parser.error(f"--rounds must be positive; got {args.rounds}")
+    require_positive(parser, args, ("rounds",))
     if not 1 <= args.calls <= MOST_CALLS:  # more calls could fill the launch queue of a slower GPU and block the host
         parser.error(f"--calls must be from 1 to {MOST_CALLS}; got {args.calls}")
     return args

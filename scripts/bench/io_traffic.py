@@ -46,7 +46,7 @@ from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, RO
 from fa_kernels.flash_attention.schedule import WORK_TILE, length_class_of
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
-from scripts.bench.command_line import REPOSITORY, add_results
+from scripts.bench.command_line import REPOSITORY, add_results, require_positive
 from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 
@@ -435,8 +435,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or MODEL_DIM % head_dim:
             parser.error(f"--head-dims must divide {MODEL_DIM} and be 8 to 256; got {head_dim}")
-    if any(seqlen < 1 for seqlen in args.seqlens):
-        parser.error(f"--seqlens must be positive; got {args.seqlens}")
+    require_positive(parser, args, ("seqlens",))
     return args
 
 

@@ -47,7 +47,7 @@ from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import HEAD_DIMS, Pass, TileConfig, key_passes, shared_bytes, tile_config
 from scripts.bench.attention import MODEL_DIM
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.page import first_line, header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
@@ -409,9 +409,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or head_dim % 8:
             parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {head_dim}")
-    for name in ("seqlen", "jobs"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be positive; got {getattr(args, name)}")
+    require_positive(parser, args, ("seqlen", "jobs"))
     return args
 
 
