@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from scripts.ablation.cases import GIB, AttentionCase, Case, Result, StepCase
+from fa_train.callbacks.monitor import GIB
+from scripts.ablation.cases import AttentionCase, Case, Result, StepCase
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.bench.page import header
 

@@ -32,14 +32,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import options
-from fa_train.flops import attention_pairs, peak_flops, train_flops
-from fa_train.models.gpt import GPT
+from fa_train.flops import peak_flops
 from scripts.bench.case_process import case_of, result_of
 from scripts.bench.command_line import (
     REPOSITORY,
@@ -61,6 +59,7 @@ from scripts.bench.training_case import (
     StepTimes,
     document_lens,
     memory_gib,
+    step_flops,
     training_config,
 )
 from scripts.bench.training_case import measure as measure_ours
@@ -174,10 +173,7 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if device == "cuda" else None
     if peak is None:
         return None
-    with torch.device("meta"):
-        model: GPT = instantiate(config.model)
-    pairs = attention_pairs(model.windows, torch.tensor(document_lens(config)))
-    return train_flops(model.config, config.seq_len, pairs.item()) / step_ms * 1e3 / peak
+    return step_flops(config.model, document_lens(config)) / step_ms * 1e3 / peak
 
 
 def run_apart(case: Case, timeout: float) -> Row:

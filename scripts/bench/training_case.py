@@ -15,9 +15,11 @@ from torch import Tensor
 from fa_train.callbacks.monitor import memory
 from fa_train.data.datamodule import PackedDataModule
 from fa_train.fit import empty_before_teardown
+from fa_train.flops import attention_pairs, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
+from fa_train.models.gpt import GPT
 from fa_train.training import build_model
 from scripts.composed import composed
 
@@ -157,6 +159,14 @@ def document_lens(config: DictConfig) -> list[int]:
     if config.seq_len % length:
         raise ValueError(f"data.document_len must divide seq_len={config.seq_len}; got {length}")
     return [length] * (config.seq_len // length)
+
+
+def step_flops(model: DictConfig, lengths: Sequence[int]) -> float:
+    """Returns the model FLOPs of a training step on documents of these lengths. model: the config of the model."""
+    with torch.device("meta"):
+        gpt: GPT = instantiate(model)
+    pairs = attention_pairs(gpt.windows, torch.tensor(lengths))
+    return train_flops(gpt.config, sum(lengths), pairs.item())
 
 
 def wait(device: torch.device) -> None:
