@@ -21,7 +21,7 @@ from unittest.mock import patch
 from hydra.errors import InstantiationException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scripts.ablation.cases import KINDS, Case, Result, measure
+from scripts.ablation.cases import KINDS, Case, Result
 from scripts.bench.case_process import case_of
 from scripts.bench.command_line import REPOSITORY
 from scripts.bench.page import first_line
@@ -96,11 +96,6 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
             said = said.__cause__
         error = first_line(said)
     sender.send((value, error))
-
-
-def run_apart(case: Case, timeout: float, log: Path) -> Result:
-    """Runs the case in a new process and returns its result, even if the process fails."""
-    return apart(measure, (case,), timeout, log)
 
 
 def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
