@@ -19,13 +19,14 @@ import gc
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch._functorch.config
 from torch import Tensor
@@ -276,6 +277,16 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
         documents.append(min(length, left))
         left -= documents[-1]
     return tuple(documents)
+
+
+def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
+    """Returns the number of visible (query, key) pairs in causal attention.
+
+    window: the number of keys that a query sees at most, including its own key.
+    """
+    n = np.array(lengths, dtype=np.int64)
+    outside = np.maximum(0, n - (window or n.max()))  # number of queries whose window hides earlier tokens
+    return int((n * (n + 1) // 2 - outside * (outside + 1) // 2).sum())
 
 
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:

@@ -51,7 +51,7 @@ from fa_train.parallel.context.attention_operators import used_part
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import gathered, new_context_group, register_group, summed_gradients
 from fa_train.parallel.context.traffic import Counts, traffic
-from scripts.bench.attention import fill_row
+from scripts.bench.attention import attended_pairs, fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.context_peer import PEER_PARTS, peer_parts
 from scripts.bench.context_report import PARTS, Result, draw, peer_table, table
@@ -108,13 +108,6 @@ def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) 
     else:
         return (tokens,)
     return fill_row(drawn.tolist(), tokens)
-
-
-def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
-    """Returns the number of visible (query, key) pairs in causal attention."""
-    n = np.array(lengths, dtype=np.int64)
-    outside = np.maximum(0, n - (window or n.max()))  # number of queries whose window hides earlier tokens
-    return int((n * (n + 1) // 2 - outside * (outside + 1) // 2).sum())
 
 
 class Case:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_varlen_func
+from scripts.bench.attention import attended_pairs
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.decode import in_pages
 from scripts.bench.page import first_line, header
@@ -54,21 +55,10 @@ class Feature:
 
     @property
     def pairs(self) -> int:
-        left = self.arguments.get("window_size", (-1, 0))[0]
-        return sum(visible_pairs(length, left, self.arguments["causal"]) for length in self.lengths)
-
-
-def visible_pairs(length: int, left: int, causal: bool) -> int:
-    """Returns the number of visible (query, key) pairs in one document.
-
-    left: the number of earlier tokens that each query sees; a negative number means all earlier tokens. Without
-    `causal`, `left` has no effect.
-    """
-    if not causal:
-        return length * length
-    if left < 0 or left >= length:
-        return length * (length + 1) // 2
-    return (left + 1) * (left + 2) // 2 + (length - left - 1) * (left + 1)
+        if not self.arguments["causal"]:
+            return sum(length**2 for length in self.lengths)
+        left, _ = self.arguments.get("window_size", (-1, 0))
+        return attended_pairs(self.lengths, None if left < 0 else left + 1)
 
 
 def log_normal_lengths(total: int) -> tuple[int, ...]:
