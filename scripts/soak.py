@@ -140,17 +140,12 @@ def changes(metrics: Path, host: list[float]) -> list[Change]:
     """Compares the second third of a run with the last third. `host` holds samples of host memory in GiB."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
-    series = {
-        "step_ms": column(rows, "perf/step_ms"),
-        "host_gib": host,
-        "reserved_gib": column(rows, "perf/reserved_gib"),
+    series: dict[str, tuple[list[float], Callable[[list[float]], float]]] = {
+        "step_ms": (column(rows, "perf/step_ms"), statistics.median),
+        "host_gib": (host, min),
+        "reserved_gib": (column(rows, "perf/reserved_gib"), statistics.median),
     }
-    summaries = {"host_gib": min}
-    return [
-        Change(name, *thirds(values, summaries.get(name, statistics.median)))
-        for name, values in series.items()
-        if values
-    ]
+    return [Change(name, *thirds(values, summary)) for name, (values, summary) in series.items() if values]
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
