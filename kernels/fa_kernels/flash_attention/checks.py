@@ -117,6 +117,19 @@ def softcap_of(softcap: float) -> float:
     return max(float(softcap), 0.0)
 
 
+def require_slopes(slopes: Tensor, batch: int, q: Tensor) -> None:
+    """Raises ValueError unless ALiBi's slopes are (n_heads,) or (batch, n_heads) float32 on q's device.
+
+    batch: the number of sequences or documents. Shapes: q (..., n_heads, head_dim).
+    """
+    n_heads = q.shape[-2]
+    shapes = (n_heads,), (batch, n_heads)
+    if slopes.shape not in shapes or slopes.dtype != torch.float32 or slopes.device != q.device:
+        raise ValueError(
+            f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; got {described(slopes)}"
+        )
+
+
 def require_constant(name: str, x: object) -> None:
     """Raises ValueError if x is a tensor that requires a gradient, because attention computes no gradient for x."""
     if isinstance(x, Tensor) and x.requires_grad:
