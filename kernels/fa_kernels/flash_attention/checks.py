@@ -33,7 +33,7 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
 
     If a call repeats recorded launches (launch/record.py), require_consistent does not run. The key of a recording
-    (backend._common_key) must contain everything that require_consistent checks.
+    (backend._call) must contain everything that require_consistent checks.
     Shapes: q (total_q, n_heads, head_dim), k (total_k, n_kv_heads, head_dim), v (total_k, n_kv_heads, v_head_dim).
     Dense tensors have (batch, seqlen) in place of total_q or total_k.
     """
