@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from fa_kernels.device import Arch, arch_of
+from fa_kernels.device import Arch, arch_of, shared_memory
 from fa_kernels.flash_attention import tuned_tiles
 from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
@@ -417,10 +417,9 @@ def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.tune_tiles")
     device = torch.device("cuda", torch.cuda.current_device())
-    arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # the type stubs lack shared_memory_per_block_optin
-    limit = properties.shared_memory_per_block_optin
-    name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
+    arch, limit = arch_of(device), shared_memory(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    name = f"sm{major}{minor}" if arch == "unknown" else arch
     tried = near if args.near else candidates
     chosen = [
         Candidate(head_dim, direction, tiles, args.dtype)
