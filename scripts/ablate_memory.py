@@ -20,10 +20,8 @@ summary run. OUT/cases.log holds what the cases print.
 """
 
 import argparse
-import shlex
 import signal
 import sys
-from datetime import date
 from pathlib import Path
 
 if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
@@ -34,14 +32,13 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.config_options import options
-from scripts.ablation.cases import DTYPES, AttentionCase, Case, Device, StepCase, capacity
+from fa_train.errors import errors_in_one_line
+from scripts.ablation.cases import DTYPES, AttentionCase, Case, Device, Result, StepCase, capacity, measure
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import Records, attention_part, step_part, write_files
-from scripts.ablation.sweep import ProcessError, call_apart, run_apart, sweep
-from scripts.bench.command_line import add_results, add_time_limits, require_overrides, require_positive
+from scripts.ablation.sweep import ProcessError, apart, call_apart, sweep
+from scripts.bench.command_line import REPOSITORY, add_results, add_time_limits, require_overrides, require_positive
 from scripts.bench.provenance import describe
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def step_cases(args: argparse.Namespace, device: Device) -> list[Case]:
@@ -123,32 +120,27 @@ def main() -> None:
     folder: Path = (args.out or REPOSITORY / "runs" / "ablate_memory" / f"{args.model}_{device}").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "results.jsonl", folder / "cases.log"
-    try:
+    with errors_in_one_line((ProcessError, ValueError, HydraException, OmegaConfBaseException)):
         # Use another process: a CUDA context in this process would leave less GPU memory for every case.
         device_bytes = call_apart(capacity, (device,), args.timeout, log)
         for text in explanations(cases, device_bytes):
             print(text, flush=True)
-    except (ProcessError, ValueError, HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
     mode = None
     if not args.no_wandb:
         from fa_train.wandb_mode import wandb_mode
 
         mode = wandb_mode()
     records = Records(mode, args.project, args.group or f"ablate_memory {folder.name}", folder)
+
+    def run(case: Case) -> Result:
+        return apart(measure, (case,), args.timeout, log)
+
     try:
-        rows = sweep(
-            cases,
-            path,
-            lambda case: run_apart(case, args.timeout, log),
-            records.case,
-            args.max_step_seconds,
-            args.budget,
-        )
+        rows = sweep(cases, path, run, records.case, args.max_step_seconds, args.budget)
     except KeyboardInterrupt:
         print(f"stopped; {path} holds the finished cases. Run the same command to continue", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    head = describe(shlex.join(["python", "-m", "scripts.ablate_memory", *sys.argv[1:]]), args.commit, date.today())
+    head = describe("-m scripts.ablate_memory", args.commit)
     parts = []
     if steps := [(case, result) for case, result in rows if isinstance(case, StepCase)]:
         parts.append(step_part(steps, device_bytes, head["GPU"]))

@@ -37,6 +37,16 @@ def composed(arguments: list[str], unread: Collection[str] = ()) -> DictConfig:
     return cfg
 
 
+def without(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Takes `name=VALUE`, which is no override of train.py, from the arguments of a script.
+
+    Returns the last VALUE, or None if there is none, and the other arguments.
+    """
+    values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
+    others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
+    return values[-1] if values else None, others
+
+
 def _overrides(arguments: list[str]) -> list[str]:
     """Replaces --config-dir with the override that has the same effect, because Hydra's `compose` takes no options.
 

@@ -32,7 +32,7 @@ from fa_train.preflight import (
     require_reach,
     require_settings,
 )
-from scripts.composed import composed
+from scripts.composed import composed, without
 
 H200_GIB = 139.8
 
@@ -42,8 +42,8 @@ def memory_table(arguments: list[str]) -> str:
 
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
-    gpu, rest = _taken("gpu_gib", arguments)
-    host, overrides = _taken("host_gib", rest)
+    gpu, rest = _without_gib("gpu_gib", arguments)
+    host, overrides = _without_gib("host_gib", rest)
     gpu_bytes = int(gpu * GIB) if gpu is not None else memory_of_gpu()
     cfg = composed(overrides, unread=["data.path", "data.name"])
     host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
@@ -207,17 +207,16 @@ def _line(name: str, nbytes: int) -> str:
     return f"{name:<16}{nbytes / GIB:8.2f} GiB"
 
 
-def _taken(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
-    values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
-    others = [argument for argument in arguments if not argument.startswith(f"{name}=")]
-    if not values:
+def _without_gib(name: str, arguments: list[str]) -> tuple[float | None, list[str]]:
+    given, others = without(name, arguments)
+    if given is None:
         return None, others
     try:
-        value = float(values[-1])
+        value = float(given)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be a positive number; got {values[-1]}")
+        raise ValueError(f"{name} must be a positive number; got {given}")
     return value, others
 
 

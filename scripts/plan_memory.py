@@ -12,7 +12,7 @@ With memory=auto, the script prints the longest seq_len for which at least one c
 import sys
 from pathlib import Path
 
-if not __package__:  # this file runs as a script, so imports must start at the repository root
+if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from hydra.errors import HydraException

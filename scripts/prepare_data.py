@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fa_train.errors import errors_in_one_line
 from fa_train.output import replace_unprintable
-from scripts.composed import composed
+from scripts.composed import composed, without
 
 if TYPE_CHECKING:  # only for type hints, because the import of torch and Lightning takes seconds
     from fa_train.data.datamodule import PackedDataModule
@@ -34,20 +34,12 @@ def main(arguments: list[str]) -> str:
 
     Raises: ValueError, HydraException or OmegaConfBaseException if an override is wrong.
     """
-    workers, overrides = _taken_workers(arguments)
+    workers, overrides = without("workers", arguments)
+    if workers is not None and (not workers.isdecimal() or not int(workers)):
+        raise ValueError(f"workers must be a positive integer; got {workers}")
     data: PackedDataModule = instantiate(composed(overrides).data)
-    data.prepare_data(workers)
+    data.prepare_data(len(os.sched_getaffinity(0)) if workers is None else int(workers))
     return data.packing_report().text()
-
-
-def _taken_workers(arguments: list[str]) -> tuple[int, list[str]]:
-    values = [argument.partition("=")[2] for argument in arguments if argument.startswith("workers=")]
-    others = [argument for argument in arguments if not argument.startswith("workers=")]
-    if not values:
-        return len(os.sched_getaffinity(0)), others
-    if not values[-1].isdecimal() or not int(values[-1]):
-        raise ValueError(f"workers must be a positive integer; got {values[-1]}")
-    return int(values[-1]), others
 
 
 if __name__ == "__main__":

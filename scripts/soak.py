@@ -18,7 +18,6 @@ which has the memory of each process in each sample.
 import argparse
 import csv
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -27,16 +26,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from datetime import date
 from pathlib import Path
 
 if not __package__:  # If this file is run as a script, import from the repository root, not from scripts/.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.bench.command_line import add_results, sigterm_raises
+from scripts.bench.command_line import REPOSITORY, add_results, sigterm_raises
+from scripts.bench.page import header
 from scripts.bench.provenance import describe
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 TRAINING, WORKERS, OTHERS = "training process", "data workers", "other processes"  # such as compilers
 KINDS = {"anonymous_gib": "Pss_Anon", "shared_gib": "Pss_Shmem", "files_gib": "Pss_File"}  # the names in smaps_rollup
 EVERY = 50  # steps between two validations, and between two checkpoints
@@ -142,17 +140,12 @@ def changes(metrics: Path, host: list[float]) -> list[Change]:
     """Compares the second third of a run with the last third. `host` holds samples of host memory in GiB."""
     with metrics.open() as file:
         rows = list(csv.DictReader(file))
-    series = {
-        "step_ms": column(rows, "perf/step_ms"),
-        "host_gib": host,
-        "reserved_gib": column(rows, "perf/reserved_gib"),
+    series: dict[str, tuple[list[float], Callable[[list[float]], float]]] = {
+        "step_ms": (column(rows, "perf/step_ms"), statistics.median),
+        "host_gib": (host, min),
+        "reserved_gib": (column(rows, "perf/reserved_gib"), statistics.median),
     }
-    summaries = {"host_gib": min}
-    return [
-        Change(name, *thirds(values, summaries.get(name, statistics.median)))
-        for name, values in series.items()
-        if values
-    ]
+    return [Change(name, *thirds(values, summary)) for name, (values, summary) in series.items() if values]
 
 
 def column(rows: list[dict[str, str]], name: str) -> list[float]:
@@ -174,7 +167,7 @@ def thirds(values: list[float], summary: Callable[[list[float]], float]) -> tupl
 def markdown(head: dict[str, str], found: list[Change], samples: list[Sample], metrics: Path) -> str:
     with metrics.open() as file:
         steps = max(int(row["step"]) for row in csv.DictReader(file))
-    lines = ["# Soak", "", *(f"- {key}: `{value}`" for key, value in head.items()), "", f"{steps} steps.", ""]
+    lines = [*header("Soak", head), f"{steps} steps.", ""]
     lines += ["| | second third | last third | ratio | allowed |", "|:--|--:|--:|--:|--:|"]
     for x in found:
         lines.append(f"| {x.name} | {x.before:.3f} | {x.after:.3f} | {x.ratio:.4f} | ±{LIMITS[x.name]:.0%} |")
@@ -211,7 +204,7 @@ def main() -> None:
             found = changes(folder / "metrics.csv", [sample.host_gib for sample in samples])
         except RuntimeError as error:
             sys.exit(f"error: {error}")
-        head = describe(shlex.join(["python", "-m", "scripts.soak", *sys.argv[1:]]), arguments.commit, date.today())
+        head = describe("-m scripts.soak", arguments.commit)
         page = markdown(head, found, samples, folder / "metrics.csv")
     Path(f"{arguments.out}.md").write_text(page, encoding="utf-8")
     print(page)

@@ -2,7 +2,7 @@
 
 import os
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton.language as tl
@@ -47,6 +47,12 @@ def is_hopper(device: torch.device) -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Returns the most bytes of shared memory that a program can use on a CUDA device."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute, hence Any
+    return int(properties.shared_memory_per_block_optin)
 
 
 def ceil_div(a: int, b: int) -> int:

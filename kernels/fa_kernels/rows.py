@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fa_kernels.device import ceil_div
 from fa_kernels.launch.record import ALIGNMENT, launch_unspecialised
 
 ELEMENTS = 4096  # elements per program; in 16-bit dtypes, each of the 128 threads moves 4 x 16 bytes
@@ -207,12 +208,12 @@ def _require_contiguous_rows(targets: Sequence[Tensor]) -> None:
 def _launch_sizes(targets: Sequence[Tensor], n_rows: int) -> tuple[tuple[int, int], int, tuple[int, int]]:
     """Returns the number of elements in a row of each tensor, the number of columns of a tile, and the launch grid.
 
-    triton.cdiv and triton.next_power_of_2 are not used, because they take more host time.
+    triton.next_power_of_2 is not used, because it takes more host time.
     """
     (_, heads_a, dim_a), (_, heads_b, dim_b) = targets[0].shape, targets[-1].shape
     widths = heads_a * dim_a, heads_b * dim_b
     cols = min(2 ** (max(widths) - 1).bit_length(), MAX_COLS)
-    return widths, cols, (-(-n_rows // (ELEMENTS // cols)), len(targets))
+    return widths, cols, (ceil_div(n_rows, ELEMENTS // cols), len(targets))
 
 
 def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

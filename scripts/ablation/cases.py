@@ -21,16 +21,21 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from fa_kernels.flash_attention.schedule import causal_schedule
-from fa_train.callbacks.monitor import peak_of_host
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import CONF
-from fa_train.flops import attention_pairs, peak_flops, train_flops
+from fa_train.flops import peak_flops
 from fa_train.models.attention import Attention, require_backend
-from fa_train.models.gpt import GPT
-from scripts.bench.training_case import VOCABULARY, WARMUP, Device, StepTimes, training_config
+from scripts.bench.training_case import (
+    VOCABULARY,
+    WARMUP,
+    Device,
+    StepTimes,
+    memory_gib,
+    step_flops,
+    training_config,
+)
 from scripts.bench.training_case import measure as measure_ours
 
-GIB = 2**30
 VOCABULARIES = {"nano": 259}  # vocabulary sizes that are not in the configs; nano has 256 bytes and 3 special tokens
 REPLACEABLE = ("memory", "optimizer")  # config groups whose default options an override can replace
 Precision = Literal["bf16-mixed", "32-true"]
@@ -58,6 +63,11 @@ class StepCase:
     @property
     def name(self) -> str:
         return f"{self.model} {self.attention} {self.seq_len}"
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """The dtype of the operands of matrix products."""
+        return torch.bfloat16 if self.precision == "bf16-mixed" else torch.float32
 
     @property
     def line(self) -> "StepCase":
@@ -88,6 +98,10 @@ class AttentionCase:
     @property
     def name(self) -> str:
         return f"attention {self.attention} {self.n_heads}x{self.head_dim} {self.dtype} {self.seq_len}"
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
     @property
     def line(self) -> "AttentionCase":
@@ -164,13 +178,9 @@ def _measure_step(case: StepCase) -> Result:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Result("oom", *memory_gib(case.device))
-    with torch.device("meta"):
-        model: GPT = instantiate(config.model)
-    pairs = attention_pairs(model.windows, torch.tensor([case.seq_len]))
-    flops = train_flops(model.config, case.seq_len, pairs.item())
-    dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
-    return finished(case, statistics.median(times.milliseconds), len(times.milliseconds), flops, dtype)
+        return Result("oom", *memory_gib(torch.device(case.device)))
+    flops = step_flops(config.model, [case.seq_len])
+    return finished(case, statistics.median(times.milliseconds), len(times.milliseconds), flops)
 
 
 def training_configuration(case: StepCase) -> DictConfig:
@@ -185,18 +195,18 @@ def training_configuration(case: StepCase) -> DictConfig:
 
 
 def _measure_attention(case: AttentionCase) -> Result:
-    dtype, forward_ms, forward_peak_gib = DTYPES[case.dtype], None, None
+    device, forward_ms, forward_peak_gib = torch.device(case.device), None, None
     try:
         forward, both = attention_passes(case)
         forward_ms, _ = timed(forward, case)
-        forward_peak_gib, _ = memory_gib(case.device)
+        forward_peak_gib, _ = memory_gib(device)
         step_ms, timed_steps = timed(both, case)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return Result("oom", *memory_gib(case.device), forward_ms=forward_ms, forward_peak_gib=forward_peak_gib)
+        return Result("oom", *memory_gib(device), forward_ms=forward_ms, forward_peak_gib=forward_peak_gib)
     flops = (1 + 2.5) * 2 * case.n_heads * case.head_dim * case.seq_len**2
-    result = finished(case, step_ms, timed_steps, flops, dtype)
+    result = finished(case, step_ms, timed_steps, flops)
     return replace(result, forward_ms=forward_ms, forward_peak_gib=forward_peak_gib)
 
 
@@ -208,7 +218,7 @@ def attention_passes(case: AttentionCase) -> tuple[Callable[[], object], Callabl
     require_backend(attend, device)
     schedule = causal_schedule(None, case.seq_len, device)
     shape = (case.seq_len, case.n_heads, case.head_dim)
-    q, k, v, do = (torch.randn(shape, dtype=DTYPES[case.dtype], device=device) for _ in range(4))
+    q, k, v, do = (torch.randn(shape, dtype=case.operand_dtype, device=device) for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()
 
@@ -246,26 +256,19 @@ def _seconds(run: Callable[[], object], device: Device) -> float:
     return first.elapsed_time(last) / 1e3
 
 
-def finished(case: Case, step_ms: float, timed_steps: int, flops: float, dtype: torch.dtype) -> Result:
+def finished(case: Case, step_ms: float, timed_steps: int, flops: float) -> Result:
     """Returns the result of a case that completed in this process."""
     flops_per_s = flops / step_ms * 1e3
-    peak = peak_flops(torch.cuda.get_device_name() if case.device == "cuda" else "", dtype)
+    peak = peak_flops(torch.cuda.get_device_name() if case.device == "cuda" else "", case.operand_dtype)
     return Result(
         "ok",
-        *memory_gib(case.device),
+        *memory_gib(torch.device(case.device)),
         step_ms=step_ms,
         tokens_per_s=case.seq_len / step_ms * 1e3,
         tflops=flops_per_s * 1e-12,
         mfu=flops_per_s / peak if peak else None,
         timed_steps=timed_steps,
     )
-
-
-def memory_gib(device: Device) -> tuple[float, float | None]:
-    """Returns the peak memory and the reserved memory in GiB. Reserved memory is None without a GPU."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
-    return peak_of_host() / GIB, None
 
 
 def capacity(device: Device) -> int:

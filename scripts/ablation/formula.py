@@ -26,8 +26,9 @@ from typing import Literal
 import torch
 from hydra.utils import instantiate
 
+from fa_train.callbacks.monitor import GIB
 from fa_train.models.gpt import GPT
-from scripts.ablation.cases import DTYPES, GIB, AttentionCase, StepCase, configuration, options_of
+from scripts.ablation.cases import AttentionCase, StepCase, configuration, options_of
 
 SCORE = 4  # bytes in fp32
 MASK = 1
@@ -87,7 +88,7 @@ def step_formula(case: StepCase) -> Formula:
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
     sizes = model.config
-    operand = 4 if case.precision == "32-true" else 2
+    operand = case.operand_dtype.itemsize
     others = sizes.n_layers - 1 if config.memory.checkpointing == "none" else 0
     if case.compiled:
         per_pair = (others + 2) * operand * sizes.n_heads
@@ -100,7 +101,7 @@ def step_formula(case: StepCase) -> Formula:
 
 def attention_formula(case: AttentionCase, passes: Literal["forward", "both"]) -> Formula:
     """Computes the formula for attention alone. The formula always includes q, k, v and the gradient of o."""
-    operand = DTYPES[case.dtype].itemsize
+    operand = case.operand_dtype.itemsize
     per_score = BACKWARD if passes == "both" else FORWARD[operand]
     inputs = 4 * case.n_heads * case.head_dim * operand
     return Formula(case.n_heads, case.head_dim, 0, inputs, per_score * case.n_heads + MASK)

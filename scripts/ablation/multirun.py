@@ -8,13 +8,11 @@ multirun form one group, and Report adds a summary run to this group.
 import json
 import math
 import re
-import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,13 +25,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from fa_train.callbacks.out_of_memory import is_out_of_memory
-from fa_train.flops import attention_pairs, train_flops
-from fa_train.models.gpt import GPT
-from scripts.ablation.cases import Device, Precision, Result, StepCase, capacity, configuration, finished, memory_gib
+from scripts.ablation.cases import Device, Precision, Result, StepCase, capacity, configuration, finished
 from scripts.ablation.formula import step_formula
 from scripts.ablation.report import Records, Row, step_part, write_files
 from scripts.ablation.sweep import ProcessError, apart, call_apart, load, save, skipped
 from scripts.bench.provenance import describe
+from scripts.bench.training_case import memory_gib, step_flops
 
 Train = Callable[[DictConfig], dict[str, float]]
 # overrides in which the jobs of an ablation may differ
@@ -167,15 +164,11 @@ def measure_job(train: Train, cfg: DictConfig, hydra: Any, case: StepCase) -> Re
             raise
         measured = {"oom": 1.0}
     if "oom" in measured:
-        return Result("oom", *memory_gib(case.device))
-    with torch.device("meta"):
-        model: GPT = instantiate(configuration(case).model)
+        return Result("oom", *memory_gib(torch.device(case.device)))
     tokens_per_s = measured["perf/tokens_per_s"]
     step_ms = cfg.batch_size * case.seq_len / tokens_per_s * 1e3
-    pairs = attention_pairs(model.windows, torch.tensor([case.seq_len] * cfg.batch_size))
-    flops = train_flops(model.config, cfg.batch_size * case.seq_len, pairs.item())
-    dtype = torch.bfloat16 if case.precision == "bf16-mixed" else torch.float32
-    return replace(finished(case, step_ms, cfg.max_steps, flops, dtype), tokens_per_s=tokens_per_s)
+    flops = step_flops(configuration(case).model, [case.seq_len] * cfg.batch_size)
+    return replace(finished(case, step_ms, cfg.max_steps, flops), tokens_per_s=tokens_per_s)
 
 
 class Report(Callback):
@@ -196,7 +189,7 @@ def report(config: DictConfig) -> None:
     folder = Path(config.hydra.sweep.dir).resolve()
     jobs = rows(folder / "cases")
     device_bytes = call_apart(capacity, (jobs[0][0].device,), 60, folder / "cases" / "capacity.log")
-    head = describe(shlex.join(["python", "train.py", *sys.argv[1:]]), None, date.today())
+    head = describe("train.py", None)
     parts = [step_part(jobs, device_bytes, head["GPU"])]
     write_files(parts, head, folder)
     logger, is_replaced = config.logger, isinstance(config.trainer.logger, bool | None)

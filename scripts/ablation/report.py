@@ -13,8 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from scripts.ablation.cases import GIB, AttentionCase, Case, Result, StepCase
+from fa_train.callbacks.monitor import GIB
+from scripts.ablation.cases import AttentionCase, Case, Result, StepCase
 from scripts.ablation.formula import Formula, attention_formula, step_formula
+from scripts.bench.page import header
 
 STYLES = {  # the palette of Okabe and Ito; each line also has its own marker, for readers who cannot tell colours apart
     "naive": ("#000000", "o"),
@@ -169,7 +171,7 @@ def shown(value: Cell) -> str:
 
 
 def markdown(parts: list[Part], head: dict[str, str]) -> str:
-    blocks = ["# Attention: memory and speed\n", "\n".join(f"- {key}: `{value}`" for key, value in head.items()) + "\n"]
+    blocks = ["\n".join(header("Attention: memory and speed", head))]
     for part in parts:
         blocks += [f"![{part.name}]({part.name}.png)\n", *(f"{text}\n" for text in part.explanations)]
         blocks += [table.markdown() for table in part.tables]

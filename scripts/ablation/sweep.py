@@ -21,9 +21,11 @@ from unittest.mock import patch
 from hydra.errors import InstantiationException
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scripts.ablation.cases import KINDS, Case, Result, measure
+from scripts.ablation.cases import KINDS, Case, Result
+from scripts.bench.case_process import case_of
+from scripts.bench.command_line import REPOSITORY
+from scripts.bench.page import first_line
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 Value = TypeVar("Value")
 Finished = dict[Case, Result]
 
@@ -92,14 +94,8 @@ def _answer(sender: Connection, function: Callable[..., Any], arguments: tuple[A
         said: BaseException = raised
         while isinstance(said, InstantiationException) and said.__cause__:
             said = said.__cause__
-        first_line, *_ = str(said).strip().splitlines() or [""]
-        error = f"{type(said).__name__}: {first_line}"
+        error = first_line(said)
     sender.send((value, error))
-
-
-def run_apart(case: Case, timeout: float, log: Path) -> Result:
-    """Runs the case in a new process and returns its result, even if the process fails."""
-    return apart(measure, (case,), timeout, log)
 
 
 def apart(function: Callable[..., Result], arguments: tuple[Any, ...], timeout: float, log: Path) -> Result:
@@ -117,13 +113,7 @@ def load(path: Path) -> Finished:
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {case_of(line["kind"], line["case"]): Result(**line["result"]) for line in lines}
-
-
-def case_of(kind: str, settings: dict[str, Any]) -> Case:
-    """Rebuilds a case from JSON, which stores tuples as lists."""
-    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()}
-    return KINDS[kind](**values)
+    return {case_of(KINDS[line["kind"]], line["case"]): Result(**line["result"]) for line in lines}
 
 
 def save(results: Finished, path: Path) -> None:

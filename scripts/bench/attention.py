@@ -17,17 +17,16 @@ built before the timing starts, except with the backend `ours`, which builds an 
 import argparse
 import gc
 import math
-import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import torch._functorch.config
 from torch import Tensor
@@ -48,9 +47,9 @@ from scripts.bench.attention_report import (
     draw,
     draw_rates,
     markdown,
-    write_csv,
 )
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.page import first_line, write_csv
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -280,6 +279,16 @@ def fill_row(lengths: Iterable[int], total: int) -> tuple[int, ...]:
     return tuple(documents)
 
 
+def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
+    """Returns the number of visible (query, key) pairs in causal attention.
+
+    window: the number of keys that a query sees at most, including its own key.
+    """
+    n = np.array(lengths, dtype=np.int64)
+    outside = np.maximum(0, n - (window or n.max()))  # number of queries whose window hides earlier tokens
+    return int((n * (n + 1) // 2 - outside * (outside + 1) // 2).sum())
+
+
 def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) -> list[Row]:
     """Measures the forward and backward pass of each backend.
 
@@ -304,8 +313,7 @@ def measure(backends: Mapping[str, Backend], workload: Workload, *, rep: float) 
                 outcomes[name] = "oom"
             except Exception as error:
                 traceback.print_exc()
-                first_line, *_ = str(error).strip().splitlines() or [""]
-                outcomes[name] = f"{type(error).__name__}: {first_line}"
+                outcomes[name] = first_line(error)
             gc.collect()  # reference cycles keep tensors of a failed pass alive
             torch.cuda.empty_cache()
         for name, ms in median_ms(runs, rep=rep).items():
@@ -386,23 +394,16 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(
             f"--model-dim must be at least the largest of --head-dims, {max(args.head_dims)}; got {args.model_dim}"
         )
-    if args.batch_tokens < 1:
-        parser.error(f"--batch-tokens must be positive; got {args.batch_tokens}")
-    if args.packed_tokens < 1:
-        parser.error(f"--packed-tokens must be positive; got {args.packed_tokens}")
+    require_positive(parser, args, ("batch_tokens", "packed_tokens", "seqlens"))
     if not all(0 < group <= most for group in args.groups):
         parser.error(f"--groups must be from 1 to {most}, the number of query heads; got {args.groups}")
-    if any(seqlen < 1 for seqlen in args.seqlens):
-        parser.error(f"--seqlens must be positive; got {args.seqlens}")
     return args
 
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.attention")
-    today = date.today()
-    out: Path = args.out or results_prefix("attention", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = results_prefix(args.out, "attention")
     chosen = args.backends or [name for name in DENSE_BACKENDS if name not in PACKAGES or installed(PACKAGES[name])]
 
     shapes = [(head_dim, group) for head_dim in args.head_dims for group in args.groups]
@@ -419,9 +420,9 @@ def main() -> None:
             rows.append(row)
             place = f"d={row.head_dim} group={row.group} {row.workload}"
             print(f"{place} {row.backend} {row.direction}: {cell(row)}", flush=True)
-        write_csv(rows, Path(f"{out}.csv"))
+        write_csv(Row, rows, Path(f"{out}.csv"))
 
-    head = describe(shlex.join(["python", *sys.argv]), args.commit, today)
+    head = describe("-m scripts.bench.attention", args.commit)
     Path(f"{out}.md").write_text(markdown(rows, head, args.model_dim), encoding="utf-8")
     if 1 in args.groups:  # the plots only show results with as many KV heads as query heads
         mask = "causal" if args.causal else "not causal"

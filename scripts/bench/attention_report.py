@@ -1,13 +1,13 @@
 """Writes the report of scripts/bench/attention.py: a table for each section and pass, and plots of time and TFLOP/s."""
 
-import csv
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
+
+from scripts.bench.page import header
 
 MODEL_DIM = 2048  # default upper limit of n_heads * head_dim
 LARGE_GIB = 4.0
@@ -45,19 +45,10 @@ class Row:
     peak_gib: float | None
 
 
-def write_csv(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
 def markdown(rows: list[Row], head: dict[str, str], model_dim: int = MODEL_DIM) -> str:
     """Formats the page: a table for each section and pass, with a line per workload and a column per backend."""
-    lines = ["# Attention: time, TFLOP/s and peak memory", ""]
-    lines += [f"- {key}: `{value}`" for key, value in head.items()]
-    lines += [
-        "",
+    lines = [
+        *header("Attention: time, TFLOP/s and peak memory", head),
         f"bf16, n_heads × head_dim = {model_dim}, or slightly less. Backends run in random order, except those of more "
         f"than {LARGE_GIB:g} GiB. Each is replayed as a CUDA graph. A cell is TFLOP/s · median milliseconds · peak "
         "GiB. The forward counts 4 · n_heads · head_dim · Σ length² FLOPs, and half of that if it is causal. The "

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+
 
 def add_results(parser: argparse.ArgumentParser, default: Path | str, kind: str = "prefix") -> None:
     """Adds --commit and --out.
@@ -45,7 +47,7 @@ def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, 
     """Ends the program with a message if one of the named options, or an item of a list option, is not positive."""
     for name in names:
         found = getattr(args, name)
-        if min(found if isinstance(found, list) else [found]) <= 0:
+        if any(value <= 0 for value in (found if isinstance(found, list) else [found])):
             parser.error(f"--{name.replace('_', '-')} must be positive; got {found}")
 
 
@@ -66,5 +68,6 @@ def overrides_first(arguments: Sequence[str]) -> list[str]:
 
 def shown(path: Path | str) -> str:
     """Returns a path as text for a help message: relative to the repository's root if the path is in the repository."""
-    root = Path(__file__).parents[2]
-    return str(path.relative_to(root)) if isinstance(path, Path) and path.is_relative_to(root) else str(path)
+    if isinstance(path, Path) and path.is_relative_to(REPOSITORY):
+        path = path.relative_to(REPOSITORY)
+    return str(path)

@@ -28,14 +28,12 @@ also times torch's attention and torch's context parallelism on one long documen
 import argparse
 import os
 import random
-import shlex
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -50,13 +48,14 @@ from fa_train.models.attention import flash_attention
 from fa_train.models.stream import windowed_schedule
 from fa_train.parallel.context.attention import ContextAttention, SharedSchedule, shared_schedule
 from fa_train.parallel.context.attention_operators import used_part
-from fa_train.parallel.context.deal import Deal, deal
+from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import gathered, new_context_group, register_group, summed_gradients
 from fa_train.parallel.context.traffic import Counts, traffic
-from scripts.bench.attention import fill_row
+from scripts.bench.attention import attended_pairs, fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.context_peer import PEER_PARTS, peer_parts
 from scripts.bench.context_report import PARTS, Result, draw, peer_table, table
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -111,13 +110,6 @@ def documents(stream: str, tokens: int, seed: int, lengths: Sequence[int] = ()) 
     return fill_row(drawn.tolist(), tokens)
 
 
-def attended_pairs(lengths: Sequence[int], window: int | None) -> int:
-    """Returns the number of visible (query, key) pairs in causal attention."""
-    n = np.array(lengths, dtype=np.int64)
-    outside = np.maximum(0, n - (window or n.max()))  # number of queries whose window hides earlier tokens
-    return int((n * (n + 1) // 2 - outside * (outside + 1) // 2).sum())
-
-
 class Case:
     """The inputs of one repetition on this rank."""
 
@@ -126,70 +118,59 @@ class Case:
         lengths, window = documents(stream, tokens, seed, setting.lengths), WINDOW if stream == "window" else None
         boundaries = np.cumsum([0, *lengths])
         dealt = deal(boundaries, tokens, ranks, balanced=window is None)
+        local = dealt.total // ranks  # tokens of each rank; the stream may be padded
         plan = traffic(dealt, boundaries, rank, window)
         # the mean document length, where a document of n tokens counts n times, as in training
         mean = round(sum(length**2 for length in lengths) / tokens)
         self.pairs = attended_pairs(lengths, window)
-        self.received = sum(plan.sizes[1]) / max(1, dealt.total - dealt.total // ranks)
+        self.received = sum(plan.sizes[1]) / max(1, dealt.total - local)
         device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
         length_class = length_class_of(mean if window is None else min(mean, window))
         schedule = shared_schedule(move_data_to_device(plan, device), length_class)
         in_one_run = traffic(dealt, boundaries, rank, window, may_split=False)
-        attention = ContextAttention(flash_attention, "bench", setting.head_groups)
-        self.parts: dict[str, Callable[[], object]] = {
-            "shared": self._both_passes(attention, schedule, dealt, setting, device),
-            "forward": self._forward(attention, schedule, dealt, setting, device),
-            "alone": self._alone(
-                shared_schedule(move_data_to_device(in_one_run, device), length_class), dealt, setting, device
-            ),
-            "moved": self._moved(schedule, dealt, setting, device),
-        }
+        alone = shared_schedule(move_data_to_device(in_one_run, device), length_class)
+        n_keys = int(alone.moves.counts[0])
+        own_share = used_part(alone.crossing.tensors(), local, n_keys)
+        own = Schedule.from_tensors(own_share, True, alone.crossing.length_class)
         cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
         whole = windowed_schedule(cu_seqlens, tokens, device, window, mean)
         heads = _divided(setting, ranks) if tokens > FITS_ONE_GPU else setting
-        q, k, v, do = _inputs(heads, device, tokens, tokens)
-        # If only one GPU computed this part, it would become hotter and slower than the other GPUs in the next part.
-        self.parts["one"] = lambda: torch.autograd.grad(flash_attention(q, k, v, whole), (q, k, v), do)
+        attention = ContextAttention(flash_attention, "bench", setting.head_groups)
+        q, k, v, _ = _inputs(setting, device, local, local)
+        self.parts: dict[str, Callable[[], object]] = {
+            "shared": _both_passes(attention, schedule, setting, device, local, local),
+            "forward": lambda: attention(q, k, v, schedule),
+            "alone": _both_passes(flash_attention, own, setting, device, local, n_keys),
+            "moved": _exchange(schedule, local, setting, device),
+            # If only one GPU computed this part, it would become hotter and slower than the others in the next part.
+            "one": _both_passes(flash_attention, whole, heads, device, tokens, tokens),
+        }
         if PEER_PARTS[0] in setting.parts(stream):
             self.parts |= peer_parts(tokens, setting.n_heads, setting.n_kv_heads, setting.head_dim, device)
 
-    def _both_passes(
-        self, attention: ContextAttention, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
-    ) -> Callable[[], object]:
-        local = dealt.total // dealt.ranks
-        q, k, v, do = _inputs(setting, device, local, local)
-        return lambda: torch.autograd.grad(attention(q, k, v, schedule), (q, k, v), do)
 
-    def _forward(
-        self, attention: ContextAttention, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
-    ) -> Callable[[], object]:
-        local = dealt.total // dealt.ranks
-        q, k, v, _ = _inputs(setting, device, local, local)
-        return lambda: attention(q, k, v, schedule)
+def _both_passes(
+    attend: Callable[..., Tensor], schedule: object, setting: Setting, device: torch.device, queries: int, keys: int
+) -> Callable[[], object]:
+    """Returns a function that computes the gradients of random q, k and v."""
+    q, k, v, do = _inputs(setting, device, queries, keys)
+    return lambda: torch.autograd.grad(attend(q, k, v, schedule), (q, k, v), do)
 
-    def _alone(
-        self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
-    ) -> Callable[[], object]:
-        n_queries, n_keys, crossing = dealt.total // dealt.ranks, int(schedule.moves.counts[0]), schedule.crossing
-        used = Schedule.from_tensors(used_part(crossing.tensors(), n_queries, n_keys), True, crossing.length_class)
-        q, k, v, do = _inputs(setting, device, n_queries, n_keys)
-        return lambda: torch.autograd.grad(flash_attention(q, k, v, used), (q, k, v), do)
 
-    def _moved(
-        self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
-    ) -> Callable[[], object]:
-        moves, counts = schedule.moves, Counts(*schedule.moves.counts.tolist())
-        if not counts.exchanges:
-            return lambda: None
-        shape = (2, dealt.total // dealt.ranks, setting.n_kv_heads, setting.head_dim)
-        keys = torch.randn(shape, dtype=setting.dtype, device=device).unbind()
-        totals = torch.zeros(shape, dtype=setting.dtype, device=device).unbind() if counts.splits else None
+def _exchange(schedule: SharedSchedule, local: int, setting: Setting, device: torch.device) -> Callable[[], object]:
+    """Returns a function that only exchanges keys, values and their gradients. local: the keys that each rank holds."""
+    moves, counts = schedule.moves, Counts(*schedule.moves.counts.tolist())
+    if not counts.exchanges:
+        return lambda: None
+    shape = (2, local, setting.n_kv_heads, setting.head_dim)
+    keys = torch.randn(shape, dtype=setting.dtype, device=device).unbind()
+    totals = torch.zeros(shape, dtype=setting.dtype, device=device).unbind() if counts.splits else None
 
-        def move() -> None:
-            gathered(keys, moves, counts.rows, "bench")
-            summed_gradients(gathered(keys, moves, counts.rows, "bench"), moves, "bench", totals)
+    def exchange() -> None:
+        gathered(keys, moves, counts.rows, "bench")
+        summed_gradients(gathered(keys, moves, counts.rows, "bench"), moves, "bench", totals)
 
-        return move
+    return exchange
 
 
 def _divided(setting: Setting, ranks: int) -> Setting:
@@ -280,16 +261,13 @@ def run_rank(rank: int, ranks: int, port: int, setting: Setting, args: argparse.
             if rank == 0:
                 print(table(results, ranks)[-1], flush=True)
     if rank == 0:
-        today = date.today()
-        head = describe(shlex.join(["python", "-m", "scripts.bench.context", *args.command]), args.commit, today)
-        lines = ["# Attention under context parallelism", ""]
-        lines += [*(f"- {key}: `{value}`" for key, value in head.items()), ""]
+        head = describe("-m scripts.bench.context", args.commit)
+        lines = header("Attention under context parallelism", head)
         heads = f"{setting.n_heads} query and {setting.n_kv_heads} KV heads, head_dim {setting.head_dim}"
         lines += [f"{heads}. A time is the mean of {setting.layers} calls with the same documents.", ""]
         lines += [*table(results, ranks), *peer_table(results, ranks), ""]
         print("\n".join(peer_table(results, ranks)), flush=True)
-        out: Path = args.out or results_prefix("context", today)
-        out.parent.mkdir(parents=True, exist_ok=True)
+        out = results_prefix(args.out, "context")
         Path(f"{out}.md").write_text("\n".join(lines), encoding="utf-8")
         draw(results, ranks, f"Attention on {ranks} GPUs, {heads}").savefig(f"{out}.png", dpi=150)
     dist.destroy_process_group()
@@ -330,7 +308,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--lengths must hold at least one positive number and no others; got {args.lengths}")
     if args.peer and args.cpu_ranks is not None:
         parser.error("--peer needs GPUs, because cuDNN's attention has no CPU version; got --cpu-ranks")
-    args.command = arguments
     return args
 
 

@@ -12,11 +12,9 @@ cold L2 cache (see scripts/bench/timing.py). Writes OUT.md.
 import argparse
 import multiprocessing
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fa_kernels import flash_attn_with_kvcache
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -119,8 +118,8 @@ def replayed(run: Run) -> Run:
 
 def markdown(results: dict[Case, dict[str, float]], head: dict[str, str]) -> str:
     """Formats the page: its header and one table line for each case."""
-    lines = ["# Decoding one token from a cache", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
-    lines += [
+    lines = [
+        *header("Decoding one token from a cache", head),
         "bf16, full caches, one query per sequence. Columns are `flash_attn_with_kvcache`, except SDPA (`enable_gqa`). "
         "Times are medians in random order, replayed as CUDA graphs with a cold L2 cache. A cell is microseconds · "
         "GB/s of K and V. `automatic` (the default `num_splits`), `1 split` and SDPA use a dense cache; pages are "
@@ -160,18 +159,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     add_results(parser, "scripts/results/decode_<gpu>_<yyyymm>")
     args = parser.parse_args(arguments)
-    if args.jobs < 1 or args.rep <= 0:
-        parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")
+    require_positive(parser, args, ("jobs", "rep"))
     return args
 
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.decode")
-    today = date.today()
-    out: Path = args.out or results_prefix("decode", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.decode", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "decode")
+    head = describe("-m scripts.bench.decode", args.commit)
     with multiprocessing.get_context("spawn").Pool(min(args.jobs, len(args.cases))) as pool:
         pool.map(compile_one, args.cases, chunksize=1)
     results: dict[Case, dict[str, float]] = {}

@@ -10,13 +10,11 @@ a window and for packed documents, `cost` should be close to `work`. For a featu
 import argparse
 import multiprocessing
 import os
-import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,10 @@ import torch
 from torch import Tensor
 
 from fa_kernels import flash_attn_varlen_func
-from scripts.bench.command_line import add_results
+from scripts.bench.attention import attended_pairs
+from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.decode import in_pages
+from scripts.bench.page import first_line, header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import captured, median_ms, require_gpu
 
@@ -55,21 +55,10 @@ class Feature:
 
     @property
     def pairs(self) -> int:
-        left = self.arguments.get("window_size", (-1, 0))[0]
-        return sum(visible_pairs(length, left, self.arguments["causal"]) for length in self.lengths)
-
-
-def visible_pairs(length: int, left: int, causal: bool) -> int:
-    """Returns the number of visible (query, key) pairs in one document.
-
-    left: the number of earlier tokens that each query sees; a negative number means all earlier tokens. Without
-    `causal`, `left` has no effect.
-    """
-    if not causal:
-        return length * length
-    if left < 0 or left >= length:
-        return length * (length + 1) // 2
-    return (left + 1) * (left + 2) // 2 + (length - left - 1) * (left + 1)
+        if not self.arguments["causal"]:
+            return sum(length**2 for length in self.lengths)
+        left, _ = self.arguments.get("window_size", (-1, 0))
+        return attended_pairs(self.lengths, None if left < 0 else left + 1)
 
 
 def log_normal_lengths(total: int) -> tuple[int, ...]:
@@ -187,7 +176,7 @@ def compile_one(args: argparse.Namespace, case: tuple[int, int]) -> str:
         torch.cuda.synchronize()
     except Exception as error:
         traceback.print_exc()
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
     finally:
         torch.cuda.empty_cache()  # frees GPU memory for the other processes
     return ""
@@ -266,8 +255,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--heads must be a multiple of 4; got {args.heads}")
     if args.seqlen < 2048 or args.seqlen % 2048:
         parser.error(f"--seqlen must be a multiple of 2048; got {args.seqlen}")
-    if args.jobs < 1 or args.rep <= 0:
-        parser.error(f"--jobs and --rep must be positive; got {args.jobs} and {args.rep}")
+    require_positive(parser, args, ("jobs", "rep"))
     if not all(8 <= head_dim <= 256 and head_dim % 8 == 0 for head_dim in args.head_dims):
         parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {args.head_dims}")
     return args
@@ -276,21 +264,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.features")
-    today = date.today()
-    out: Path = args.out or results_prefix("features", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.features", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "features")
+    head = describe("-m scripts.bench.features", args.commit)
     lines = [
-        "# The cost of each feature relative to plain causal attention",
-        "",
-        *(f"- {k}: `{v}`" for k, v in head.items()),
-    ]
-    lines += [
-        "",
+        *header("The cost of each feature relative to plain causal attention", head),
         f"{args.seqlen} tokens, {args.heads} heads, bf16; work and cost are relative to plain causal attention.",
         "",
+        "| d | feature | work | forward ms | cost | backward ms | cost |",
+        "|--:|:--|--:|--:|--:|--:|--:|",
     ]
-    lines += ["| d | feature | work | forward ms | cost | backward ms | cost |", "|--:|:--|--:|--:|--:|--:|--:|"]
     started = time.monotonic()
     errors = compile_all(args)
     print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)

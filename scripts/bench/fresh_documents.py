@@ -12,13 +12,11 @@ time of a sample ends when its last call returns.
 
 import argparse
 import random
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -30,6 +28,7 @@ from torch import Tensor
 from fa_kernels import flash_attn_varlen_func
 from scripts.bench.attention import PACKAGES, fill_row, installed
 from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -183,23 +182,20 @@ def parse_arguments(arguments: list[str], backends: Sequence[str] = ("ours", "fa
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.fresh_documents")
-    today = date.today()
-    out: Path = args.out or results_prefix("fresh_documents", today)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.fresh_documents", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "fresh_documents")
+    head = describe("-m scripts.bench.fresh_documents", args.commit)
     chosen = {name: run for name, run in attentions().items() if args.backends is None or name in args.backends}
     if missing := set(args.backends or ()) - chosen.keys():
         sys.exit(f"--backends must be installed; missing: {', '.join(sorted(missing))}")
     documents = random_documents(args.tokens, BATCHES)
     batches = [torch.tensor((0, *lengths)).cumsum(0).to("cuda", torch.int32) for lengths in documents]
-    lines = ["# Attention over documents that differ in every call", ""]
-    lines += [*(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines = header("Attention over documents that differ in every call", head)
     lines += [f"{args.tokens} tokens, causal, bf16. Medians of {args.rounds} samples of {args.calls} calls.", ""]
     print("\n".join(lines), flush=True)
     for shape in SHAPES:
         found = table(measure(chosen, shape, batches, args.tokens, args.rounds, args.calls), shape, documents)
         print("\n".join(found), flush=True)
         lines += found
-    out.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{out}.md").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -14,19 +14,16 @@ cell is more than 10%, the cell is marked as GPU-bound. Writes OUT.csv and OUT.m
 """
 
 import argparse
-import csv
 import os
 import platform
 import random
-import shlex
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
-from datetime import date
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import repeat
@@ -41,7 +38,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from fa_kernels import flash_attn_func
 from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.schedule import causal_schedule
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.page import first_line, header, write_csv
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -215,8 +213,7 @@ def measure(chosen: Mapping[str, Candidate], shape: Shape, rounds: int, calls: i
                             run()
         except Exception as error:
             traceback.print_exc()
-            first_line, *_ = str(error).strip().splitlines() or [""]
-            failed.append(Row(name, "forward", f"{type(error).__name__}: {first_line}"))
+            failed.append(Row(name, "forward", first_line(error)))
         else:
             runs |= {(name, direction): run for direction, run in prepared.items()}
     samples: dict[tuple[str, Pass], list[Sample]] = {place: [] for place in runs}
@@ -247,18 +244,10 @@ def sample(run: Call, calls: int, in_a_row: int) -> Sample:
     return Sample((end - start) / (runs * in_a_row) * 1e6, (time.perf_counter() - end) / (end - start))
 
 
-def write_csv(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
 def markdown(rows: Sequence[Row], shape: Shape, args: argparse.Namespace, head: Mapping[str, str]) -> str:
     """Formats the page: its header, and a table with a line per candidate and a column per pass."""
-    lines = ["# Host time of an attention call", "", *(f"- {key}: `{value}`" for key, value in head.items())]
-    lines += [
-        "",
+    lines = [
+        *header("Host time of an attention call", head),
         f"{shape.tokens} tokens, {shape.n_heads} heads for {shape.n_kv_heads}, head_dim {shape.head_dim}, bf16, "
         f"causal. A cell is the median of {args.rounds} means of {args.calls} calls (lowest to highest) in "
         f"microseconds. GPU-bound: the GPU had work left for more than {GPU_BOUND:.0%} of that time.",
@@ -303,8 +292,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}")
     if not 1 <= args.head_dim <= 256:
         parser.error(f"--head-dim must be from 1 to 256; got {args.head_dim}")
-    if args.rounds < 1:
-        parser.error(f"--rounds must be positive; got {args.rounds}")
+    require_positive(parser, args, ("rounds",))
     if not 1 <= args.calls <= MOST_CALLS:  # more calls could fill the launch queue of a slower GPU and block the host
         parser.error(f"--calls must be from 1 to {MOST_CALLS}; got {args.calls}")
     return args
@@ -313,16 +301,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.host")
-    today = date.today()
-    out: Path = args.out or results_prefix("host", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.host", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "host")
+    head = describe("-m scripts.bench.host", args.commit)
     head["host"] = host()
     shape = Shape(args.tokens, args.heads, args.kv_heads, args.head_dim)
     rows = measure(candidates(shape, torch.device("cuda")), shape, args.rounds, args.calls)
     table = markdown(rows, shape, args, head)
     print(table)
-    write_csv(rows, Path(f"{out}.csv"))
+    write_csv(Row, rows, Path(f"{out}.csv"))
     Path(f"{out}.md").write_text(table, encoding="utf-8")
     print(f"results: {out}.*")
 

@@ -24,20 +24,17 @@ import argparse
 import csv
 import math
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from fa_kernels import flash_attn_func
@@ -49,8 +46,9 @@ from fa_kernels.flash_attention.hopper.forward.config import FORWARD_CONFIGS, RO
 from fa_kernels.flash_attention.schedule import WORK_TILE, length_class_of
 from fa_kernels.flash_attention.tiles import SHARED_LIMIT, Pass, key_passes, tile_config
 from scripts.bench.attention import MODEL_DIM
-from scripts.bench.command_line import add_results
-from scripts.bench.provenance import describe
+from scripts.bench.command_line import REPOSITORY, add_results, require_positive
+from scripts.bench.page import header
+from scripts.bench.provenance import describe, results_prefix
 
 ITEM = 2  # bytes of bf16
 FP32 = 4
@@ -330,7 +328,7 @@ def measure(ncu: str, cases: list[Case], arguments: list[str]) -> list[Measured]
             "base", "--log-file", str(log),
             sys.executable, "-m", "scripts.bench.io_traffic", *arguments, "--under-ncu",
         ]  # fmt: skip
-        result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
     if result.returncode:
         said = [
@@ -376,12 +374,7 @@ def markdown(
     """Formats the page: its header, the table, and the naive formulas with the values of the first case."""
     causal = "causal" if cases[0].causal else "not causal"
     lines = [
-        "# Bytes moved by attention, and the roofline",
-        "",
-        *(f"- {key}: `{value}`" for key, value in head.items()),
-    ]
-    lines += [
-        "",
+        *header("Bytes moved by attention, and the roofline", head),
         f"bf16, one sequence of N tokens, {causal}, n_heads × head_dim = {MODEL_DIM}, tiles of {arch}. Bytes are in GB "
         "(10⁹).",
         "",
@@ -442,8 +435,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or MODEL_DIM % head_dim:
             parser.error(f"--head-dims must divide {MODEL_DIM} and be 8 to 256; got {head_dim}")
-    if any(seqlen < 1 for seqlen in args.seqlens):
-        parser.error(f"--seqlens must be positive; got {args.seqlens}")
+    require_positive(parser, args, ("seqlens",))
     return args
 
 
@@ -457,15 +449,9 @@ def main() -> None:
     if args.under_ncu:
         run_under_ncu(cases)
         return
-    today = date.today()
-    command = shlex.join(["python", "-m", "scripts.bench.io_traffic", *sys.argv[1:]])
-    if on_gpu:
-        head = describe(command, args.commit, today)
-        gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    else:
-        versions = f"torch {torch.__version__}, triton {triton.__version__}"
-        head = {"command": command, "GPU": "none", "versions": versions, "date": today.isoformat()}
-        gpu = f"formula-{arch}"
+    head = describe("-m scripts.bench.io_traffic", args.commit)
+    if not on_gpu:
+        head["GPU"] = "none"
     measured = None
     ncu = shutil.which("ncu")
     if not (args.ncu and on_gpu and ncu):
@@ -478,8 +464,7 @@ def main() -> None:
             reason = str(error)
     head["measured"] = f"with {ncu}, {', '.join(METRICS)}" if measured else f"no, formulas only: {reason}"
     print(f"measured: {head['measured']}")
-    out: Path = args.out or Path(__file__).parents[1] / "results" / f"io_traffic_{gpu}_{today:%Y%m}"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = results_prefix(args.out, "io_traffic", gpu=None if on_gpu else f"formula-{arch}")
     text = markdown(cases, measured, head, arch, args.peak_tflops, args.bandwidth_tbs)
     Path(f"{out}.md").write_text(text, encoding="utf-8")
     print(f"{text}\nresults: {out}.md")

@@ -24,14 +24,10 @@ memory.json to the folder OUT.
 import argparse
 import gzip
 import json
-import os
-import shlex
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +43,9 @@ from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import options
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.offload import Offload
+from scripts.bench.case_process import case_of, result_of
 from scripts.bench.command_line import (
+    REPOSITORY,
     add_results,
     add_time_limits,
     require_overrides,
@@ -61,7 +59,6 @@ from scripts.bench.profile_step import StepProfiler
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     FEWEST_STEPS,
-    REPOSITORY,
     WARMUP,
     Device,
     StepTimes,
@@ -165,27 +162,12 @@ def run_apart(case: Case, timeout: float) -> Row:
 
     Raises: subprocess.TimeoutExpired if the process takes longer than `timeout` seconds.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.bench.memory", "--case", json.dumps(asdict(case))],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
     try:
-        out, errors = process.communicate(timeout=timeout)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)  # also ends the compiler processes that the case has started
-        process.communicate()
-        raise
-    if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
+        return Row(**result_of("scripts.bench.memory", case, timeout))
+    except MemoryError:
         return Row(case.seq_len, case.combination, "out of memory")
-    if process.returncode:
-        reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        print(errors, file=sys.stderr)
-        return Row(case.seq_len, case.combination, f"failed: {reason.removeprefix('error: ')}")
-    return Row(**json.loads(out.splitlines()[-1]))
+    except RuntimeError as error:
+        return Row(case.seq_len, case.combination, f"failed: {error}")
 
 
 def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
@@ -199,10 +181,6 @@ def cases_of(args: argparse.Namespace, device: Device) -> list[Case]:
     at_one = [name for name in names if levers_of(name).without("optimizer") or "bf16-true" in name]
     at_all = [case(seq_len, name) for seq_len in args.seq_lens for name in names if name not in at_one]
     return at_all + [case(args.seq_lens[0], name) for name in at_one]
-
-
-def case_of(settings: dict[str, Any]) -> Case:
-    return Case(**settings | {"overrides": tuple(settings["overrides"])})
 
 
 def read_results(path: Path, head: dict[str, str]) -> tuple[list[Row], list[Row]]:
@@ -301,11 +279,11 @@ def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if args.case is not None:
         with train.errors_in_one_line(train.MISTAKES):
-            print(json.dumps(asdict(measure(case_of(args.case)))))
+            print(json.dumps(asdict(measure(case_of(Case, args.case)))))
         return
     sigterm_raises()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = describe(shlex.join(["python", "-m", "scripts.bench.memory", *sys.argv[1:]]), args.commit, date.today())
+    head = describe("-m scripts.bench.memory", args.commit)
     precision = "bf16-mixed (fp32 weights, bf16 autocast)" if device == "cuda" else "fp32"
     compiled = "compiled" if args.compile else "not compiled"
     head["settings"] = ", ".join([args.model, precision, f"attention={args.attention}", compiled, *args.overrides])

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from scripts.bench.memory_cases import OFF, Lever, Row, levers_of
 from scripts.bench.overlap import Overlap
+from scripts.bench.page import header, shown
 
 
 def pooled(rows: Iterable[Row]) -> list[Row]:
@@ -46,7 +47,7 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
     """Formats the page: its header, the slowdown of each lever by length, and all measurements."""
     rows = pooled(rows)
     seq_lens = list(dict.fromkeys(row.seq_len for row in rows))
-    lines = ["# What each memory lever costs", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines = header("What each memory lever costs", head)
     lines += ["Slowdown: the median step time relative to the same combination without the lever, minus 1.", ""]
     lines += [f"| lever | combination | {' | '.join(f'{n:,} tokens' for n in seq_lens)} |"]
     lines += ["|:--|:--|" + "--:|" * len(seq_lens)]
@@ -55,7 +56,7 @@ def markdown(rows: Sequence[Row], profiles: Sequence[Row], left: Sequence[str], 
             of_name = {row.seq_len: row for row in rows if row.combination == name}
             found = [slowdown(of_name[n], lever, rows) if n in of_name else None for n in seq_lens]
             if any(value is not None for value in found):
-                lines.append(f"| {lever} | {name} | {' | '.join(_shown(value, '+.1%') for value in found)} |")
+                lines.append(f"| {lever} | {name} | {' | '.join(shown(value, '+.1%') for value in found)} |")
     lines += [
         "",
         "ms: median of the timed steps (fastest to slowest). optimizer: the optimizer's part of the step.",
@@ -81,10 +82,10 @@ def cells(row: Row) -> list[str]:
         f"{row.seq_len:,}",
         row.combination,
         times,
-        _shown(statistics.median(row.optimizer_ms) if row.optimizer_ms else None, ",.1f"),
-        _shown(row.peak_gib, ".2f"),
-        _shown(row.host_gib, ".2f"),
-        _shown(row.loss, ".4f"),
+        shown(statistics.median(row.optimizer_ms) if row.optimizer_ms else None, ",.1f"),
+        shown(row.peak_gib, ".2f"),
+        shown(row.host_gib, ".2f"),
+        shown(row.loss, ".4f"),
         "" if row.outcome == "ok" else row.outcome.replace("|", "/"),
     ]
 
@@ -103,7 +104,3 @@ def profile_text(row: Row) -> str:
         f"{found.idle:,.1f} ms ({found.idle / found.step:.2%} of the step), and for {found.waiting:,.1f} ms "
         f"({found.waiting / found.step:.2%}) of it a copy ran."
     )
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -15,6 +15,7 @@ import time
 import numpy as np
 
 from fa_train.data.packing.best_fit import make_plan, report_plan
+from scripts.bench.command_line import require_positive
 
 MEDIAN, SIGMA, LONGEST = 400, 1.366, 200_000  # document lengths in tokens are log-normal, at most LONGEST
 
@@ -44,9 +45,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs per length; the fastest and the slowest are shown")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.documents < 1 or arguments.runs < 1 or min(arguments.seq_lens) < 1:
-        given = f"{arguments.documents}, {arguments.runs} and {arguments.seq_lens}"
-        parser.error(f"--documents, --runs and --seq-lens must be positive; got {given}")
+    require_positive(parser, arguments, ("documents", "runs", "seq_lens"))
     lengths = lengths_of(arguments.documents, arguments.seed)
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {load}")

@@ -8,11 +8,8 @@ tests/memory/planner/peaks_<gpu>.json.
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,9 @@ from fa_train.memory.planner.predict import GIB, predict
 from fa_train.memory.planner.run import plan_of
 from fa_train.models.gpt import GPT
 from scripts.bench.command_line import add_results, add_time_limits
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import require_gpu
 from scripts.bench.training_case import Device, StepTimes, memory_gib, training_config
 from scripts.bench.training_case import measure as measure_ours
 
@@ -137,7 +136,7 @@ def measure(run: Run, device: Device) -> tuple[Plan, float, float]:
 
 def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
     """Formats the predicted and measured peaks as Markdown."""
-    lines = ["# Predicted and measured peaks", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines = header("Predicted and measured peaks", head)
     errors = [abs(row["predicted_gib"] / row["peak_gib"] - 1) for row in rows]
     lines += [f"{sum(error <= 0.05 for error in errors)} of {len(rows)} within 5%, the worst {max(errors):.1%}.", ""]
     names = list(asdict(RUNS[0]))
@@ -160,12 +159,10 @@ def main() -> None:
     add_time_limits(parser, budget=True)
     add_results(parser, "scripts/results/planner_<gpu>_<yyyymm>")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("scripts.bench.planner needs a CUDA GPU; torch sees none on this machine")
-    today, begin, rows = date.today(), time.monotonic(), list[dict[str, Any]]()
-    out: Path = args.out or results_prefix("planner", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.planner", *sys.argv[1:]]), args.commit, today)
+    require_gpu("scripts.bench.planner")
+    begin, rows = time.monotonic(), list[dict[str, Any]]()
+    out = results_prefix(args.out, "planner")
+    head = describe("-m scripts.bench.planner", args.commit)
     for run in RUNS:
         if args.only not in repr(run) or time.monotonic() - begin > args.budget:
             continue

@@ -24,12 +24,10 @@ import csv
 import gzip
 import json
 import os
-import shlex
 import statistics
 import sys
 import time
 from collections import Counter
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +46,7 @@ from fa_train.callbacks.monitor import GIB
 from fa_train.config_options import CONF
 from fa_train.lit_gpt import LitGPT
 from fa_train.parallel.fsdp import local
+from scripts.bench.page import header
 from scripts.bench.provenance import describe
 from scripts.bench.step_memory import GRADIENTS, STATE, WEIGHTS, draw_memory, memory_over_time
 from scripts.bench.step_trace import COPIES, Step, exclusive, hidden, step_of
@@ -192,7 +191,7 @@ def table(step: Step) -> list[tuple[str, float, float, float, int]]:
 
 def report(step: Step, head: dict[str, str]) -> str:
     """Formats the text of profile.md."""
-    lines = ["# Time of a training step by part", "", *(f"- {key}: `{value}`" for key, value in head.items()), ""]
+    lines = header("Time of a training step by part", head)
     kind = "kernels" if step.on_gpu else "operators"
     if step.on_gpu:
         copies = sum(i.end - i.start for i in step.intervals if i.part == COPIES)
@@ -237,8 +236,7 @@ def profile_step(cfg: DictConfig, folder: Path) -> None:
     step = step_of(events)
     tokens = cfg.seq_len * cfg.batch_size
     seconds = statistics.median(profiler.milliseconds[2:]) / 1e3
-    command = shlex.join(["python", "-m", "scripts.bench.profile_step", *sys.argv[1:]])
-    head = describe(command, cfg.get("commit"), date.today())
+    head = describe("-m scripts.bench.profile_step", cfg.get("commit"))
     head["step"] = (
         f"{tokens} tokens in {trainer.accumulate_grad_batches} micro-batches; {(step.end - step.start) / 1e3:.1f} ms "
         f"profiled, {seconds * 1e3:.1f} ms without the profiler ({tokens / seconds:.0f} tokens/s)"

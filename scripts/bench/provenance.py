@@ -1,27 +1,32 @@
-"""Makes the file name and the header of a results page."""
+"""Describes how to repeat a measurement, and names the files of its results."""
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
 import torch
 import triton
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from scripts.bench.command_line import REPOSITORY
 
 
-def describe(command: str, commit: str | None, today: date) -> dict[str, str]:
-    """Returns what a reader needs to repeat a measurement: command, commit, date, GPU and versions."""
+def describe(program: str, commit: str | None) -> dict[str, str]:
+    """Returns what a reader needs to repeat a measurement: command, commit, date, GPU and versions.
+
+    program: what follows `python` in the command, such as "-m scripts.bench.host". Its arguments are in sys.argv.
+    """
     commit = _commit() if commit is None else commit
     processor = f"none; CPU {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     return {
-        "command": command,
+        "command": shlex.join(["python", *program.split(), *sys.argv[1:]]),
         "commit": commit,
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else processor,
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, CUDA {torch.version.cuda}",
-        "date": today.isoformat(),
+        "date": date.today().isoformat(),
     }
 
 
@@ -38,7 +43,14 @@ def _commit() -> str:
     return git.stdout.strip() if git.returncode == 0 else unknown
 
 
-def results_prefix(what: str, today: date) -> Path:
-    """Returns the path scripts/results/<what>_<gpu>_<yyyymm> for the GPU of this machine."""
-    gpu = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
-    return Path(__file__).parents[1] / "results" / f"{what}_{gpu}_{today:%Y%m}"
+def results_prefix(given: Path | None, what: str, gpu: str | None = None) -> Path:
+    """Returns the prefix of the result files, and creates its folder.
+
+    given: the value of --out. If it is None, the prefix is scripts/results/<what>_<gpu>_<yyyymm>.
+    gpu: replaces the name of this machine's GPU.
+    """
+    if given is None:
+        gpu = gpu or torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "-")
+        given = REPOSITORY / "scripts" / "results" / f"{what}_{gpu}_{date.today():%Y%m}"
+    given.parent.mkdir(parents=True, exist_ok=True)
+    return given

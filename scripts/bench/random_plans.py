@@ -10,10 +10,7 @@ import argparse
 import gc
 import json
 import random
-import shlex
-import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,9 @@ from fa_train.memory.planner.predict import GIB, predict
 from fa_train.memory.planner.run import plan_of
 from fa_train.training import build_model
 from scripts.bench.command_line import add_results, add_time_limits
+from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
+from scripts.bench.timing import require_gpu
 from scripts.bench.training_case import Device, StepTimes, memory_gib, training_config
 from scripts.bench.training_case import measure as measure_ours
 
@@ -140,8 +139,8 @@ def table(rows: list[dict[str, Any]], head: dict[str, str]) -> str:
     """Formats the predicted and measured peaks as Markdown, the largest errors first."""
     rows = sorted(rows, key=lambda row: -abs(row["predicted_gib"] / row["peak_gib"] - 1))
     errors = [row["predicted_gib"] / row["peak_gib"] - 1 for row in rows]
-    lines = ["# Predicted and measured peaks of random configurations", "", *(f"- {k}: `{v}`" for k, v in head.items())]
-    lines += ["", f"{sum(abs(error) <= 0.05 for error in errors)} of {len(rows)} within 5%.", ""]
+    lines = header("Predicted and measured peaks of random configurations", head)
+    lines += [f"{sum(abs(error) <= 0.05 for error in errors)} of {len(rows)} within 5%.", ""]
     lines += ["| number | predicted GiB | measured GiB | error | seq_len | overrides |", "|--:" * 5 + "|:--|"]
     for row, error in zip(rows, errors, strict=True):
         cells = row["number"], f"{row['predicted_gib']:.2f}", f"{row['peak_gib']:.2f}", f"{error:+.1%}"
@@ -157,12 +156,10 @@ def main() -> None:
     add_time_limits(parser, budget=True)
     add_results(parser, "scripts/results/random_plans_<gpu>_<yyyymm>")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("scripts.bench.random_plans needs a CUDA GPU; torch sees none on this machine")
-    today, begin, rows = date.today(), time.monotonic(), list[dict[str, Any]]()
-    out: Path = args.out or results_prefix("random_plans", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.random_plans", *sys.argv[1:]]), args.commit, today)
+    require_gpu("scripts.bench.random_plans")
+    begin, rows = time.monotonic(), list[dict[str, Any]]()
+    out = results_prefix(args.out, "random_plans")
+    head = describe("-m scripts.bench.random_plans", args.commit)
     for number in range(args.first, args.first + args.count):
         if time.monotonic() - begin > args.budget:
             break

@@ -25,7 +25,6 @@ import csv
 import json
 import os
 import random
-import shlex
 import shutil
 import signal
 import statistics
@@ -34,7 +33,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +44,7 @@ from fa_train.config_options import options
 from fa_train.errors import errors_in_one_line
 from fa_train.memory.planner.predict import GIB, predict
 from scripts.bench.command_line import (
+    REPOSITORY,
     add_results,
     add_time_limits,
     require_overrides,
@@ -58,7 +57,6 @@ from scripts.bench.timing import require_gpu
 from scripts.composed import composed
 from scripts.memory_table import as_run, memory_of_gpu, plan_of_run
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CASES = (
     "llama_1b:8192:ddp",
     "llama_1b:8192:fsdp",
@@ -404,10 +402,8 @@ def main() -> None:
     runs = runs_of(args.cases, args, gpus)
     with errors_in_one_line(MISTAKES):
         predictions = {run: predicted_gib(run) for run in runs}
-    today = date.today()
-    args.out = (args.out or results_prefix("scaling", today)).resolve()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.scaling", *sys.argv[1:]]), args.commit, today)
+    args.out = results_prefix(args.out, "scaling").resolve()
+    head = describe("-m scripts.bench.scaling", args.commit)
     head |= {
         "GPUs": str(gpus),
         "overrides": " ".join(args.overrides) or "none",

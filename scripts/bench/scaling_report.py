@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from scripts.bench.page import header, shown
+
 ENOUGH = 0.95  # share of the ideal speed
 CLOSE = 0.05  # a prediction within 5% of the measured peak counts as close
 HEAD = (
@@ -106,10 +108,6 @@ def cells(row: Row, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
 def with_largest(mean: float | None, largest: float | None, form: str) -> str:
     """Formats a metric of all ranks as `mean (largest value)`."""
     return shown(mean, form) + (f" ({largest:{form}})" if largest is not None else "")
@@ -117,12 +115,7 @@ def with_largest(mean: float | None, largest: float | None, form: str) -> str:
 
 def page(rows: Sequence[Row], head: dict[str, str]) -> str:
     """Formats all rows as Markdown."""
-    lines = [
-        "# Training on several GPUs compared with one",
-        "",
-        *(f"- {key}: `{value}`" for key, value in head.items()),
-    ]
-    lines += ["", *summary(rows), ""]
+    lines = [*header("Training on several GPUs compared with one", head), *summary(rows), ""]
     lines += [f"| {' | '.join(HEAD)} |", "|:--" + "|--:" * (len(HEAD) - 2) + "|:--|"]
     ordered = sorted(rows, key=lambda row: (*workload_of(row), row.gpus, row.strategy, row.gpu or 0))
     return "\n".join([*lines, *(f"| {' | '.join(cells(row, rows))} |" for row in ordered)]) + "\n"

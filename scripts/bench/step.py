@@ -23,30 +23,24 @@ that do not use float8. A peer is a variant without our attention.
 """
 
 import argparse
-import csv
 import json
 import math
-import os
-import shlex
-import signal
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, fields
-from datetime import date
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 import train  # registers the resolvers of conf/train.yaml
 from fa_train.callbacks.out_of_memory import is_out_of_memory
 from fa_train.config_options import options
-from fa_train.flops import attention_pairs, peak_flops, train_flops
-from fa_train.models.gpt import GPT
+from fa_train.flops import peak_flops
+from scripts.bench.case_process import case_of, result_of
 from scripts.bench.command_line import (
+    REPOSITORY,
     add_results,
     add_time_limits,
     overrides_first,
@@ -54,17 +48,18 @@ from scripts.bench.command_line import (
     require_positive,
     sigterm_raises,
 )
+from scripts.bench.page import header, shown, write_csv
 from scripts.bench.peers import CannotRunError, build_peer
 from scripts.bench.peers import measure as measure_peer
 from scripts.bench.provenance import describe
 from scripts.bench.training_case import (
     FEWEST_STEPS,
-    REPOSITORY,
     WARMUP,
     Device,
     StepTimes,
     document_lens,
     memory_gib,
+    step_flops,
     training_config,
 )
 from scripts.bench.training_case import measure as measure_ours
@@ -178,56 +173,27 @@ def mfu(config: DictConfig, step_ms: float, device: Device) -> float | None:
     peak = peak_flops(torch.cuda.get_device_name(), torch.bfloat16) if device == "cuda" else None
     if peak is None:
         return None
-    with torch.device("meta"):
-        model: GPT = instantiate(config.model)
-    pairs = attention_pairs(model.windows, torch.tensor(document_lens(config)))
-    return train_flops(model.config, config.seq_len, pairs.item()) / step_ms * 1e3 / peak
+    return step_flops(config.model, document_lens(config)) / step_ms * 1e3 / peak
 
 
 def run_apart(case: Case, timeout: float) -> Row:
     """Runs the case in a new process for at most `timeout` seconds and returns its row."""
-    command = [sys.executable, "-m", "scripts.bench.step", "--case", json.dumps(asdict(case))]
     backend = "portable" if variant_of(case.variant).portable else "auto"
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"FLASH_ATTENTION_BACKEND": backend},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
     try:
-        out, errors = process.communicate(timeout=timeout)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)  # killpg also ends compiler processes that the case has started
-        process.communicate()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
+        return Row(**result_of("scripts.bench.step", case, timeout, FLASH_ATTENTION_BACKEND=backend))
+    except subprocess.TimeoutExpired:
         return Row(case.seq_len, case.variant, f"failed: timed out after {timeout:g} s")
-    if process.returncode == -signal.SIGKILL:  # The Linux OOM killer uses SIGKILL when host memory is exhausted.
+    except MemoryError:
         return Row(case.seq_len, case.variant, "oom", note="the host's memory")
-    if process.returncode:
-        reason = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        print(errors, file=sys.stderr)
-        return Row(case.seq_len, case.variant, f"failed: {reason.removeprefix('error: ')}")
-    return Row(**json.loads(out.splitlines()[-1]))
-
-
-def case_of(settings: dict[str, Any]) -> Case:
-    return Case(**settings | {"overrides": tuple(settings["overrides"])})
+    except RuntimeError as error:
+        return Row(case.seq_len, case.variant, f"failed: {error}")
 
 
 def write(rows: list[Row], head: dict[str, str], out: Path) -> None:
     """Writes OUT.csv and OUT.md."""
-    names = [field.name for field in fields(Row)]
-    with Path(f"{out}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    lines = ["# A training step: ours and Hugging Face with Liger", ""]
-    lines += [f"- {key}: `{value}`" for key, value in head.items()]
-    lines += ["", "tokens/s and ms are medians of the timed steps, with the fastest and slowest ms in brackets.", ""]
+    write_csv(Row, rows, Path(f"{out}.csv"))
+    lines = header("A training step: ours and Hugging Face with Liger", head)
+    lines += ["tokens/s and ms are medians of the timed steps, with the fastest and slowest ms in brackets.", ""]
     lines += ["| seq_len | variant | tokens/s | × best peer | ms | peak GiB | reserved GiB | MFU | loss | note |"]
     lines += ["|--:|:--|--:|--:|--:|--:|--:|--:|--:|:--|"]
     lines += [f"| {' | '.join(cells(row, rows))} |" for row in rows]
@@ -242,7 +208,7 @@ def cells(row: Row, rows: list[Row]) -> list[str]:
     """Returns the cells of a table line."""
     outcome = "" if row.outcome == "ok" else row.outcome
     note = "; ".join(part for part in (outcome, row.note) if part).replace("|", "/")
-    gib = [_shown(row.peak_gib, ".2f"), _shown(row.reserved_gib, ".2f")]
+    gib = [shown(row.peak_gib, ".2f"), shown(row.reserved_gib, ".2f")]
     if row.step_ms is None or row.tokens_per_s is None:
         return [f"{row.seq_len:,}", row.variant, *["–"] * 3, *gib, "–", "–", note]
     return [
@@ -252,7 +218,7 @@ def cells(row: Row, rows: list[Row]) -> list[str]:
         _ratio(row, best_peer(rows, row.seq_len)),
         f"{row.step_ms:,.1f} ({row.step_ms_min:,.1f} to {row.step_ms_max:,.1f}, {row.steps} steps)",
         *gib,
-        _shown(row.mfu, ".1%"),
+        shown(row.mfu, ".1%"),
         f"{row.loss:.4f}" if row.finite else "not finite",
         note,
     ]
@@ -266,7 +232,7 @@ def comparison(rows: list[Row], seq_len: int) -> list[str]:
         if row is None:
             line += ["–"] * 3
         else:
-            line += [row.variant, _shown(row.tokens_per_s, ",.0f"), _shown(row.peak_gib, ".2f")]
+            line += [row.variant, shown(row.tokens_per_s, ",.0f"), shown(row.peak_gib, ".2f")]
     return [*line, _ratio(ours, peer)]
 
 
@@ -274,10 +240,6 @@ def _ratio(row: Row | None, peer: Row | None) -> str:
     if row is None or peer is None or not row.tokens_per_s or not peer.tokens_per_s:
         return "–"
     return f"{row.tokens_per_s / peer.tokens_per_s:.2f}"
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 def best_of_ours(rows: list[Row], seq_len: int) -> Row | None:
@@ -345,7 +307,7 @@ def main() -> None:
     args = parse_arguments(sys.argv[1:])
     if args.case is not None:
         with train.errors_in_one_line(train.MISTAKES):
-            print(json.dumps(asdict(measure(case_of(args.case)))))
+            print(json.dumps(asdict(measure(case_of(Case, args.case)))))
         return
     sigterm_raises()
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -354,7 +316,7 @@ def main() -> None:
     cases = [Case(args.model, seq_len, name, device, *settings) for seq_len, name in dict.fromkeys(chosen)]
     with train.errors_in_one_line(train.MISTAKES):
         precision = configuration(cases[0]).trainer.precision
-    head = describe(shlex.join(["python", "-m", "scripts.bench.step", *sys.argv[1:]]), args.commit, date.today())
+    head = describe("-m scripts.bench.step", args.commit)
     head["model"] = ", ".join(
         [args.model, PRECISIONS.get(precision, precision), f"attention={args.attention}", *args.overrides]
     )

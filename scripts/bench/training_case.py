@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -16,13 +15,14 @@ from torch import Tensor
 from fa_train.callbacks.monitor import memory
 from fa_train.data.datamodule import PackedDataModule
 from fa_train.fit import empty_before_teardown
+from fa_train.flops import attention_pairs, train_flops
 from fa_train.lit_gpt import LitGPT
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
+from fa_train.models.gpt import GPT
 from fa_train.training import build_model
 from scripts.composed import composed
 
-REPOSITORY = Path(__file__).parents[2]
 WARMUP = 2  # number of untimed steps; the first allocates the optimizer's state and compiles kernels
 FEWEST_STEPS = 2  # maximum number of timed steps if the second step is slow
 VOCABULARY = 50257  # vocabulary size of models whose config does not set one
@@ -159,6 +159,14 @@ def document_lens(config: DictConfig) -> list[int]:
     if config.seq_len % length:
         raise ValueError(f"data.document_len must divide seq_len={config.seq_len}; got {length}")
     return [length] * (config.seq_len // length)
+
+
+def step_flops(model: DictConfig, lengths: Sequence[int]) -> float:
+    """Returns the model FLOPs of a training step on documents of these lengths. model: the config of the model."""
+    with torch.device("meta"):
+        gpt: GPT = instantiate(model)
+    pairs = attention_pairs(gpt.windows, torch.tensor(lengths))
+    return train_flops(gpt.config, sum(lengths), pairs.item())
 
 
 def wait(device: torch.device) -> None:

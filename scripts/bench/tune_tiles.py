@@ -29,7 +29,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from datetime import date
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from fa_kernels.device import Arch, arch_of
+from fa_kernels.device import Arch, arch_of, shared_memory
 from fa_kernels.flash_attention import tuned_tiles
 from fa_kernels.flash_attention.delta import attention_delta
 from fa_kernels.flash_attention.features import Features
@@ -48,7 +47,8 @@ from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.flash_attention.tiles import HEAD_DIMS, Pass, TileConfig, key_passes, shared_bytes, tile_config
 from scripts.bench.attention import MODEL_DIM
-from scripts.bench.command_line import add_results
+from scripts.bench.command_line import add_results, require_positive
+from scripts.bench.page import first_line, header
 from scripts.bench.provenance import describe, results_prefix
 from scripts.bench.timing import require_gpu
 
@@ -270,7 +270,7 @@ def compile_one(candidate: Candidate) -> tuple[Candidate, str]:
     try:
         return candidate, check(candidate)
     except Exception as error:  # Triton, ptxas or the driver can fail for some candidates.
-        return candidate, f"{type(error).__name__}: {error}".splitlines()[0]
+        return candidate, first_line(error)
 
 
 def measure(chosen: list[Candidate], seqlen: int, jobs: int, warmup: float, rep: float) -> Iterator[Result]:
@@ -340,9 +340,8 @@ def markdown(results: list[Result], head: dict[str, str], arch: Arch, name: str,
     The lines of a table are sorted by time. All results have the same dtype.
     """
     products: Products = results[0].candidate.products if results else "bfloat16"
-    lines = ["# Tiles of the portable kernels", "", *(f"- {key}: `{value}`" for key, value in head.items())]
-    lines += [
-        "",
+    lines = [
+        *header("Tiles of the portable kernels", head),
         f"One causal document of {seqlen} tokens, {products}, n_heads × head_dim = {MODEL_DIM} or slightly less, no "
         "grouped heads. Times are medians. TFLOP/s counts each kernel's matmuls (forward 2, dkdv 4, dk 3, dv 2, dq 3), "
         "halved for causality. **Bold**: the present entry of `kernels/fa_kernels/flash_attention/tiles.py`.",
@@ -410,21 +409,17 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     for head_dim in args.head_dims:
         if not 8 <= head_dim <= 256 or head_dim % 8:
             parser.error(f"--head-dims must be multiples of 8 from 8 to 256; got {head_dim}")
-    for name in ("seqlen", "jobs"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be positive; got {getattr(args, name)}")
+    require_positive(parser, args, ("seqlen", "jobs"))
     return args
 
 
 def main() -> None:
     args = parse_arguments(sys.argv[1:])
     require_gpu("scripts.bench.tune_tiles")
-    today = date.today()
     device = torch.device("cuda", torch.cuda.current_device())
-    arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # the type stubs lack shared_memory_per_block_optin
-    limit = properties.shared_memory_per_block_optin
-    name = f"sm{properties.major}{properties.minor}" if arch == "unknown" else arch
+    arch, limit = arch_of(device), shared_memory(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    name = f"sm{major}{minor}" if arch == "unknown" else arch
     tried = near if args.near else candidates
     chosen = [
         Candidate(head_dim, direction, tiles, args.dtype)
@@ -438,9 +433,8 @@ def main() -> None:
         found = result.error or f"{result.ms:.3f} ms, {result.tflops:.0f} TFLOP/s"
         candidate = result.candidate
         print(f"{candidate.direction} d={candidate.head_dim} {astuple(candidate.tiles)}: {found}", flush=True)
-    out: Path = args.out or results_prefix("portable_tiles", today)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    head = describe(shlex.join(["python", "-m", "scripts.bench.tune_tiles", *sys.argv[1:]]), args.commit, today)
+    out = results_prefix(args.out, "portable_tiles")
+    head = describe("-m scripts.bench.tune_tiles", args.commit)
     Path(f"{out}.md").write_text(markdown(results, head, arch, name, args.seqlen), encoding="utf-8")
     gpu, tile_file = torch.cuda.get_device_name(device), Path(f"{out}.json")
     add_tiles(tile_file, gpu, tiles_to_load(results, arch))

@@ -12,6 +12,7 @@ import sys
 import time
 
 import torch
+import triton
 
 from scripts.bench.timing import require_gpu
 from tests.gpu_check.cases import Case, all_cases
@@ -55,18 +56,12 @@ def main() -> None:
             print(f"FAILED {result.case.name}: {result.error}", flush=True)
         if done % 100 == 0:
             print(f"{done} of {len(cases)} cases after {time.monotonic() - began:.0f} s", flush=True)
-    versions = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton_version()}"
+    versions = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
     print(
         f"gpu-check, part {arguments.part}: {len(cases) - len(failures)} of {len(cases)} cases passed, "
         f"{len(kernels)} kernels, {time.monotonic() - began:.0f} s with {arguments.jobs} processes ({versions})"
     )
     sys.exit(1 if failures else 0)
-
-
-def triton_version() -> str:
-    import triton
-
-    return str(triton.__version__)
 
 
 if __name__ == "__main__":

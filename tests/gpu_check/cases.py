@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 
 from fa_kernels.device import is_hopper
-from fa_kernels.flash_attention.checks import FP8
+from fa_kernels.flash_attention.checks import FP8, name_of
 from fa_kernels.flash_attention.hopper.backward.choose import HEAD_DIMS as HOPPER_HEAD_DIMS
 from fa_kernels.flash_attention.hopper.forward.config import forward_config
 from fa_kernels.flash_attention.schedule import LengthClass
@@ -64,7 +64,7 @@ def _portable_case(
     dtype: torch.dtype, width: Width, tiles: Tiles, several: bool, features: tuple[str, ...], heads: tuple[int, int]
 ) -> Case:
     sizes = " ".join(f"{p}:{t.block_m}x{t.block_n}x{t.num_warps}x{t.num_stages}" for p, t in tiles.items())
-    name = f"portable {_name(dtype)} {width} {'several' if several else 'one'} {'+'.join(features)} {sizes}"
+    name = f"portable {name_of(dtype)} {width} {'several' if several else 'one'} {'+'.join(features)} {sizes}"
     return Case(name, partial(check_portable, dtype, width, tiles, several, features, heads))
 
 
@@ -83,7 +83,7 @@ def hopper_cases() -> Iterator[Case]:
                 options: dict[str, Any] = {"deterministic": sinks != wide_o}
                 if wide_o:
                     options["out_dtype"] = torch.float32
-                name = f"hopper {_name(dtype)} {head_dim} {length_class} {'several' if several else 'one'}"
+                name = f"hopper {name_of(dtype)} {head_dim} {length_class} {'several' if several else 'one'}"
                 name += f" {'+'.join(features)} {'o in fp32' if wide_o else ''} {options['deterministic']=}"
                 run = partial(check_hopper, dtype, head_dim, length_class, several, features, next(heads), options)
                 yield Case(name, run)
@@ -100,23 +100,23 @@ def decode_cases(device: torch.device) -> Iterator[Case]:
         for rows, tiles in [case for case in own for _ in range(2)] + others:
             page_size, option = next(page_sizes) if paged else None, next(options)
             sizes = f"{tiles.block_m}x{tiles.block_n}x{tiles.num_warps}x{tiles.num_stages}"
-            name = f"decode {_name(dtype)} {width} {rows} rows, pages of {page_size}, options {option} {sizes}"
+            name = f"decode {name_of(dtype)} {width} {rows} rows, pages of {page_size}, options {option} {sizes}"
             yield Case(name, partial(check_decode, dtype, width, rows, tiles, page_size, option))
 
 
 def fused_cases() -> Iterator[Case]:
     """Yields a case for each block size of each fused operation."""
     for dtype, dim in product(DTYPES, (16, 100, 128, 256, 512, 768, 1024, 1600, 2048, 4096, 5120, 8192, 16384)):
-        yield Case(f"rmsnorm {_name(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
+        yield Case(f"rmsnorm {name_of(dtype)} {dim}", partial(check_rmsnorm, dtype, dim))
     for dtype, head_dim in product(DTYPES, (2, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256)):
-        yield Case(f"rotary {_name(dtype)} {head_dim}", partial(check_rotary, dtype, head_dim))
+        yield Case(f"rotary {name_of(dtype)} {head_dim}", partial(check_rotary, dtype, head_dim))
     for dtype, ffn_dim, unit in product(DTYPES, (8, 384, 1000, 1024, 3072, 8192, 14336), UNITS):
-        yield Case(f"{unit} {_name(dtype)} {ffn_dim}", partial(check_glu, dtype, ffn_dim, unit))
+        yield Case(f"{unit} {name_of(dtype)} {ffn_dim}", partial(check_glu, dtype, ffn_dim, unit))
     for dtype, (n_scales, scales_per_factor) in product(DTYPES, ((1, 1), (72, 8), (768, 256), (65536, 256))):
-        name = f"nf4 {_name(dtype)} {n_scales} scales, {scales_per_factor} per factor"
+        name = f"nf4 {name_of(dtype)} {n_scales} scales, {scales_per_factor} per factor"
         yield Case(name, partial(check_nf4, dtype, n_scales, scales_per_factor))
     for dtype, (n_heads, head_dim) in product(DTYPES, ((1, 8), (3, 40), (1, 256), (8, 64), (8, 128), (12, 128))):
-        yield Case(f"rows {_name(dtype)} {n_heads}x{head_dim}", partial(check_rows, dtype, n_heads, head_dim))
+        yield Case(f"rows {name_of(dtype)} {n_heads}x{head_dim}", partial(check_rows, dtype, n_heads, head_dim))
 
 
 def schedule_cases() -> Iterator[Case]:
@@ -124,7 +124,3 @@ def schedule_cases() -> Iterator[Case]:
     for n_docs, window, keys_in_order in product((1, 40, 20000), ((-1, 0), (-1, -1), (100, 7)), (False, True)):
         name = f"schedule {n_docs} documents, window {window}{', keys in order' if keys_in_order else ''}"
         yield Case(name, partial(check_schedule, n_docs, window, keys_in_order))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

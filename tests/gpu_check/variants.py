@@ -3,12 +3,11 @@ shared memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from fa_kernels.columns_of_head import split_columns
-from fa_kernels.device import Arch, arch_of
+from fa_kernels.device import Arch, arch_of, shared_memory
 from fa_kernels.flash_attention.portable.decode import decode_tiles, padded_width
 from fa_kernels.flash_attention.tiles import (
     SHARED_LIMIT,
@@ -98,7 +97,7 @@ def smaller(
 
 def own_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
     """Returns pairs: a number of queries per KV head, and the tile sizes that `device` uses for this number."""
-    return _decode_tiles(arch_of(device), width, itemsize, paged, _shared_memory(device))
+    return _decode_tiles(arch_of(device), width, itemsize, paged, shared_memory(device))
 
 
 def other_decode_tiles(width: Width, itemsize: int, paged: bool, device: torch.device) -> list[tuple[int, TileConfig]]:
@@ -134,10 +133,4 @@ def _fills_its_parts(width: Width, itemsize: int) -> bool:
 
 def _fits(tiles: TileConfig, width: Width, direction: Pass, itemsize: int, device: torch.device) -> bool:
     needed = shared_bytes(arch_of(device), tiles, *width, direction, itemsize)
-    return needed <= _shared_memory(device)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Returns the largest number of bytes of shared memory that one program can use."""
-    properties: Any = torch.cuda.get_device_properties(device)  # Any, because torch's type stub is incomplete
-    return properties.shared_memory_per_block_optin
+    return needed <= shared_memory(device)

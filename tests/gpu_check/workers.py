@@ -12,6 +12,7 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 
+from scripts.bench.page import first_line
 from tests.gpu_check.cases import Case
 from tests.kernels.support.attention_check import GPU
 
@@ -21,7 +22,6 @@ LIMIT = 300  # time limit of a case in seconds, including compilation
 @dataclass(frozen=True)
 class Result:
     case: Case
-    seconds: float
     error: str  # empty if the case passed
     kernels: frozenset[str]  # names of the kernels that the case compiled or loaded
 
@@ -48,7 +48,7 @@ def run_all(cases: Sequence[Case], jobs: int) -> Iterator[Result]:
                 busy.pop(pipe)
                 worker.process.kill()
                 assert worker.case is not None
-                yield Result(worker.case, LIMIT, f"did not end within {LIMIT} s", frozenset())
+                yield Result(worker.case, f"did not end within {LIMIT} s", frozenset())
                 idle.append(_Worker())
     for worker in idle:
         worker.pipe.send(None)
@@ -77,7 +77,7 @@ class _Worker:
         except EOFError:
             self.process.join()
             error, kernels, alive = f"the process ended with {self.process.exitcode}", frozenset(), False
-        return Result(self.case, time.monotonic() - self.began, error, kernels), alive
+        return Result(self.case, error, kernels), alive
 
 
 def _serve(pipe: Connection) -> None:
@@ -99,7 +99,7 @@ def _serve(pipe: Connection) -> None:
                 case.run()
                 _wait_for_gpu()
             except Exception as failure:
-                error = f"{type(failure).__name__}: {failure}".strip().splitlines()[0]
+                error = first_line(failure)
                 alive = _context_lives()
             pipe.send((error, frozenset(kernels), alive))
 

@@ -20,7 +20,8 @@ from scripts.ablate_memory import attention_cases, explanations, parse_arguments
 from scripts.ablation.cases import AttentionCase, Result, StepCase, configuration, measure, timed
 from scripts.ablation.formula import Formula, attention_formula, step_formula
 from scripts.ablation.report import attention_part, markdown, page, step_part, write_files
-from scripts.ablation.sweep import ProcessError, call_apart, case_of, expected_seconds, load, run_apart, sweep
+from scripts.ablation.sweep import ProcessError, apart, call_apart, expected_seconds, load, sweep
+from scripts.bench.case_process import case_of
 from tests.scripts.support.html_page import assert_self_contained
 from tests.scripts.support.wandb_runs import environment, inspect
 from tests.support import processes
@@ -275,18 +276,16 @@ def test_a_case_that_dies_costs_itself_alone(tmp_path):
         call_apart(time.sleep, (60,), 0.5, log)
     assert call_apart(max, (2, 3), 60, log) == 3
     wrong = case("chunked", overrides=(*TINY, "attention.chunk_size=0"))
-    assert run_apart(wrong, 60, log).outcome.startswith("failed: ValueError: attention.chunk_size must be")
+    assert apart(measure, (wrong,), 60, log).outcome.startswith("failed: ValueError: attention.chunk_size must be")
     assert "Traceback" in log.read_text()
 
 
 def test_a_process_killed_by_linux_ran_out_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.ablation.sweep.measure", lambda case: None)
-
     def killed(*_):
         raise ProcessError("exit status -9", -signal.SIGKILL)
 
     monkeypatch.setattr("scripts.ablation.sweep.call_apart", killed)
-    assert run_apart(case(), 1.0, tmp_path / "log") == Result("oom")
+    assert apart(measure, (case(),), 1.0, tmp_path / "log") == Result("oom")
 
 
 @pytest.mark.slow
@@ -475,4 +474,4 @@ def test_each_shape_differs_from_the_first_in_one_thing():
 
 @pytest.mark.parametrize("sent", [case(), alone()])
 def test_a_case_survives_its_file(sent):
-    assert case_of(sent.KIND, json.loads(json.dumps(asdict(sent)))) == sent
+    assert case_of(type(sent), json.loads(json.dumps(asdict(sent)))) == sent

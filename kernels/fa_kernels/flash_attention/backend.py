@@ -31,12 +31,40 @@ CHOICES = ("auto", "portable", "hopper")
 Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the input tensors of a recorded call
 
 
+def _call(
+    name: str, q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features, *options: Hashable
+) -> Call:
+    """Returns the key of a recorded call (launch/record.py), and its inputs: `tensors` and those of the schedule.
+
+    The key contains all values that determine the kernel launches and the checks of checks.py. The tensors of a
+    schedule are always int32, contiguous and on one device. For these tensors, the key therefore holds only the device
+    and the numbers of tokens and tiles. The key does not hold the strides of contiguous tensors, because these strides
+    follow from the shape or do not matter.
+    """
+    key = (
+        name,
+        *options,
+        *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],
+        schedule.key_start.get_device(),
+        schedule.key_start.numel(),
+        schedule.query_start.numel(),
+        schedule.query_tiles.numel(),
+        schedule.key_tiles.numel(),
+        schedule.wide_query_tiles.numel(),
+        schedule.crosses_documents,
+        features.softmax_scale,
+        features.softcap,
+        getenv(VARIABLE),  # Triton's getenv takes a tenth of the time of os.environ
+        precision_of(q) if q.dtype == torch.float32 else None,
+    )
+    return key, (*tensors, *schedule[:7])
+
+
 def _forward_call(
     q: Tensor, k: Tensor, v: Tensor, schedule: Schedule, features: Features, out_dtype: torch.dtype
 ) -> Call:
     tensors = q, k, v, features.sinks, features.descale, *features.alibi
-    key = "forward", out_dtype, schedule.length_class, *_common_key(q, tensors, schedule, features)
-    return key, (*tensors, *schedule[:7])
+    return _call("forward", q, tensors, schedule, features, out_dtype, schedule.length_class)
 
 
 @recorded(_forward_call)
@@ -74,8 +102,7 @@ def _backward_call(
     deterministic: bool,
 ) -> Call:
     tensors = do, q, k, v, o, lse, dlse, *features.alibi
-    key = "backward", deterministic, features.sinks is None, *_common_key(q, tensors, schedule, features)
-    return key, (*tensors, *schedule[:7])
+    return _call("backward", q, tensors, schedule, features, deterministic, features.sinks is None)
 
 
 @recorded(_backward_call)
@@ -125,8 +152,7 @@ def _prepare_call(
     deterministic: bool,
 ) -> Call:
     tensors = do, q, k, v, o, lse, *features.alibi
-    key = "prepare", deterministic, features.sinks is None, *_common_key(q, tensors, schedule, features)
-    return key, (*tensors, *schedule[:7])
+    return _call("prepare", q, tensors, schedule, features, deterministic, features.sinks is None)
 
 
 @recorded(_prepare_call)
@@ -168,8 +194,7 @@ def _phase_call(name: str) -> Callable[..., Call]:
         deterministic: bool,
     ) -> Call:
         tensors = do, q, k, v, lse, *prepared, *features.alibi
-        key = name, deterministic, features.sinks is None, *_common_key(q, tensors, schedule, features)
-        return key, (*tensors, *schedule[:7])
+        return _call(name, q, tensors, schedule, features, deterministic, features.sinks is None)
 
     return call
 
@@ -237,32 +262,6 @@ def in_order(x: Tensor) -> Tensor:
 def packed(x: Tensor) -> Tensor:
     """Flattens (batch, seqlen, heads, head_dim) to (tokens, heads, head_dim). If x has three dimensions, returns x."""
     return x.flatten(0, 1) if x.dim() == 4 else x
-
-
-def _common_key(
-    q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features
-) -> tuple[Hashable, ...]:
-    """Returns the part of the recording key (launch/record.py) that is the same in the forward and the backward pass.
-
-    The recording key contains all values that determine the kernel launches and the checks of checks.py. The tensors of
-    a schedule are always int32, contiguous and on one device. For these tensors, the recording key therefore holds only
-    the device and the numbers of tokens and tiles. The recording key does not hold the strides of contiguous tensors,
-    because these strides follow from the shape or do not matter.
-    """
-    return (
-        *[None if t is None else (t.dtype, t.get_device(), t.shape, t.is_contiguous() or t.stride()) for t in tensors],
-        schedule.key_start.get_device(),
-        schedule.key_start.numel(),
-        schedule.query_start.numel(),
-        schedule.query_tiles.numel(),
-        schedule.key_tiles.numel(),
-        schedule.wide_query_tiles.numel(),
-        schedule.crosses_documents,
-        features.softmax_scale,
-        features.softcap,
-        getenv(VARIABLE),  # Triton's getenv takes a tenth of the time of os.environ
-        precision_of(q) if q.dtype == torch.float32 else None,
-    )
 
 
 def _uses_hopper_backward(q: Tensor, k: Tensor, v: Tensor, features: Features) -> bool:

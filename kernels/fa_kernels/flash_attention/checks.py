@@ -33,7 +33,7 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
     """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
 
     If a call repeats recorded launches (launch/record.py), require_consistent does not run. The key of a recording
-    (backend._common_key) must contain everything that require_consistent checks.
+    (backend._call) must contain everything that require_consistent checks.
     Shapes: q (total_q, n_heads, head_dim), k (total_k, n_kv_heads, head_dim), v (total_k, n_kv_heads, v_head_dim).
     Dense tensors have (batch, seqlen) in place of total_q or total_k.
     """
@@ -115,6 +115,19 @@ def softcap_of(softcap: float) -> float:
             f"softcap must be finite and at most {MAX_SOFTCAP:g}, and 0 means no soft cap; got {float(softcap)}"
         )
     return max(float(softcap), 0.0)
+
+
+def require_slopes(slopes: Tensor, batch: int, q: Tensor) -> None:
+    """Raises ValueError unless ALiBi's slopes are (n_heads,) or (batch, n_heads) float32 on q's device.
+
+    batch: the number of sequences or documents. Shapes: q (..., n_heads, head_dim).
+    """
+    n_heads = q.shape[-2]
+    shapes = (n_heads,), (batch, n_heads)
+    if slopes.shape not in shapes or slopes.dtype != torch.float32 or slopes.device != q.device:
+        raise ValueError(
+            f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; got {described(slopes)}"
+        )
 
 
 def require_constant(name: str, x: object) -> None:

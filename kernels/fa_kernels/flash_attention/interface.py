@@ -20,6 +20,7 @@ from fa_kernels.flash_attention.checks import (
     name_of,
     require_consistent,
     require_constant,
+    require_slopes,
     scale_of,
     shapes_of,
     softcap_of,
@@ -300,17 +301,11 @@ def _dtype_of_o(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
 
 def _alibi(alibi_slopes: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q: Tensor) -> list[Tensor]:
     """Returns the three tensors of Features.alibi."""
-    n_docs, n_heads = cu_seqlens_q.numel() - 1, q.shape[-2]
-    shapes = (n_heads,), (n_docs, n_heads)
-    if alibi_slopes.shape not in shapes or alibi_slopes.dtype != torch.float32 or alibi_slopes.device != q.device:
-        raise ValueError(
-            f"alibi_slopes must be ({n_heads},) or ({n_docs}, {n_heads}) float32 on {q.device}; "
-            f"got {described(alibi_slopes)}"
-        )
+    require_slopes(alibi_slopes, cu_seqlens_q.numel() - 1, q)
     require_constant("alibi_slopes", alibi_slopes)
     slopes = alibi_slopes.expand(1, -1) if alibi_slopes.dim() == 1 else alibi_slopes
     if slopes.shape[0] == 0:  # without documents, kernels still read the slopes of document 0
-        slopes = slopes.new_zeros(1, n_heads)
+        slopes = slopes.new_zeros(1, q.shape[-2])
     return [slopes.contiguous(), *alignment(cu_seqlens_q, cu_seqlens_k, math.prod(q.shape[:-2]))]
 
 

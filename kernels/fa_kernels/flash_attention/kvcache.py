@@ -13,6 +13,7 @@ from fa_kernels.flash_attention.checks import (
     described,
     name_of,
     require_backend,
+    require_slopes,
     scale_of,
     softcap_of,
 )
@@ -103,7 +104,8 @@ def flash_attn_with_kvcache(
         _require_int32("cache_leftpad", cache_leftpad, (batch,), q.device)
     _require_pages_in_range(k_cache, table, seqlens, seqlen_new, block_table is not None)
     _require_rotary(rotary_cos, rotary_sin, k is not None, q, capacity)
-    _require_slopes(alibi_slopes, q)
+    if alibi_slopes is not None:
+        require_slopes(alibi_slopes, batch, q)
     if not 0 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits must be from 0 to {MAX_SPLITS}; got {num_splits}")
     scale, cap = scale_of(q, softmax_scale), softcap_of(softcap)
@@ -377,13 +379,3 @@ def _require_rotary(cos: Tensor | None, sin: Tensor | None, appends: bool, q: Te
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x.dtype not in (q.dtype, torch.float32) or x.device != q.device:
             raise ValueError(f"{name} must be {name_of(q.dtype)} or float32 on {q.device}; got {described(x)}")
-
-
-def _require_slopes(slopes: Tensor | None, q: Tensor) -> None:
-    batch, n_heads = q.shape[0], q.shape[2]
-    if slopes is not None and (
-        slopes.shape not in ((n_heads,), (batch, n_heads)) or slopes.dtype != torch.float32 or slopes.device != q.device
-    ):
-        raise ValueError(
-            f"alibi_slopes must be ({n_heads},) or ({batch}, {n_heads}) float32 on {q.device}; got {described(slopes)}"
-        )

@@ -206,7 +206,6 @@ def dense_schedule(
 
     Recent schedules are cached (schedule_cache.py).
     """
-    window_size = (window_size[0], window_size[1])
     arguments = batch, seqlen_q, seqlen_k, device, causal, window_size
     build = partial(_build_dense_schedule, *arguments)
     key = schedule_cache.key_of(*arguments)

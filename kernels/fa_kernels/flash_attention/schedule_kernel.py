@@ -206,17 +206,16 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _layout(total_q: int, total_k: int, work_tile: int, wide_tile: int, gradients: bool) -> _Layout:
-    query_tiles, wide_tiles, key_tiles = (
-        ceil_div(total_q, work_tile), ceil_div(total_q, wide_tile), ceil_div(total_k, work_tile)
-    )  # fmt: skip
-    programs = ceil_div(query_tiles, TILES) + ceil_div(wide_tiles, TILES) + ceil_div(total_q, TOKENS)
+    n_query_tiles, n_wide_tiles = ceil_div(total_q, work_tile), ceil_div(total_q, wide_tile)
+    programs = ceil_div(n_query_tiles, TILES) + ceil_div(n_wide_tiles, TILES) + ceil_div(total_q, TOKENS)
     of_gradients = [0, 0, 0]
     if gradients:
-        of_gradients = [total_k, total_k, key_tiles]
-        programs += ceil_div(key_tiles, TILES) + ceil_div(total_k, TOKENS)
+        n_key_tiles = ceil_div(total_k, work_tile)
+        of_gradients = [total_k, total_k, n_key_tiles]
+        programs += ceil_div(n_key_tiles, TILES) + ceil_div(total_k, TOKENS)
     sizes = [0]
     places: list[int] = []  # indices into sizes
-    for size in (total_q, total_q, query_tiles, wide_tiles, *of_gradients):
+    for size in (total_q, total_q, n_query_tiles, n_wide_tiles, *of_gradients):
         places.append(len(sizes) if size else 0)
         sizes += [part for part in (size, -size % ALIGNMENT) if part]  # split_with_sizes needs 1 us per part
     key_start, key_end, query_tiles, wide_query_tiles, query_start, query_end, key_tiles = places

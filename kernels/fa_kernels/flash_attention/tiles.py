@@ -3,13 +3,12 @@
 import warnings
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fa_kernels.columns_of_head import split_columns
-from fa_kernels.device import Arch, arch_of, interpreted
+from fa_kernels.device import Arch, arch_of, interpreted, shared_memory
 from fa_kernels.flash_attention import tuned_tiles
 from fa_kernels.flash_attention.tuned_tiles import HEAD_DIMS, Pass
 
@@ -160,9 +159,7 @@ def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction
 
 @cache  # called at every launch
 def _launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
-    arch = arch_of(device)
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks an attribute, hence Any
-    limit = properties.shared_memory_per_block_optin
+    arch, limit = arch_of(device), shared_memory(device)
     widest = max(head_dim, v_head_dim)
     tuned = _tuned(device, widest, direction, itemsize)
     entry = tuned or tile_config(arch, widest, direction, itemsize)

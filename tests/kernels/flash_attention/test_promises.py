@@ -13,6 +13,7 @@ from fa_kernels.flash_attention.interface import flash_attn_packed
 from fa_kernels.flash_attention.reference import attention_reference
 from fa_kernels.flash_attention.schedule import causal_schedule
 from fa_kernels.launch import record
+from tests.kernels.support.attention_check import cumulative
 
 pytestmark = pytest.mark.gpu
 
@@ -20,10 +21,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(params=["portable", "auto"], autouse=True)
 def _backend(request, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_BACKEND", request.param)
-
-
-def cumulative(lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
 
 
 def inputs_of(*shape, n_kv_heads=2, dtype=torch.bfloat16):

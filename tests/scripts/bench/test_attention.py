@@ -16,8 +16,17 @@ from numpy.testing import assert_array_equal
 
 from fa_kernels.flash_attention.reference import attention_reference
 from scripts.bench import attention
-from scripts.bench.attention import DEVICE, Backend, Workload, dense_workload, fill_row, packed_workloads
-from scripts.bench.attention_report import STYLES, Row, draw, draw_rates, markdown, write_csv
+from scripts.bench.attention import (
+    DEVICE,
+    Backend,
+    Workload,
+    attended_pairs,
+    dense_workload,
+    fill_row,
+    packed_workloads,
+)
+from scripts.bench.attention_report import STYLES, Row, draw, draw_rates, markdown
+from scripts.bench.page import write_csv
 from scripts.bench.timing import captured, median_ms
 from tests.support.tolerance import assert_as_accurate
 
@@ -70,6 +79,13 @@ def test_short_sequences_share_a_batch_of_one_size() -> None:
 def test_fill_row_cuts_the_last_document() -> None:
     assert fill_row([3, 4, 5], total=9) == (3, 4, 2)
     assert fill_row([3, 4, 5], total=7) == (3, 4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 100])
+def test_pairs_of_queries_and_keys(window):
+    lengths = (1, 5, 12)
+    pairs = sum(min(i + 1, window or i + 1) for length in lengths for i in range(length))
+    assert attended_pairs(lengths, window) == pairs
 
 
 def test_packed_workloads_fill_the_row() -> None:
@@ -146,7 +162,7 @@ def test_markdown_has_a_column_a_backend() -> None:
 
 
 def test_csv_keeps_every_row(tmp_path: Path) -> None:
-    write_csv([row(), without_result("naive", 65536, "oom")], tmp_path / "rows.csv")
+    write_csv(Row, [row(), without_result("naive", 65536, "oom")], tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
     assert (first["backend"], float(first["ms"])) == ("ours", 1.024)

@@ -2,11 +2,13 @@
 
 import os
 import signal
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 
-from scripts.bench import memory, step
+from scripts.bench import case_process
+from scripts.bench.case_process import result_of
 from scripts.bench.command_line import sigterm_raises
 
 
@@ -27,24 +29,20 @@ class Running:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("module", "case"),
-    [
-        pytest.param(
-            memory, memory.Case("nano", 64, "none", "cpu", "sdpa", compiled=False, steps=2, slow_step=60), id="memory"
-        ),
-        pytest.param(step, step.Case("nano", 64, "ours-none", "cpu", "sdpa", steps=2, slow_step=60), id="step"),
-    ],
-)
-def test_sigterm_ends_the_process_of_the_case(module, case, monkeypatch):
-    monkeypatch.setattr(module.subprocess, "Popen", Running)
-    monkeypatch.setattr(module.os, "killpg", lambda group, number: Running.killed.append((group, number)))
+@dataclass
+class Case:
+    steps: int
+
+
+def test_sigterm_ends_the_process_of_the_case(monkeypatch):
+    monkeypatch.setattr(case_process.subprocess, "Popen", Running)
+    monkeypatch.setattr(case_process.os, "killpg", lambda group, number: Running.killed.append((group, number)))
     before = signal.getsignal(signal.SIGTERM)
     Running.killed.clear()
     try:
         sigterm_raises()
         with pytest.raises(SystemExit) as ended:
-            module.run_apart(case, timeout=60)
+            result_of("scripts.bench.step", Case(2), timeout=60)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM and Running.killed == [(Running.pid, signal.SIGKILL)]

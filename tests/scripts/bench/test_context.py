@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fa_train.models.attention import naive_attention
 from fa_train.parallel.context.operators import register_group
 from scripts.bench import context
-from scripts.bench.context import STREAMS, Setting, attended_pairs, documents, main, measure
+from scripts.bench.context import STREAMS, Setting, documents, main, measure
 from scripts.bench.context_peer import PEER_PARTS
 from scripts.bench.context_report import PARTS, Result, draw, peer_table, table
 
@@ -37,13 +37,6 @@ def test_documents_of_a_file():
     lengths = documents("file", 1000, 0, lengths=(7, 300, 9000))
     assert sum(lengths) == 1000 and set(lengths[:-1]) <= {7, 250}, "a document has at most a quarter of the tokens"
     assert lengths != documents("file", 1000, 1, lengths=(7, 300, 9000))
-
-
-@pytest.mark.parametrize("window", [None, 3, 100])
-def test_pairs_of_queries_and_keys(window):
-    lengths = (1, 5, 12)
-    pairs = sum(min(i + 1, window or i + 1) for length in lengths for i in range(length))
-    assert attended_pairs(lengths, window) == pairs
 
 
 @pytest.mark.parametrize("stream", STREAMS)

@@ -59,4 +59,4 @@ def test_wrong_cases_are_refused(given, said, capsys):
 def test_no_processes_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--jobs", "0"])
-    assert "--jobs and --rep must be positive; got 0 and 20" in capsys.readouterr().err
+    assert "--jobs must be positive; got 0" in capsys.readouterr().err

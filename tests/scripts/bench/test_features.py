@@ -13,7 +13,6 @@ from scripts.bench.features import (
     log_normal_lengths,
     parse_arguments,
     rows,
-    visible_pairs,
 )
 
 LENGTHS, EQUAL = (20, 12), (32, 32)
@@ -74,11 +73,6 @@ def test_rows_are_shares_of_plain_causal():
         "| 64 | fp8 | 1.000 | 1.500 | 0.750 | – | – |",
         "| 64 | broken | 1.000 | RuntimeError: no |  |  |  |",
     ]
-
-
-@pytest.mark.parametrize(("length", "left"), [(1, 0), (5, 0), (5, 4), (5, 9), (7, 3)])
-def test_pairs_in_a_window(length, left):
-    assert visible_pairs(length, left, causal=True) == sum(min(i, left) + 1 for i in range(length))
 
 
 def test_documents_fill_the_row():

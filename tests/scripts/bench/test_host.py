@@ -27,8 +27,8 @@ from scripts.bench.host import (
     order,
     parse_arguments,
     sample,
-    write_csv,
 )
+from scripts.bench.page import write_csv
 
 SHAPE = Shape(tokens=32, n_heads=4, n_kv_heads=2, head_dim=16)
 
@@ -150,7 +150,7 @@ def test_table_and_csv(tmp_path):
         "| SDPA | RuntimeError: no kernel | – | – | – | – |",
     ]
     assert any(line.startswith("32 tokens, 4 heads for 2, head_dim 16") for line in lines)
-    write_csv(rows, tmp_path / "host.csv")
+    write_csv(Row, rows, tmp_path / "host.csv")
     assert (tmp_path / "host.csv").read_text().splitlines() == [
         "candidate,direction,outcome,median_us,lowest_us,highest_us",
         "ours,forward,ok,31.04,30.0,39.96",

@@ -11,8 +11,8 @@ import torch
 
 from fa_train.lit_gpt import LitGPT
 from scripts.bench import memory
+from scripts.bench.case_process import case_of
 from scripts.bench.memory import (
-    case_of,
     cases_of,
     configuration,
     host_bytes,
@@ -41,7 +41,7 @@ ROWS = [
 
 def in_this_process(case, timeout):
     """Replaces run_apart, because the imports of a new process would take seconds."""
-    return Row(**json.loads(json.dumps(asdict(measure(case_of(json.loads(json.dumps(asdict(case)))))))))
+    return Row(**json.loads(json.dumps(asdict(measure(case_of(Case, json.loads(json.dumps(asdict(case)))))))))
 
 
 def run_main(monkeypatch, folder, *arguments):

@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-import torch
 
 from fa_train.callbacks.monitor import GIB
 from fa_train.lit_gpt import LitGPT
@@ -35,7 +34,7 @@ def test_two_configurations_in_one_process(tmp_path, monkeypatch, updates):
     monkeypatch.setattr(planner, "RUNS", runs)
     monkeypatch.setattr(planner, "measure", lambda run, device: measured[run])
     monkeypatch.setattr(planner, "describe", lambda *given: {"GPU": "none"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(planner, "require_gpu", lambda script: None)
     monkeypatch.setattr(sys, "argv", ["planner", "--out", str(tmp_path / "found")])
     planner.main()
     rows = json.loads((tmp_path / "found.json").read_text())

@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-import torch
 
 from fa_train.memory.planner.predict import predict
 from scripts.bench import random_plans
@@ -41,7 +40,7 @@ def test_a_small_configuration_is_measured_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(random_plans, "planned", lambda number, device: planned(number, "cpu"))
     monkeypatch.setattr(random_plans, "measured", lambda config, device: measured(config, "cpu"))
     monkeypatch.setattr(random_plans, "describe", lambda *given: {"GPU": "none"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(random_plans, "require_gpu", lambda script: None)
     monkeypatch.setattr(sys, "argv", ["random_plans", "--count", "2", "--out", str(tmp_path / "found")])
     random_plans.main()
     rows = json.loads((tmp_path / "found.json").read_text())

@@ -14,13 +14,13 @@ from hydra.utils import instantiate
 
 from fa_train import training
 from scripts.bench import step
+from scripts.bench.case_process import case_of
 from scripts.bench.peers import time_steps
 from scripts.bench.step import (
     Case,
     Row,
     best_of_ours,
     best_peer,
-    case_of,
     cells,
     comparison,
     configuration,
@@ -29,11 +29,11 @@ from scripts.bench.step import (
     run_apart,
     write,
 )
-from scripts.bench.training_case import FEWEST_STEPS, REPOSITORY, StepTimes, document_lens
+from scripts.bench.training_case import FEWEST_STEPS, StepTimes, document_lens
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import Variant, variant_of
 from tests.support.processes import ForkedModule
-from tests.support.training import column, composed
+from tests.support.training import REPOSITORY, column, composed
 
 TINY = (
     "model.n_layers=2", "model.dim=32", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=64",
@@ -211,7 +211,7 @@ def test_float8_is_not_compared_with_a_peer_in_bf16():
 
 
 def test_a_case_survives_its_way_to_another_process():
-    assert case_of(asdict(CASE) | {"overrides": list(TINY)}) == CASE
+    assert case_of(Case, asdict(CASE) | {"overrides": list(TINY)}) == CASE
 
 
 def test_the_table(tmp_path):

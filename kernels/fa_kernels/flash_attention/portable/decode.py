@@ -8,14 +8,13 @@ kernel. cache.py describes the cache, and appends new tokens to it.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_kernels.device import LOG2_E, Arch, arch_of, interpreted, multiprocessors
+from fa_kernels.device import LOG2_E, Arch, arch_of, interpreted, multiprocessors, shared_memory
 from fa_kernels.flash_attention.portable.cache import Cache, Rotary, angles_of, positions_of, rotary_switches, stride_of
 from fa_kernels.flash_attention.portable.decode_tile import (
     Scoring,
@@ -153,9 +152,8 @@ def decode_attention(
         return o, lse
     group = n_heads // n_kv_heads
     rows = seqlen_q * group
-    tiles = decode_tiles(
-        arch_of(q.device), head_dim, v_head_dim, q.element_size(), rows, cache.paged, _shared_limit(q.device)
-    )
+    limit = 0 if interpreted() else shared_memory(q.device)  # the interpreter has no limit
+    tiles = decode_tiles(arch_of(q.device), head_dim, v_head_dim, q.element_size(), rows, cache.paged, limit)
     # A block of keys must not extend over two pages.
     block_n = min(tiles.block_n, page_size & -page_size) if cache.paged else tiles.block_n
     n_tiles = triton.cdiv(rows, tiles.block_m)
@@ -237,13 +235,3 @@ def choose_splits(n_programs: int, n_keys: int, n_multiprocessors: int) -> int:
     n_keys: an upper bound on the number of keys that a tile sees. The host does not know the exact number of keys.
     """
     return max(1, min(2 * n_multiprocessors // n_programs, n_keys // MIN_SPLIT, MAX_SPLITS))
-
-
-def _shared_limit(device: torch.device) -> int:
-    """Returns the bytes of shared memory that a program can use.
-
-    In the interpreter, the limit is not used, so this function returns 0.
-    """
-    # The type is Any, because torch's type stub lacks an attribute.
-    properties: Any = None if interpreted() else torch.cuda.get_device_properties(device)
-    return 0 if properties is None else properties.shared_memory_per_block_optin
