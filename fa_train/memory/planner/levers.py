@@ -23,9 +23,9 @@ MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
 # about 600 tokens, an H200 needs more time to read and write this gradient than to compute it.
 LOSS_CHUNK = 1024  # tokens
 LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
-# FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_32k_h200_202611.md
+# FLOP/s of bf16 matrix products, estimated from scripts/results/memory_llama_1b_h200_202611.md
 FLOPS = 7e14
-# FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_*_h200_202611.md
+# FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
 # Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. These
 # costs make the search prefer FFN chunks to equally fast copies to the host, because copies need pinned memory.

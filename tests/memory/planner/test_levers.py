@@ -73,7 +73,7 @@ def test_auto_takes_the_cheapest_that_fits():
 
 
 # Measured milliseconds of a compiled step, for each number of tokens and each set of levers. The measurements are from
-# memory_llama_1b_32k_h200_202611.md and memory_llama_1b_131k_h200_202611.md in scripts/results.
+# scripts/results/memory_llama_1b_h200_202611.md.
 STEP_MS = {
     2**15: [
         (Levers("none", False, None), 951.2),
