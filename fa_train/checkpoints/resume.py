@@ -8,6 +8,7 @@ from pathlib import Path
 from fa_train import settings
 from fa_train.checkpoints.base import require_same_weights
 from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest, shapes
+from fa_train.config_options import in_quotes
 from fa_train.models.gpt import GPT
 from fa_train.parallel.sharded_checkpoint import read_parts, require_whole
 
@@ -28,8 +29,7 @@ def override_for(checkpoint: Path, runs: Path) -> str:
     path = str(checkpoint)
     if re.fullmatch(r"[A-Za-z0-9_./-]+", path):
         return f"ckpt_path={path}"
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', path)  # in Hydra's quotes, a backslash is special only before a quote
-    return shlex.quote(f'ckpt_path="{escaped}"')
+    return shlex.quote(f"ckpt_path={in_quotes(path)}")
 
 
 def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
