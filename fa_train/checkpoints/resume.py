@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 from fa_train import settings
@@ -32,12 +31,12 @@ def override_for(checkpoint: Path, runs: Path) -> str:
     return shlex.quote(f"ckpt_path={in_quotes(path)}")
 
 
-def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
+def checkpoint_path(ckpt_path: str | None, runs: Path) -> str | None:
     """Returns the path of the checkpoint to resume from, or None to start a new run.
 
     ckpt_path: a path, "last" for the newest undamaged checkpoint of the runs in `runs`, or None. `runs` itself and each
-    folder in `runs` can be the folder of a run. Deeper folders belong to runs with another run_name.
-    say: called with one line of text for each damaged checkpoint that "last" skips.
+    folder in `runs` can be the folder of a run. Deeper folders belong to runs with another run_name. The function
+    prints a line for each damaged checkpoint that "last" skips.
     Raises: ValueError if ckpt_path is empty, does not exist, is damaged or is not a checkpoint.
     """
     if ckpt_path is None:
@@ -54,7 +53,7 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
         try:
             require_whole(path)
         except CheckpointError as error:
-            say(f"ckpt_path=last skips a checkpoint: {error}")
+            print(f"ckpt_path=last skips a checkpoint: {error}")
         else:
             return str(path)
     if found:

@@ -303,8 +303,7 @@ def test_the_newest_is_by_time_then_by_name(tmp_path):
     assert names == ["step_0000002.ckpt", "step_0000001.ckpt", "step_0000009.ckpt"]
 
 
-def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
-    said: list[str] = []
+def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path, capsys):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     whole = file.rename(folder / file.name)
@@ -312,11 +311,12 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
         path = shutil.copy(whole, folder / f"step_000000{step}.ckpt")
         DAMAGE[damage](Path(path))
         os.utime(path, (2**31 + step, 2**31 + step))
-    assert checkpoint_path("last", tmp_path, said.append) == str(whole)
+    assert checkpoint_path("last", tmp_path) == str(whole)
+    said = capsys.readouterr().out.splitlines()
     assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]
     whole.unlink()
     with pytest.raises(ValueError, match=r"found only damaged checkpoints below .* \(2 in all\)"):
-        checkpoint_path("last", tmp_path, said.append)
+        checkpoint_path("last", tmp_path)
 
 
 def test_last_ignores_runs_whose_run_name_is_nested_below_this_one(file, tmp_path):
