@@ -11,6 +11,7 @@ from typing import Any
 
 from fa_train.cuda_driver import has_gpu
 from fa_train.parallel.ranks import devices_per_node
+from fa_train.settings import shown
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -163,8 +164,9 @@ def require_no_upload(logger: Any) -> None:
     """
     log_model = logger.get("log_model") if isinstance(logger, Mapping) else None
     if log_model:
-        got = str(log_model).lower()
-        raise ValueError(f"logger.log_model must be false with strategy=fsdp, whose checkpoints are folders; got {got}")
+        raise ValueError(
+            f"logger.log_model must be false with strategy=fsdp, whose checkpoints are folders; got {shown(log_model)}"
+        )
 
 
 def require_device_count(devices: Any, accelerator: str) -> None:

@@ -30,6 +30,7 @@ from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapters_of
 from fa_train.optim import adamw
 from fa_train.parallel.decisions import decided_by_rank_zero
+from fa_train.settings import shown
 
 CERTAIN = 1.1  # a run is refused if it needs more than this multiple of the device's memory
 OPTIMIZERS: dict[object, OptimizerKind] = {
@@ -132,7 +133,7 @@ def plan_memory(
             lambda: with_blocks_gathered(searched, device_bytes(device)).run.reshard_after_forward,
         )
         plan = resized(plan, reshard_after_forward=resharded)
-        say(f"strategy.reshard_after_forward=auto: {str(resharded).lower()}")
+        say(f"strategy.reshard_after_forward=auto: {shown(resharded)}")
     try:
         prediction = require_memory(plan, device, processes, attention)
     except DoesNotFitError:
