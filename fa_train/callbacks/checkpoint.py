@@ -31,8 +31,9 @@ from fa_train.checkpoints.files import (
 from fa_train.checkpoints.metrics import read_result
 from fa_train.errors import DivergedError
 from fa_train.models.hf.export import Build, export_run
+from fa_train.models.shards import local
 from fa_train.parallel.background_save import BackgroundSave
-from fa_train.parallel.fsdp import FullyShardedStrategy, local
+from fa_train.parallel.fsdp import FullyShardedStrategy
 
 GRACE = 30.0  # seconds that a failing run waits for a checkpoint that is still being written
 

@@ -23,7 +23,8 @@ from fa_train.models.hf import weights as hf_weights
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import LoRA, save_adapter
-from fa_train.parallel.fsdp import shard, whole
+from fa_train.models.shards import whole
+from fa_train.parallel.fsdp import shard
 from tests.support.peak_memory import peak_growth
 from tests.support.processes import start_server
 from tests.support.ranks import processes_can_talk, ranks_of_torchrun

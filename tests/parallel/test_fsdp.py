@@ -30,8 +30,9 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import predict
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
+from fa_train.models.shards import local, whole
 from fa_train.parallel.agreement import Agreement
-from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
+from fa_train.parallel.fsdp import FullyShardedStrategy, shard
 from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import trained_model
 from tests.memory.support.plans import LLAMA_1B, changed

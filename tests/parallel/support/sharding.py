@@ -24,7 +24,8 @@ from fa_train.evaluation.generation import generate
 from fa_train.lit_gpt import LitGPT
 from fa_train.memory.memory import Memory
 from fa_train.models.gpt import GPT
-from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
+from fa_train.models.shards import local, whole
+from fa_train.parallel.fsdp import FullyShardedStrategy, shard
 from tests.memory.support.small import VOCAB, compile_blocks, levers, small_gpt
 from tests.support.training import composed
 
