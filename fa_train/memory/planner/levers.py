@@ -13,9 +13,10 @@ from fa_train.bounds import Precision
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.memory import Levers
 from fa_train.memory.planner.block import keeps_up
-from fa_train.memory.planner.plan import OptimizerKind, Plan, RunSize
+from fa_train.memory.planner.plan import Plan, RunSize
 from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
 from fa_train.models.float8 import MULTIPLE
+from fa_train.optim.adamw import OptimizerKind
 
 GATHERED_SHARE = 0.9  # with gathered blocks, a plan may use this share of GPU memory: predictions can be low
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU

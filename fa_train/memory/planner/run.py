@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import cast
 
 import torch
@@ -23,23 +22,16 @@ from fa_train.memory.planner.levers import (
     with_blocks_gathered,
     with_levers,
 )
-from fa_train.memory.planner.plan import Buckets, OptimizerKind, Plan, RunSize
+from fa_train.memory.planner.plan import Buckets, Plan, RunSize
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapters_of
-from fa_train.optim import adamw
+from fa_train.optim.adamw import kind_of
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.settings import shown
 
 CERTAIN = 1.1  # a run is refused if it needs more than this multiple of the device's memory
-OPTIMIZERS: dict[object, OptimizerKind] = {
-    adamw.adamw: "adamw",
-    adamw.adamw_8bit: "adamw_8bit",
-    adamw.adamw_bf16: "adamw_bf16",
-    adamw.adamw_master: "adamw_master",
-    adamw.adamw_offload: "adamw_offload",
-}
 WITHOUT_FLOAT8 = "the plan assumes bf16 matmuls; lit_gpt.float8 keeps other copies of weights and activations"
 
 
@@ -73,7 +65,7 @@ def plan_of(
         seq_len=seq_len,
         rows=rows,
         precision=cast(Precision, precision),  # RunSize checks it
-        optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
+        optimizer=kind_of(optimizer) or "adamw",
         accumulates=accumulates,
         compiled=compiled,
         loss_chunk=model.loss.chunk_size,
