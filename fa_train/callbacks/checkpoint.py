@@ -223,12 +223,11 @@ class Checkpoint(CheckpointCallback):
         partial = save.path.with_name(save.path.name + PARTIAL)
         if self._background is None:
             self._write(trainer, partial, save.path)
-        else:
-            trainer.save_checkpoint(partial, storage_options=self._background)
-        save.stall = _seconds_since(start, trainer)
-        if self._background is None:
+            save.stall = _seconds_since(start, trainer)
             self._complete(trainer, save, seconds=save.stall)
         else:
+            trainer.save_checkpoint(partial, storage_options=self._background)
+            save.stall = _seconds_since(start, trainer)
             self._save_in_flight = save
         return True
 
