@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint, require_folder
-from fa_train.callbacks.monitor import require_measured, results
+from fa_train.callbacks.monitor import monitor_of, require_measured
 from fa_train.callbacks.record import keep_earlier_metrics, require_folders
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
@@ -262,7 +262,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         )
         if cfg.export and ckpt_path is not None:
             export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), to_container(cfg))
-        return results(trainer)
+        return monitor_of(trainer).summary()
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
@@ -285,4 +285,4 @@ def train(cfg: DictConfig) -> dict[str, float]:
             export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)
         else:
             export_last(trainer, partial(rebuild_model, cfg), config)
-    return results(trainer)
+    return monitor_of(trainer).summary()

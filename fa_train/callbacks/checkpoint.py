@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
-from fa_train.callbacks.monitor import monitor_of, results
+from fa_train.callbacks.monitor import monitor_of
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.checkpoints import resume
 from fa_train.checkpoints.files import (
@@ -345,7 +345,7 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
         if checkpoint.saved:
             advice = f"`python -m scripts.export_hf {checkpoint.saved[-1]} <folder>` exports the newest checkpoint"
         raise ValueError(f"export=true needs finite weights at the last step; got NaN or infinity. {advice}")
-    _export(trainer, checkpoint.saved[-1], build, config, results(trainer))
+    _export(trainer, checkpoint.saved[-1], build, config, monitor_of(trainer).summary())
 
 
 def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any]) -> None:

@@ -286,7 +286,8 @@ class Monitor(Callback):
     def summary(self) -> dict[str, float]:
         """Returns the newest value of each metric. tokens_per_s is the median of the last `RECENT_LOGS` logs.
 
-        If the run has had a validation, the result also has val/step, the step of val/loss.
+        If the run has had a validation, the result also has val/step, the step of val/loss. If memory ran out, the
+        result also has oom=1.
         """
         of_run = {"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {}
         return self.latest | of_run | ({} if self.val_step is None else {VAL_STEP: self.val_step})
@@ -372,8 +373,3 @@ def require_measured(metric: str | None, trainer: L.Trainer) -> None:
     if needs is not None and metric not in utilisation(0.0, device, dtype) | memory(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
         raise ValueError(f"optimized_metric={metric} needs {needs}; got {str(dtype).removeprefix('torch.')} on {name}")
-
-
-def results(trainer: L.Trainer) -> dict[str, float]:
-    """Returns a run's metrics. If memory ran out, the metrics include oom=1."""
-    return monitor_of(trainer).summary()
