@@ -23,7 +23,7 @@ from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
 from fa_train.fit import fit
 from fa_train.lit_gpt import LitGPT
-from fa_train.memory.planner.run import plan_memory, plan_of
+from fa_train.memory.planner.run import plan_memory
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
@@ -153,27 +153,8 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     if cfg.model.vocab_size is None:
         preflight.require_tokenizer(model, cfg.choices.data, cfg.data)
-    sharding = trainer.strategy if isinstance(trainer.strategy, FullyShardedStrategy) else None
-    plan = plan_of(
-        model,
-        seq_len=cfg.seq_len,
-        rows=cfg.data.micro_batch_size,
-        precision=str(trainer.precision),
-        optimizer=instantiate(cfg.optimizer),
-        accumulates=trainer.accumulate_grad_batches > 1,
-        compiled=cfg.lit_gpt.compile_model,
-        context=context_ranks(trainer.strategy),
-        head_groups=1 if sharding is None else sharding.head_groups,
-        ranks=1 if sharding is None else early_checks.ranks_per_copy(trainer.world_size, sharding.replicas),
-        reshard_after_forward=sharding is None or sharding.reshard_after_forward is not False,
-        reduce_once=sharding is not None and sharding.reduce_once,
-        buckets=preflight.gradient_buckets(cfg.strategy, trainer.world_size),
-        float8=cfg.lit_gpt.float8 is not None,
-    )
-    samples = cfg.callbacks.get("sample") is not None
-    preflight.require_settings(plan, cfg.choices.attention, sharded=sharding is not None, samples=samples)
+    plan = preflight.plan_of(cfg, model, instantiate(cfg.optimizer), trainer.world_size)
     if plan.run.float8:
-        preflight.require_float8(model, plan.run, sharded=sharding is not None)
         require_float8_gpu(trainer.strategy.root_device)
     plan = plan_memory(
         plan,
@@ -188,8 +169,8 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     )
     if cfg.memory.get("auto"):
         cfg.memory.update(asdict(plan.levers))
-    if sharding is not None:
-        sharding.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
+    if isinstance(trainer.strategy, FullyShardedStrategy):
+        trainer.strategy.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
 
 
 def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule, done: int) -> None:

@@ -3,14 +3,9 @@
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import cast
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from fa_kernels.device import Arch, arch_of
-from fa_train.bounds import Precision
 from fa_train.memory.memory import Levers
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner.levers import (
@@ -22,12 +17,9 @@ from fa_train.memory.planner.levers import (
     with_blocks_gathered,
     with_levers,
 )
-from fa_train.memory.planner.plan import Buckets, Plan, RunSize
+from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
-from fa_train.models.gpt import GPT
-from fa_train.models.lora import adapters_of
-from fa_train.optim.adamw import kind_of
 from fa_train.parallel.decisions import decided_by_rank_zero
 from fa_train.settings import shown
 
@@ -37,54 +29,6 @@ WITHOUT_FLOAT8 = "the plan assumes bf16 matmuls; lit_gpt.float8 keeps other copi
 
 class DoesNotFitError(ValueError):
     """Raised if the planner predicts that a step runs out of GPU memory."""
-
-
-def plan_of(
-    model: GPT,
-    *,
-    seq_len: int,
-    rows: int,
-    precision: str,
-    optimizer: Callable[[nn.Module], Optimizer],
-    accumulates: bool,
-    compiled: bool,
-    ranks: int = 1,
-    context: int = 1,
-    head_groups: int = 1,
-    reshard_after_forward: bool = True,
-    reduce_once: bool = False,
-    buckets: Buckets = "none",
-    float8: bool = False,
-) -> Plan:
-    """Returns the plan of a run. The model may be on the meta device.
-
-    All parameters except model and optimizer are fields of RunSize. An unknown optimizer is planned as AdamW.
-    Raises: ValueError if the precision is unknown.
-    """
-    run = RunSize(
-        seq_len=seq_len,
-        rows=rows,
-        precision=cast(Precision, precision),  # RunSize checks it
-        optimizer=kind_of(optimizer) or "adamw",
-        accumulates=accumulates,
-        compiled=compiled,
-        loss_chunk=model.loss.chunk_size,
-        adapters=adapters_of(model),
-        ranks=ranks,
-        context=context,
-        head_groups=head_groups,
-        reshard_after_forward=reshard_after_forward,
-        reduce_once=reduce_once,
-        buckets=buckets,
-        float8=float8,
-        arch=planned_arch(),
-    )
-    return Plan(model.config, model.memory.levers, run)
-
-
-def planned_arch() -> Arch:
-    """Returns the architecture of this machine's GPU, or the architecture of an H200 if there is no GPU."""
-    return arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90"
 
 
 def plan_memory(
