@@ -81,13 +81,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     trainer = instantiate(cfg.trainer, **given)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            arguments = private("lightning", logger, "_wandb_init")
-            arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
-            if private("lightning", logger, "_offline"):  # otherwise, logger.mode would override logger.offline
-                arguments["mode"] = "offline"
-            is_default = arguments["resume"] == "allow" and "resume" not in cfg.trainer.logger
-            if "WANDB_RESUME" in os.environ and is_default:
-                arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME
+            correct_wandb_arguments(logger, has_resume="resume" in cfg.trainer.logger)
     communication.configure(trainer, has_timeout="timeout" in cfg.strategy)
     require_no_averaging(trainer)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
@@ -110,6 +104,16 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
         )
     # an optimizer may keep a list that it gets, and a checkpoint with OmegaConf's lists cannot be read
     return trainer, instantiate(cfg.lit_gpt, model=model, _convert_="all"), data
+
+
+def correct_wandb_arguments(logger: WandbLogger, *, has_resume: bool) -> None:
+    """Corrects the arguments that Lightning passes to wandb.init. has_resume: whether the config has logger.resume."""
+    arguments = private("lightning", logger, "_wandb_init")
+    arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
+    if private("lightning", logger, "_offline"):  # otherwise, logger.mode would override logger.offline
+        arguments["mode"] = "offline"
+    if "WANDB_RESUME" in os.environ and arguments["resume"] == "allow" and not has_resume:
+        arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
