@@ -9,6 +9,7 @@ import shlex
 import shutil
 import tempfile
 import zipfile
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from unittest.mock import Mock
@@ -319,17 +320,24 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path, capsys):
         checkpoint_path("last", tmp_path)
 
 
-def test_last_ignores_runs_whose_run_name_is_nested_below_this_one(file, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "is_last"),
+    [
+        pytest.param("runs/mine/now", True, id="below-its-runs"),
+        pytest.param("runs/mine", True, id="in-the-folder-of-its-runs"),
+        pytest.param("runs/multirun/now/0", False, id="sweep"),
+        pytest.param("runs/mine_too/now", False, id="similar-name"),
+        pytest.param("runs/mine/nested/now", False, id="nested-name"),
+    ],
+)
+def test_a_run_is_told_to_resume_from_last_only_if_last_finds_its_checkpoint(folder, is_last, file, tmp_path):
     """Runs of run_name=mine are in runs/mine/<time>. Runs of run_name=mine/nested are in runs/mine/nested/<time>."""
-    checkpoints = {name: tmp_path / name / "now/checkpoints" / file.name for name in ("mine", "mine/nested")}
-    for seconds, path in enumerate(checkpoints.values()):
-        path.parent.mkdir(parents=True)
-        shutil.copy(file, path)
-        os.utime(path, (2**31 + seconds, 2**31 + seconds))
-    for name, path in checkpoints.items():
-        assert checkpoint_path("last", tmp_path / name) == str(path)
-        assert override_for(path, tmp_path / name) == "ckpt_path=last"
-    assert override_for(checkpoints["mine/nested"], tmp_path / "mine") == f"ckpt_path={checkpoints['mine/nested']}"
+    path, runs = tmp_path / folder / "checkpoints" / file.name, tmp_path / "runs/mine"
+    path.parent.mkdir(parents=True)
+    file.rename(path)
+    assert override_for(path, runs) == ("ckpt_path=last" if is_last else f"ckpt_path={path}")
+    with nullcontext() if is_last else pytest.raises(ValueError, match="found no checkpoint below"):
+        assert checkpoint_path("last", runs) == str(path)
 
 
 @pytest.mark.parametrize(
