@@ -149,12 +149,19 @@ class Monitor(Callback):
         # the host does not wait for the copy, because the copy goes to pinned memory
         values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
         end, waited = Timestamp(pl_module.device), time_waited(trainer)
-        step_start = self._timer.start if self._timer else None
         self._reading = Reading(
-            trainer.global_step, steps, self._lr, memory(pl_module.device), values, self._window_start, end,
-            self._validations.copy(), waited - self._window_waited, step_start,
-            self._timer.end() if self._timer else [],
-        )  # fmt: skip
+            step=trainer.global_step,
+            steps=steps,
+            lr=self._lr,
+            memory=memory(pl_module.device),
+            values=values,
+            start=self._window_start,
+            end=end,
+            validations=self._validations.copy(),
+            waited=waited - self._window_waited,
+            step_start=self._timer.start if self._timer else None,  # must come before end(), which resets it
+            communication=self._timer.end() if self._timer else [],
+        )
         self._window_start, self._window_step, self._window_waited = end, trainer.global_step, waited
         self._window_pairs = pl_module.total_pairs
         self._validations.clear()
