@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from fa_train import training
 from tests.support import processes
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.runs import run, start_and_finish, start_and_stop
 from tests.support.training import RECORDED, column, command_line, composed, quiet_environment, recorded_rows, tiny
 from train import optimized, set_environment
@@ -240,7 +240,7 @@ def start_and_finish_ranks(folder, tmp_path, *overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 def test_the_number_of_processes_may_change(tmp_path):
     """The rows and the losses of both resumed runs are those of the first run.
 

@@ -18,7 +18,7 @@ from tests.checkpoints.support.callbacks import (
 )
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.trainers import lit_gpt, quiet_trainer
 
 
@@ -42,7 +42,7 @@ def test_several_devices_use_ddp(devices, num_nodes, environment, several, monke
     assert isinstance(strategy, DDPStrategy) if several else strategy == "auto"
 
 
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 @pytest.mark.parametrize(
     ("callback", "options", "message", "steps"),
     [
