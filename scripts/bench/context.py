@@ -52,7 +52,7 @@ from fa_train.parallel.context.attention import ContextAttention, SharedSchedule
 from fa_train.parallel.context.attention_operators import used_part
 from fa_train.parallel.context.deal import Deal, deal
 from fa_train.parallel.context.operators import gathered, new_context_group, register_group, summed_gradients
-from fa_train.parallel.context.traffic import Counts, traffic
+from fa_train.parallel.context.traffic import traffic
 from scripts.bench.attention import fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.context_peer import PEER_PARTS, peer_parts
@@ -178,7 +178,7 @@ class Case:
     def _moved(
         self, schedule: SharedSchedule, dealt: Deal, setting: Setting, device: torch.device
     ) -> Callable[[], object]:
-        moves, counts = schedule.moves, Counts(*schedule.moves.counts.tolist())
+        moves, counts = schedule.moves, schedule.moves.read_counts()
         if not counts.exchanges:
             return lambda: None
         shape = (2, dealt.total // dealt.ranks, setting.n_kv_heads, setting.head_dim)

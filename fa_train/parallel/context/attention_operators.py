@@ -139,7 +139,7 @@ def _attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes context_forward."""
     moves, (group, *_, head_groups) = context.moves, context.options
-    counts = Counts(*moves.counts.tolist())
+    counts = moves.read_counts()
     runs = _runs(context, sinks, counts)
     if head_groups == 1:
         return _forward(q, k, v, *runs, moves, counts, group)
@@ -226,7 +226,7 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes context_backward."""
     moves, (group, *_, head_groups) = context.moves, context.options
-    counts = Counts(*moves.counts.tolist())
+    counts = moves.read_counts()
     runs = _runs(context, sinks, counts)
     if head_groups == 1:
         return _backward(do, q, k, v, o, lse, *runs, moves, counts, group, deterministic)
