@@ -240,13 +240,14 @@ def train(cfg: DictConfig) -> dict[str, float]:
     newest = partial(resume.checkpoint_path, cfg.ckpt_path, resume.runs_folder(cfg.run_name))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
-    if done >= cfg.max_steps:
+    config, rebuild = to_container(cfg), partial(rebuild_model, cfg)
+    if done >= cfg.max_steps:  # there is a checkpoint, because max_steps is at least 1
         trainer.print(
             f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
             "Increase max_steps to continue"
         )
-        if cfg.export and ckpt_path is not None:
-            export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), to_container(cfg))
+        if cfg.export:
+            export_finished(trainer, Path(ckpt_path), rebuild, config)
         return monitor_of(trainer).summary()
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
@@ -261,13 +262,12 @@ def train(cfg: DictConfig) -> dict[str, float]:
     require_validation(cfg, trainer, data, done)
     decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
     decided_by_rank_zero("loggers", partial(require_folders, trainer))
-    config = to_container(cfg)
     keep_earlier_metrics(trainer)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
         if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
-            export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)
+            export_finished(trainer, Path(ckpt_path), rebuild, config)
         else:
-            export_last(trainer, partial(rebuild_model, cfg), config)
+            export_last(trainer, rebuild, config)
     return monitor_of(trainer).summary()
