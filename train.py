@@ -36,9 +36,9 @@ OmegaConf.register_new_resolver(
 )
 
 
-def reported(mistakes: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
-    """Returns a context manager that catches errors of types in `mistakes`, prints one line and ends the process."""
-    return failures_reported(mistakes) if is_one_of_several() else errors_in_one_line(mistakes)
+def mistakes_reported() -> AbstractContextManager[None]:
+    """Returns a context manager that catches errors of types in `MISTAKES`, prints one line and ends the process."""
+    return failures_reported(MISTAKES) if is_one_of_several() else errors_in_one_line(MISTAKES)
 
 
 def optimized(result: dict[str, float], metric: str) -> float:
@@ -75,7 +75,7 @@ def is_raised_by_hydra(error: OSError) -> bool:
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> dict[str, float] | float:
-    with nullcontext() if in_sweep() else reported(MISTAKES):  # a sweep reports all errors at its end
+    with nullcontext() if in_sweep() else mistakes_reported():  # a sweep reports all errors at its end
         check(cfg)
         in_own_process = in_sweep() and "sweep_job" in cfg
         n_ranks = 1 if in_own_process else ranks_to_start(cfg.trainer)
@@ -101,7 +101,7 @@ if __name__ == "__main__":
     if has_own_launcher():
         end_with_launcher()
     ctrl_c_ends_at_once()
-    with reported(MISTAKES):
+    with mistakes_reported():
         try:
             main()
         except OSError as error:

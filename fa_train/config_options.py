@@ -68,10 +68,10 @@ def options_with(key: str) -> list[str]:
 
     For example, options_with("strategy.context") returns ["strategy=fsdp"].
     """
-    group, *names = key.split(".")
-    if not names or not group.isidentifier():
+    group, _, name = key.partition(".")
+    if not name or not group.isidentifier():
         return []
-    return [f"{group}={option}" for option in options(group) if _has(_content(group, option), names)]
+    return [f"{group}={option}" for option in options(group) if value_of(_content(group, option), name) is not ...]
 
 
 def _content(group: str, option: str) -> dict[str, Any]:
@@ -90,12 +90,14 @@ def _content(group: str, option: str) -> dict[str, Any]:
     return keys | own
 
 
-def _has(content: Any, names: list[str]) -> bool:
-    for name in names:
-        if not isinstance(content, Mapping) or name not in content:
-            return False
-        content = content[name]
-    return True
+def value_of(config: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a key such as "trainer.max_steps". If the config lacks the key, returns Ellipsis."""
+    value: Any = config
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return ...
+        value = value[name]
+    return value
 
 
 def in_quotes(text: str) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fa_train.config_options import value_of
 from fa_train.settings import classes_of, shown
 
 # {key: another key, which must have the same value}. If the two values differed, the data, the schedule and the metrics
@@ -119,13 +120,3 @@ def require_supported_callbacks(config: Mapping[str, Any]) -> None:
         readable = next((MONITORING[name] for name in MONITORING.keys() & classes), None)
         if readable and not has_own_code and node.get("monitor") not in readable:
             raise ValueError(f"{key}.monitor must be val/loss; got {node['monitor']}, which callbacks cannot read")
-
-
-def value_of(config: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key such as "trainer.max_steps". If the config lacks the key, returns Ellipsis."""
-    value: Any = config
-    for name in key.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return ...
-        value = value[name]
-    return value

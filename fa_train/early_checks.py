@@ -11,6 +11,7 @@ from typing import Any
 
 from fa_train.cuda_driver import has_gpu
 from fa_train.parallel.ranks import devices_per_node
+from fa_train.settings import shown
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -163,14 +164,15 @@ def require_no_upload(logger: Any) -> None:
     """
     log_model = logger.get("log_model") if isinstance(logger, Mapping) else None
     if log_model:
-        got = str(log_model).lower()
-        raise ValueError(f"logger.log_model must be false with strategy=fsdp, whose checkpoints are folders; got {got}")
+        raise ValueError(
+            f"logger.log_model must be false with strategy=fsdp, whose checkpoints are folders; got {shown(log_model)}"
+        )
 
 
 def require_device_count(devices: Any, accelerator: str) -> None:
     """Raises: ValueError if trainer.devices chooses GPUs (by -1 or a list), but the run is on the CPU."""
     chooses_gpus = devices == -1 or isinstance(devices, list)
-    if chooses_gpus and (accelerator == "cpu" or (accelerator == "auto" and not has_gpu())):
+    if chooses_gpus and is_on_cpu(accelerator):
         raise ValueError(
             f"trainer.devices={devices} needs a GPU; got a run on the CPU. Choose a number of processes, or auto"
         )
@@ -190,14 +192,21 @@ def require_world_size(trainer: Mapping[str, Any], world_size: int) -> None:
 
 
 def require_cuda(optimizer: str, accelerator: str) -> None:
-    """Checks that the run is on a GPU. With accelerator=gpu or cuda, Lightning itself checks that there is a GPU.
+    """Raises: ValueError if the run is on the CPU.
 
     optimizer: the name of an optimizer that needs a CUDA GPU. accelerator: trainer.accelerator.
-    Raises: ValueError if the run is on the CPU.
     """
-    if accelerator == "cpu" or (accelerator == "auto" and not has_gpu()):
+    if is_on_cpu(accelerator):
         found = "" if accelerator == "cpu" else " on a machine without a CUDA GPU"
         raise ValueError(f"optimizer={optimizer} needs a CUDA GPU; got trainer.accelerator={accelerator}{found}")
+
+
+def is_on_cpu(accelerator: str) -> bool:
+    """Returns whether trainer.accelerator puts the run on the CPU.
+
+    With accelerator=gpu or cuda, Lightning itself checks that there is a GPU.
+    """
+    return accelerator == "cpu" or (accelerator == "auto" and not has_gpu())
 
 
 def require_float8_settings(precision: str, *, sharded: bool, compiled: bool) -> None:

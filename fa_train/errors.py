@@ -6,7 +6,7 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import yaml
@@ -76,23 +76,8 @@ def explain(error: BaseException) -> str:
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
-    unknown = next((link for link in chain if hasattr(link, "parent_node") and "in struct" in str(link)), None)
-    if unknown is not None:  # an override names a key that is not in the config
-        key, siblings = vars(unknown)["full_key"], vars(unknown)["parent_node"]
-        copied = next((node for node in COPIED_NODES if key.startswith(f"{node}.")), None)
-        if copied and not siblings:  # Hydra has replaced the interpolation by an empty node
-            original = COPIED_NODES[copied]
-            wanted = original + key.removeprefix(copied)
-            return f"{key} cannot be set, because {copied} is a copy of {original}. Set {wanted} instead"
-        if siblings:
-            text = unknown_key(key, siblings)
-            is_known = unknown is error or options_with(key) or key in OTHER_NAMES
-            return text if is_known else f"{text} (to add a parameter that conf/ does not list, write + before it)"
-    for link in chain:  # an override names an option that is not in conf/
-        if getattr(link, "missing_cfg_file", None) and getattr(link, "options", None):
-            group, _, option = vars(link)["missing_cfg_file"].rpartition("/")
-            names = [name for name in vars(link)["options"] if not name.startswith("_")]
-            return f"{group} must be one of {', '.join(names)}; got {option}"
+    if line := _of_unknown_key(chain) or _of_unknown_option(chain):
+        return line
     if line := _of_group(str(error)) or _of_added_group(str(error)) or _of_override(error):
         return line
     # the module of Lightning's MisconfigurationException is not imported here, because the import takes seconds
@@ -107,6 +92,39 @@ def explain(error: BaseException) -> str:
     if isinstance(cause, OSError) and is_of_disk(cause) and str(cause.strerror) not in text:
         return f"{text}: {cause}"
     return text
+
+
+def _of_unknown_key(chain: Sequence[BaseException]) -> str | None:
+    """Returns the message for an override of a key that is not in the config, or None.
+
+    chain: an error and its causes.
+    """
+    unknown = next((link for link in chain if hasattr(link, "parent_node") and "in struct" in str(link)), None)
+    if unknown is None:
+        return None
+    key, siblings = vars(unknown)["full_key"], vars(unknown)["parent_node"]
+    if siblings:
+        text = unknown_key(key, siblings)
+        is_known = unknown is chain[0] or options_with(key) or key in OTHER_NAMES
+        return text if is_known else f"{text} (to add a parameter that conf/ does not list, write + before it)"
+    for copied, original in COPIED_NODES.items():
+        if key.startswith(f"{copied}."):  # Hydra has replaced the interpolation by an empty node
+            wanted = original + key.removeprefix(copied)
+            return f"{key} cannot be set, because {copied} is a copy of {original}. Set {wanted} instead"
+    return None
+
+
+def _of_unknown_option(chain: Sequence[BaseException]) -> str | None:
+    """Returns the message for an override that chooses an option that is not in conf/, or None.
+
+    chain: an error and its causes.
+    """
+    for link in chain:
+        if getattr(link, "missing_cfg_file", None) and getattr(link, "options", None):
+            group, _, option = vars(link)["missing_cfg_file"].rpartition("/")
+            names = [name for name in vars(link)["options"] if not name.startswith("_")]
+            return f"{group} must be one of {', '.join(names)}; got {option}"
+    return None
 
 
 def _of_group(text: str) -> str | None:

@@ -25,9 +25,10 @@ from fa_train.memory.planner.plan import require_precision
 from fa_train.models.float8 import Float8, use_float8
 from fa_train.models.gpt import GPT
 from fa_train.models.lora import adapter_values
+from fa_train.models.shards import local, whole
 from fa_train.optim.resume import keep_own_settings, require_same_kind
 from fa_train.parallel.ddp import require_averaged
-from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded, local, whole
+from fa_train.parallel.fsdp import CONTEXT_GROUP, FullyShardedStrategy, context_ranks, is_sharded
 
 SKIPPED, SKIPPED_IN_A_ROW = "skipped_steps", "skipped_in_a_row"  # a checkpoint stores skip counts under these keys
 # FOR_MICRO_BATCH or FOR_UPDATE is part of each seed, so that micro-batches and updates get different random numbers

@@ -1,19 +1,23 @@
-"""Checks a run's settings before the run starts. A check that fails raises a ValueError.
+"""Checks a run's settings before the run starts, and makes its memory plan. A check that fails raises a ValueError.
 
 The checks of this file need the model. fa_train.early_checks has the checks that need no model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
+from fa_kernels.device import arch_of
 from fa_train import early_checks
 from fa_train.data.tokens.tokenizer import ByteTokenizer
 from fa_train.memory.planner.plan import Buckets, Plan, RunSize
 from fa_train.models.float8 import MULTIPLE, require_float8_model
 from fa_train.models.gpt import GPT
+from fa_train.models.lora import adapters_of
 from fa_train.models.rope import DynamicNTKScaling
+from fa_train.optim.adamw import kind_of
 
 
 def require_vocabulary(vocab_size: int, tokens: int) -> None:
@@ -75,6 +79,43 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
             f"seq_len must be at most the {reach} tokens that the checkpoint supports; got {seq_len}. "
             f"Use experiment=extend_context, or data.packing=best_fit data.max_doc_len={reach}"
         )
+
+
+def plan_of(config: Mapping[str, Any], model: GPT, optimizer: Callable[..., Optimizer], world_size: int) -> Plan:
+    """Returns the memory plan of a run. With strategy.reshard_after_forward=auto, the plan has the value true.
+
+    config: the config of a run. model: the run's model, which may be on the meta device.
+    optimizer: the instantiated node `optimizer`. An unknown optimizer is planned as AdamW.
+    Raises: ValueError if the run does not support a setting.
+    """
+    strategy, data, lit_gpt = config["strategy"], config["data"], config["lit_gpt"]
+    sharded = early_checks.is_fsdp(strategy)
+    context = strategy.get("context", 1) if sharded else 1
+    early_checks.require_groups(world_size, context)
+    run = RunSize(
+        seq_len=config["seq_len"],
+        rows=data["micro_batch_size"],
+        precision=config["trainer"]["precision"],
+        optimizer=kind_of(optimizer) or "adamw",
+        accumulates=config["batch_size"] > data["micro_batch_size"] * (world_size // context),
+        compiled=lit_gpt["compile_model"],
+        loss_chunk=model.loss.chunk_size,
+        adapters=adapters_of(model),
+        ranks=early_checks.ranks_per_copy(world_size, strategy["replicas"]) if sharded else 1,
+        context=context,
+        head_groups=strategy.get("head_groups", 1) if sharded else 1,
+        reshard_after_forward=not sharded or strategy["reshard_after_forward"] is not False,
+        reduce_once=sharded and strategy["reduce_once"],
+        buckets=gradient_buckets(strategy, world_size),
+        arch=arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90",  # without a GPU, that of an H200
+        float8=lit_gpt.get("float8") is not None,
+    )
+    plan = Plan(model.config, model.memory.levers, run)
+    samples = config["callbacks"].get("sample") is not None
+    require_settings(plan, config["choices"]["attention"], sharded=sharded, samples=samples)
+    if run.float8:
+        require_float8(model, run, sharded=sharded)
+    return plan
 
 
 def gradient_buckets(strategy: Mapping[str, Any], devices: int) -> Buckets:

@@ -167,11 +167,12 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
         )
     from fa_train.wandb_mode import require_api_key, require_known_variables  # importing wandb takes a second
 
-    mode, variable = logger.get("mode"), os.environ.get("WANDB_MODE")
     require_known_variables()
-    asked = "logger.mode" if isinstance(mode, str) else "WANDB_MODE"
-    if (mode if asked == "logger.mode" else variable) == "online":
-        decided_by_rank_zero("api_key", partial(require_api_key, f"{asked}=online"))
+    setting, mode = "logger.mode", logger.get("mode")
+    if not isinstance(mode, str):  # by default, a node that chooses the mode
+        setting, mode = "WANDB_MODE", os.environ.get("WANDB_MODE")
+    if mode == "online":
+        decided_by_rank_zero("api_key", partial(require_api_key, f"{setting}=online"))
 
 
 def to_container(cfg: DictConfig, resolve: bool = True) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from omegaconf import DictConfig
 
 from fa_train import early_checks, preflight
 from fa_train.callbacks.checkpoint import export_finished, export_last, require_checkpoint, require_folder
-from fa_train.callbacks.monitor import require_measured, results
+from fa_train.callbacks.monitor import monitor_of, require_measured
 from fa_train.callbacks.record import keep_earlier_metrics, require_folders
 from fa_train.checkpoints import resume
 from fa_train.data.datamodule import NOTHING_HELD_OUT, PackedDataModule
 from fa_train.fit import fit
 from fa_train.lit_gpt import LitGPT
-from fa_train.memory.planner.run import plan_memory, plan_of
+from fa_train.memory.planner.run import plan_memory
 from fa_train.models.attention import require_backend
 from fa_train.models.float8 import require_float8_gpu
 from fa_train.models.gpt import GPT
@@ -81,13 +81,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
     trainer = instantiate(cfg.trainer, **given)
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger):
-            arguments = private("lightning", logger, "_wandb_init")
-            arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
-            if private("lightning", logger, "_offline"):  # otherwise, logger.mode would override logger.offline
-                arguments["mode"] = "offline"
-            is_default = arguments["resume"] == "allow" and "resume" not in cfg.trainer.logger
-            if "WANDB_RESUME" in os.environ and is_default:
-                arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME
+            correct_wandb_arguments(logger, has_resume="resume" in cfg.trainer.logger)
     communication.configure(trainer, has_timeout="timeout" in cfg.strategy)
     require_no_averaging(trainer)
     early_checks.require_groups(trainer.world_size, context_ranks(trainer.strategy))
@@ -110,6 +104,16 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
         )
     # an optimizer may keep a list that it gets, and a checkpoint with OmegaConf's lists cannot be read
     return trainer, instantiate(cfg.lit_gpt, model=model, _convert_="all"), data
+
+
+def correct_wandb_arguments(logger: WandbLogger, *, has_resume: bool) -> None:
+    """Corrects the arguments that Lightning passes to wandb.init. has_resume: whether the config has logger.resume."""
+    arguments = private("lightning", logger, "_wandb_init")
+    arguments.pop("anonymous", None)  # wandb warns that `anonymous` has no effect
+    if private("lightning", logger, "_offline"):  # otherwise, logger.mode would override logger.offline
+        arguments["mode"] = "offline"
+    if "WANDB_RESUME" in os.environ and arguments["resume"] == "allow" and not has_resume:
+        arguments.pop("resume")  # otherwise, Lightning's default `allow` would override WANDB_RESUME
 
 
 def build_model(cfg: DictConfig, vocab_size: int) -> GPT:
@@ -153,27 +157,8 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     if cfg.model.vocab_size is None:
         preflight.require_tokenizer(model, cfg.choices.data, cfg.data)
-    sharding = trainer.strategy if isinstance(trainer.strategy, FullyShardedStrategy) else None
-    plan = plan_of(
-        model,
-        seq_len=cfg.seq_len,
-        rows=cfg.data.micro_batch_size,
-        precision=str(trainer.precision),
-        optimizer=instantiate(cfg.optimizer),
-        accumulates=trainer.accumulate_grad_batches > 1,
-        compiled=cfg.lit_gpt.compile_model,
-        context=context_ranks(trainer.strategy),
-        head_groups=1 if sharding is None else sharding.head_groups,
-        ranks=1 if sharding is None else early_checks.ranks_per_copy(trainer.world_size, sharding.replicas),
-        reshard_after_forward=sharding is None or sharding.reshard_after_forward is not False,
-        reduce_once=sharding is not None and sharding.reduce_once,
-        buckets=preflight.gradient_buckets(cfg.strategy, trainer.world_size),
-        float8=cfg.lit_gpt.float8 is not None,
-    )
-    samples = cfg.callbacks.get("sample") is not None
-    preflight.require_settings(plan, cfg.choices.attention, sharded=sharding is not None, samples=samples)
+    plan = preflight.plan_of(cfg, model, instantiate(cfg.optimizer), trainer.world_size)
     if plan.run.float8:
-        preflight.require_float8(model, plan.run, sharded=sharding is not None)
         require_float8_gpu(trainer.strategy.root_device)
     plan = plan_memory(
         plan,
@@ -188,8 +173,8 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     )
     if cfg.memory.get("auto"):
         cfg.memory.update(asdict(plan.levers))
-    if sharding is not None:
-        sharding.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
+    if isinstance(trainer.strategy, FullyShardedStrategy):
+        trainer.strategy.reshard_after_forward = cfg.strategy.reshard_after_forward = plan.run.reshard_after_forward
 
 
 def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule, done: int) -> None:
@@ -255,14 +240,15 @@ def train(cfg: DictConfig) -> dict[str, float]:
     newest = partial(resume.checkpoint_path, cfg.ckpt_path, resume.runs_folder(cfg.run_name))
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
-    if done >= cfg.max_steps:
+    config, rebuild = to_container(cfg), partial(rebuild_model, cfg)
+    if done >= cfg.max_steps:  # there is a checkpoint, because max_steps is at least 1
         trainer.print(
             f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
             "Increase max_steps to continue"
         )
-        if cfg.export and ckpt_path is not None:
-            export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), to_container(cfg))
-        return results(trainer)
+        if cfg.export:
+            export_finished(trainer, Path(ckpt_path), rebuild, config)
+        return monitor_of(trainer).summary()
     trainer.print(f"preset={cfg.choices.preset} on {preflight.machine()}, run in {trainer.default_root_dir}")
     if ckpt_path is not None:
         trainer.print(f"resuming from {ckpt_path} after step {done}")
@@ -276,13 +262,12 @@ def train(cfg: DictConfig) -> dict[str, float]:
     require_validation(cfg, trainer, data, done)
     decided_by_rank_zero("checkpoints", partial(require_folder, trainer))
     decided_by_rank_zero("loggers", partial(require_folders, trainer))
-    config = to_container(cfg)
     keep_earlier_metrics(trainer)
     for logger in trainer.loggers:
         logger.log_hyperparams(config)
     if fit(trainer, lit_gpt, data, ckpt_path) and cfg.export:
         if trainer.global_step == done and ckpt_path is not None:  # no step was trained, for example due to max_time
-            export_finished(trainer, Path(ckpt_path), partial(rebuild_model, cfg), config)
+            export_finished(trainer, Path(ckpt_path), rebuild, config)
         else:
-            export_last(trainer, partial(rebuild_model, cfg), config)
-    return results(trainer)
+            export_last(trainer, rebuild, config)
+    return monitor_of(trainer).summary()

@@ -4,10 +4,10 @@ from dataclasses import asdict
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 
 from fa_train.data.tokens.tokenizer import load_tokenizer
-from fa_train.early_checks import is_fsdp, micro_batches, ranks_per_copy, require_checkpoint_name, require_groups
+from fa_train.early_checks import is_fsdp, micro_batches, require_checkpoint_name
 from fa_train.memory.offload import available_host_bytes
 from fa_train.memory.planner.levers import (
     fastest_that_fits,
@@ -21,17 +21,11 @@ from fa_train.memory.planner.levers import (
 )
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
-from fa_train.memory.planner.run import WITHOUT_FLOAT8, device_bytes, longest_in_words, plan_of
+from fa_train.memory.planner.run import WITHOUT_FLOAT8, device_bytes, longest_in_words
 from fa_train.memory.planner.weights import parameter_sizes
 from fa_train.models.gpt import GPT
-from fa_train.preflight import (
-    chooses_reshard,
-    gradient_buckets,
-    longest_row,
-    require_float8,
-    require_reach,
-    require_settings,
-)
+from fa_train.parallel.ranks import devices_per_node
+from fa_train.preflight import chooses_reshard, longest_row, plan_of, require_reach
 from scripts.composed import composed, without
 
 H200_GIB = 139.8
@@ -46,7 +40,7 @@ def memory_table(arguments: list[str]) -> str:
     host, overrides = _without_gib("host_gib", rest)
     gpu_bytes = int(gpu * GIB) if gpu is not None else memory_of_gpu()
     cfg = composed(overrides, unread=["data.path", "data.name"])
-    host_bytes = int(host * GIB) if host is not None else available_host_bytes() // _devices(cfg)
+    host_bytes = int(host * GIB) if host is not None else available_host_bytes() // devices_per_node(cfg.trainer)
     model = model_of_run(cfg)
     plan, auto = plan_of_run(cfg, model), bool(cfg.memory.get("auto"))
     reach = longest_row(model, cfg.data.max_doc_len, cfg.data.reset_positions)
@@ -56,7 +50,11 @@ def memory_table(arguments: list[str]) -> str:
     lines = [table(shown, gpu_bytes, host_bytes, attention, auto=auto, searched=plan, reach=reach)]
     if refusal := refused_rows(cfg):
         lines += [f"train.py refuses this run: {refusal}"]
-    if _devices(cfg) > 1 and not is_fsdp(cfg.strategy) and not fits(predict(plan), gpu_bytes, host_bytes):
+    if (
+        devices_per_node(cfg.trainer) > 1
+        and not is_fsdp(cfg.strategy)
+        and not fits(predict(plan), gpu_bytes, host_bytes)
+    ):
         lines += ["strategy=fsdp shards the model over the devices; strategy.context=N divides each sequence"]
     if attention != "flash":
         lines += ["the plan assumes attention=flash; other kinds of attention may need more memory"]
@@ -100,39 +98,21 @@ def plan_of_run(cfg: DictConfig, model: GPT | None = None) -> Plan:
     Raises: the errors of `model_of_run`. ValueError if strategy=fsdp cannot shard the model, if the number of devices
     is not a multiple of strategy.context, or if the run does not support lit_gpt.float8 or its optimizer.
     """
-    model = model or model_of_run(cfg)
-    world_size = _devices(cfg) * cfg.trainer.num_nodes
-    sharded = is_fsdp(cfg.strategy)
-    context = cfg.strategy.get("context", 1)
-    require_groups(world_size, context)
-    plan = plan_of(
-        model,
-        precision=cfg.trainer.precision,
-        seq_len=cfg.seq_len,
-        rows=cfg.data.micro_batch_size,
-        optimizer=instantiate(cfg.optimizer),
-        accumulates=cfg.batch_size > cfg.data.micro_batch_size * (world_size // context),
-        compiled=cfg.lit_gpt.compile_model,
-        context=context,
-        head_groups=cfg.strategy.get("head_groups", 1) if sharded else 1,
-        ranks=ranks_per_copy(world_size, cfg.strategy.replicas) if sharded else 1,
-        reshard_after_forward=not sharded or cfg.strategy.reshard_after_forward is not False,
-        reduce_once=sharded and cfg.strategy.reduce_once,
-        buckets=gradient_buckets(cfg.strategy, world_size),
-        float8=cfg.lit_gpt.float8 is not None,
+    return plan_of(
+        cfg,
+        model or model_of_run(cfg),
+        instantiate(cfg.optimizer),
+        devices_per_node(cfg.trainer) * cfg.trainer.num_nodes,
     )
-    samples = cfg.callbacks.get("sample") is not None
-    require_settings(plan, cfg.choices.attention, sharded=sharded, samples=samples)
-    if plan.run.float8:
-        require_float8(model, plan.run, sharded=sharded)
-    return plan
 
 
 def refused_rows(cfg: DictConfig) -> str | None:
     """Returns the reason why batch_size does not fit the number of devices, or None if it fits."""
     context = cfg.strategy.get("context", 1)
     try:
-        micro_batches(cfg.batch_size, cfg.data.micro_batch_size, _devices(cfg) * cfg.trainer.num_nodes, context)
+        micro_batches(
+            cfg.batch_size, cfg.data.micro_batch_size, devices_per_node(cfg.trainer) * cfg.trainer.num_nodes, context
+        )
     except ValueError as error:
         return str(error)
     return None
@@ -142,18 +122,6 @@ def as_run(plan: Plan, cfg: DictConfig, gpu_bytes: int) -> Plan:
     """Returns the plan with the value that the run chooses for strategy.reshard_after_forward=auto."""
     is_chosen = chooses_reshard(cfg.strategy, cfg.choices.attention)
     return with_blocks_gathered(plan, gpu_bytes) if is_chosen else plan
-
-
-def _devices(cfg: DictConfig) -> int:
-    """Returns the number of training processes on one machine.
-
-    trainer.devices=auto and -1 mean one process for each GPU of this machine. If the machine has no GPU, they mean one
-    process.
-    """
-    devices = cfg.trainer.devices
-    if isinstance(devices, int) and devices > 0:
-        return devices
-    return len(devices) if isinstance(devices, ListConfig) else max(1, torch.cuda.device_count())
 
 
 def table(

@@ -5,8 +5,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from omegaconf import OmegaConf, open_dict
 
 from fa_train import run_config
-from fa_train.config_options import COPIED_NODES
-from fa_train.copied_keys import COPIES, require_one_value, value_of
+from fa_train.config_options import COPIED_NODES, value_of
+from fa_train.copied_keys import COPIES, require_one_value
 from fa_train.lit_gpt import LitGPT
 from fa_train.settings import leaves
 from tests.support.training import composed

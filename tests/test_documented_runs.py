@@ -16,7 +16,7 @@ from tests.data.support.chats import chat_message, save_tokenizer
 from tests.support.documentation import GUIDES, commands
 from tests.support.finetuning import write_base
 from tests.support.processes import REPOSITORY
-from tests.support.ranks import forked, processes_can_talk
+from tests.support.ranks import forked, needs_ports
 from tests.support.training import composed, write_corpus
 
 SMALL = {
@@ -110,7 +110,7 @@ def test_documented_run_trains(line, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 @pytest.mark.parametrize("line", documented_on_several_devices(), ids=str)
 def test_documented_run_on_several_devices_trains(line, folder, monkeypatch):
     monkeypatch.setenv("FA_TRAIN_CACHE", "cache")

@@ -1,7 +1,6 @@
 """Tests the end of trainer.fit: after its last step, after Ctrl-C, and after an error of Lightning."""
 
 import signal
-from functools import partial
 
 import lightning as L
 import pytest
@@ -12,9 +11,9 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from fa_train.fit import fit
-from fa_train.lit_gpt import LitGPT
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
+from tests.support.trainers import lit_gpt, quiet_trainer
 
 
 class Batches(L.LightningDataModule):
@@ -43,18 +42,9 @@ def holds_values(trainer: L.Trainer, module: L.LightningModule) -> bool:
 @pytest.mark.parametrize("error", [None, ArithmeticError("in a callback")], ids=["finished", "failed"])
 def test_lightnings_teardown_finds_nothing_to_copy(error, tmp_path, monkeypatch):
     sizes_at_teardown = []
-    lit = LitGPT(
-        small_gpt(levers(), torch.device("cpu"), n_layers=1),
-        lambda m: torch.optim.AdamW(m.parameters()),
-        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
-        compile_model=False,
-        seed=0,
-    )
+    lit = lit_gpt(small_gpt(levers(), torch.device("cpu"), n_layers=1), torch.optim.AdamW)
     ends = Ends(error)
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[ends], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[ends])
     teardown = SingleDeviceStrategy.teardown
 
     def recorded(strategy: SingleDeviceStrategy) -> None:
@@ -78,10 +68,7 @@ def test_ctrl_c_before_training_is_no_status_1(tmp_path):
         def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
             raise KeyboardInterrupt
 
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Interrupted()], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[Interrupted()])
     handler = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -91,9 +78,6 @@ def test_ctrl_c_before_training_is_no_status_1(tmp_path):
 
 
 def test_a_setting_that_lightning_refuses_is_a_value_error(tmp_path):
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[LearningRateMonitor()], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, max_steps=2, callbacks=[LearningRateMonitor()])
     with pytest.raises(ValueError, match="Cannot use `LearningRateMonitor`"):
         fit(trainer, BoringModel(), Batches(), None)

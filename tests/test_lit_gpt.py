@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fa_kernels.flash_attention import schedule as schedules
-from fa_train.lit_gpt import LitGPT
 from fa_train.models import gpt
 from fa_train.models.config import Family
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import TOTAL, batches
+from tests.support.trainers import lit_gpt, quiet_trainer
 
 STEPS = 3
 
@@ -49,10 +49,7 @@ def by_hand(model: nn.Module, accumulated: int, clip: float) -> list[float]:
 
 def test_a_validation_without_labels_has_no_loss(monkeypatch):
     """A loss of 0 would look like the best loss."""
-    lit, logged = (
-        LitGPT(small_gpt(levers(), torch.device("cpu"), n_layers=1), None, None, compile_model=False, seed=0),
-        {},
-    )
+    lit, logged = lit_gpt(small_gpt(levers(), torch.device("cpu"), n_layers=1), None), {}
     monkeypatch.setattr(lit, "_of_all_ranks", torch.clone)
     monkeypatch.setattr(lit, "log", lambda name, value, **options: logged.update({name: float(value)}))
     lit._val_sums = torch.tensor([6.0, 3.0])
@@ -66,19 +63,10 @@ def test_a_validation_without_labels_has_no_loss(monkeypatch):
 def test_gradients_are_freed_after_each_step(accumulated, tmp_path):
     device, clip = torch.device("cpu"), 0.05
     model, reference = small_gpt(levers(), device, n_layers=2), small_gpt(levers(), device, n_layers=2)
-    lit = LitGPT(
-        model,
-        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
-        compile_model=False,
-        seed=0,
-    )
+    lit = lit_gpt(model, partial(torch.optim.SGD, lr=0.1))
     watched = Watched()
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=STEPS, accumulate_grad_batches=accumulated, gradient_clip_val=clip,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[watched], default_root_dir=tmp_path,
-    )  # fmt: skip
+    settings = {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip}
+    trainer = quiet_trainer(tmp_path, max_steps=STEPS, callbacks=[watched], **settings)
     trainer.fit(lit, DataLoader(batches(STEPS * accumulated), batch_size=None))
     assert watched.began_with_gradients == [bool(n % accumulated) for n in range(STEPS * accumulated)]
     assert all(p.grad is None for p in lit.parameters())
@@ -91,18 +79,9 @@ def test_gradients_are_freed_after_each_step(accumulated, tmp_path):
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some CPUs, oneDNN has no bf16
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
-    lit = LitGPT(
-        model,
-        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
-        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
-        compile_model=False,
-        seed=0,
-    )
+    lit = lit_gpt(model, partial(torch.optim.SGD, lr=0.1))
     watched = Watched()
-    trainer = L.Trainer(
-        accelerator="cpu", precision="bf16-true", max_steps=STEPS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[watched], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(tmp_path, precision="bf16-true", max_steps=STEPS, callbacks=[watched])
     trainer.fit(lit, DataLoader(batches(STEPS), batch_size=None))
     assert any(float(torch.tensor(norm).bfloat16()) != norm for norm in watched.norms)
 
@@ -113,7 +92,7 @@ def test_a_batch_of_one_document_is_known_to_be_one(ends, one, monkeypatch):
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
-    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False, seed=0)
+    lit = lit_gpt(model, torch.optim.SGD)
     [batch] = batches(1)
     loss = lit.loss_sum(batch)
     lit.loss_sum(batch | {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)})
@@ -139,7 +118,7 @@ def test_the_length_of_documents_chooses_the_kernels(known, length_classes, monk
     seen = []
     monkeypatch.setattr(gpt, "windowed_schedule", lambda *x, f=gpt.windowed_schedule: seen.append(f(*x)) or seen[-1])
     model = small_gpt(levers(), torch.device("cpu"), n_layers=2, family=Family(windows=[10, None]))
-    lit = LitGPT(model, torch.optim.SGD, torch.optim.lr_scheduler.LambdaLR, compile_model=False, seed=0)
+    lit = lit_gpt(model, torch.optim.SGD)
     [batch] = batches(1)
     lit.loss_sum(batch | {"cu_seqlens": torch.tensor([0, 16, TOTAL, TOTAL], dtype=torch.int32)} | known)
     assert [schedule.length_class for schedule in seen] == length_classes

@@ -20,6 +20,7 @@ from fa_train.models.gpt import GPT
 from fa_train.optim.adamw import adamw_8bit
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
+from tests.support.trainers import quiet_trainer
 
 
 class OwnLoss(LitGPT):
@@ -52,11 +53,7 @@ def arguments(model: GPT) -> dict[str, Any]:
 
 
 def trainer_in(folder: Path, **settings: Any) -> L.Trainer:
-    given = {"max_steps": 1, "callbacks": [], "enable_progress_bar": False, **settings}
-    return L.Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
-        default_root_dir=folder, **given,
-    )  # fmt: skip
+    return quiet_trainer(folder, **{"max_steps": 1, **settings})
 
 
 def loader(rows: list[dict[str, Tensor]]) -> DataLoader:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from fa_train import training
 from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.training import column, composed, tiny, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -248,24 +248,21 @@ def two_ranks(tmp_path_factory, runs) -> Path:
     return folder
 
 
-of_two_ranks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
-
-
-@of_two_ranks
+@needs_ports
 def test_dropout_is_the_same_on_two_processes(two_ranks, tmp_path):
     """Two processes run two micro-batches each per step, so the order of the fp32 sums differs."""
     one = column(run(tmp_path / "one", *RANDOM["dropout"]), "train/loss")
     assert column(two_ranks / "dropout", "train/loss") == pytest.approx(one, rel=1e-5), "fp32 sums in another order"
 
 
-@of_two_ranks
+@needs_ports
 @pytest.mark.parametrize("name", ["ddp-changed", "fsdp-adamw-changed", "fsdp-adamw_bf16-changed", "fsdp-of-a-file"])
 def test_changed_settings_count_on_two_ranks(name, two_ranks):
     expected = {step: 1e-3 * min(step, 8) / 8 for step in range(4, 10)} | {10: 0.55e-3}
     assert column(two_ranks / name, "lr") == pytest.approx(expected)
 
 
-@of_two_ranks
+@needs_ports
 @pytest.mark.parametrize("name", ["fsdp-adamw", "fsdp-adamw_bf16", "fsdp-adamw_master"])
 def test_sharded_runs_round_as_if_never_stopped(name, two_ranks):
     losses = column(two_ranks / name, "train/loss")
@@ -291,7 +288,7 @@ def test_master_weights_are_those_of_a_run_never_stopped(runs, tmp_path):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@of_two_ranks
+@needs_ports
 @pytest.mark.parametrize(("saved", "given"), [("one", "fsdp-from-one"), ("fsdp-adamw_master", "one-from-fsdp")])
 def test_master_weights_move_to_another_number_of_ranks(saved, given, two_ranks):
     """The resumed run has a learning rate of 0, so it must save the same master weights that it has loaded."""
@@ -304,7 +301,7 @@ def test_master_weights_move_to_another_number_of_ranks(saved, given, two_ranks)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
-@of_two_ranks
+@needs_ports
 def test_two_ranks_go_on_although_a_parameter_has_no_state(two_ranks):
     assert sorted(column(two_ranks / "fsdp-without-a-state", "train/loss")) == [4, 5, 6]
     whole, resumed = (
@@ -313,7 +310,7 @@ def test_two_ranks_go_on_although_a_parameter_has_no_state(two_ranks):
     assert resumed == {step: loss for step, loss in whole.items() if step > 3}
 
 
-@of_two_ranks
+@needs_ports
 def test_master_weights_of_two_ranks_train_as_on_one(two_ranks):
     """With two ranks, bf16 gradients are added in another order than with one rank."""
     one, two = (column(two_ranks / name, "train/loss") for name in ("one", "fsdp-adamw_master"))

@@ -22,7 +22,7 @@ from fa_train.errors import DivergedError
 from fa_train.lit_gpt import SKIPPED, SKIPPED_IN_A_ROW
 from tests.support import processes
 from tests.support.processes import start_server
-from tests.support.ranks import FORKED, processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import FORKED, needs_ports, ranks_of_torchrun
 from tests.support.training import column, composed, quiet_environment, tiny, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def two_ranks(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 @pytest.mark.parametrize("strategy", ON_TWO_RANKS)
 def test_all_ranks_skip_what_one_finds(strategy, two_ranks):
     skipping, undone = two_ranks / f"{strategy}-skipping", two_ranks / f"{strategy}-undone"
@@ -180,7 +180,7 @@ DIVERGING = [
         pytest.param([], id="one"),
         pytest.param(
             ["strategy=ddp", "trainer.devices=2"],
-            marks=pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
+            marks=needs_ports,
             id="two",
         ),
     ],

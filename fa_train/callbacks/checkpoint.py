@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from fa_train.bounds import PositiveInt
-from fa_train.callbacks.monitor import monitor_of, results
+from fa_train.callbacks.monitor import monitor_of
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.checkpoints import resume
 from fa_train.checkpoints.files import (
@@ -31,8 +31,9 @@ from fa_train.checkpoints.files import (
 from fa_train.checkpoints.metrics import read_result
 from fa_train.errors import DivergedError
 from fa_train.models.hf.export import Build, export_run
+from fa_train.models.shards import local
 from fa_train.parallel.background_save import BackgroundSave
-from fa_train.parallel.fsdp import FullyShardedStrategy, local
+from fa_train.parallel.fsdp import FullyShardedStrategy
 
 GRACE = 30.0  # seconds that a failing run waits for a checkpoint that is still being written
 
@@ -222,12 +223,11 @@ class Checkpoint(CheckpointCallback):
         partial = save.path.with_name(save.path.name + PARTIAL)
         if self._background is None:
             self._write(trainer, partial, save.path)
-        else:
-            trainer.save_checkpoint(partial, storage_options=self._background)
-        save.stall = _seconds_since(start, trainer)
-        if self._background is None:
+            save.stall = _seconds_since(start, trainer)
             self._complete(trainer, save, seconds=save.stall)
         else:
+            trainer.save_checkpoint(partial, storage_options=self._background)
+            save.stall = _seconds_since(start, trainer)
             self._save_in_flight = save
         return True
 
@@ -345,7 +345,7 @@ def export_last(trainer: L.Trainer, build: Build, config: Mapping[str, Any]) -> 
         if checkpoint.saved:
             advice = f"`python -m scripts.export_hf {checkpoint.saved[-1]} <folder>` exports the newest checkpoint"
         raise ValueError(f"export=true needs finite weights at the last step; got NaN or infinity. {advice}")
-    _export(trainer, checkpoint.saved[-1], build, config, results(trainer))
+    _export(trainer, checkpoint.saved[-1], build, config, monitor_of(trainer).summary())
 
 
 def export_finished(trainer: L.Trainer, checkpoint: Path, build: Build, config: Mapping[str, Any]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from fa_train.bounds import PositiveInt
 from fa_train.callbacks.timestamp import Timestamp
 from fa_train.errors import DivergedError
-from fa_train.parallel.fsdp import FullyShardedStrategy, local
+from fa_train.models.shards import local
+from fa_train.parallel.fsdp import FullyShardedStrategy
 
 PIECE = 2**22  # elements that are hashed at a time
 SPREAD = -7046029254386353131  # 2**64 / golden ratio, read as int64; its multiples modulo 2**64 are spread evenly

@@ -149,12 +149,19 @@ class Monitor(Callback):
         # the host does not wait for the copy, because the copy goes to pinned memory
         values = torch.stack([x.double() for x in measured]).to("cpu", non_blocking=True)
         end, waited = Timestamp(pl_module.device), time_waited(trainer)
-        step_start = self._timer.start if self._timer else None
         self._reading = Reading(
-            trainer.global_step, steps, self._lr, memory(pl_module.device), values, self._window_start, end,
-            self._validations.copy(), waited - self._window_waited, step_start,
-            self._timer.end() if self._timer else [],
-        )  # fmt: skip
+            step=trainer.global_step,
+            steps=steps,
+            lr=self._lr,
+            memory=memory(pl_module.device),
+            values=values,
+            start=self._window_start,
+            end=end,
+            validations=self._validations.copy(),
+            waited=waited - self._window_waited,
+            step_start=self._timer.start if self._timer else None,  # must come before end(), which resets it
+            communication=self._timer.end() if self._timer else [],
+        )
         self._window_start, self._window_step, self._window_waited = end, trainer.global_step, waited
         self._window_pairs = pl_module.total_pairs
         self._validations.clear()
@@ -286,7 +293,8 @@ class Monitor(Callback):
     def summary(self) -> dict[str, float]:
         """Returns the newest value of each metric. tokens_per_s is the median of the last `RECENT_LOGS` logs.
 
-        If the run has had a validation, the result also has val/step, the step of val/loss.
+        If the run has had a validation, the result also has val/step, the step of val/loss. If memory ran out, the
+        result also has oom=1.
         """
         of_run = {"perf/tokens_per_s": statistics.median(self._rates)} if self._rates else {}
         return self.latest | of_run | ({} if self.val_step is None else {VAL_STEP: self.val_step})
@@ -372,8 +380,3 @@ def require_measured(metric: str | None, trainer: L.Trainer) -> None:
     if needs is not None and metric not in utilisation(0.0, device, dtype) | memory(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
         raise ValueError(f"optimized_metric={metric} needs {needs}; got {str(dtype).removeprefix('torch.')} on {name}")
-
-
-def results(trainer: L.Trainer) -> dict[str, float]:
-    """Returns a run's metrics. If memory ran out, the metrics include oom=1."""
-    return monitor_of(trainer).summary()

@@ -23,22 +23,20 @@ class StepProgress(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        console = Console()
         self._bar = Progress(
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.description}"),
-            console=console,
-            disable=not console.is_terminal,
+            console=Console(),
         )
-        self._lines = not console.is_terminal
+        self.enable()
         self._task = self._bar.add_task("")
         self._shown = ""
 
     def enable(self) -> None:
-        self._bar.disable, self._lines = not self._bar.console.is_terminal, not self._bar.console.is_terminal
+        self._lines = self._bar.disable = not self._bar.console.is_terminal
 
     def disable(self) -> None:
         self._bar.disable, self._lines = True, False

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fa_train.callbacks.monitor import monitor_of, results
+from fa_train.callbacks.monitor import monitor_of
 from fa_train.callbacks.progress import describe
 from fa_train.checkpoints.files import CheckpointError, require_writable
 from fa_train.data.packing.report import Histogram, Report
@@ -53,7 +53,8 @@ class Record(Callback):
         checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
         if trainer.global_step < trainer.max_steps:
             trainer.print(f"stopped after step {trainer.global_step} of {trainer.max_steps}: {reason_of_end(trainer)}")
-        measured = describe(results(trainer), monitor_of(trainer).older_val_step)
+        monitor = monitor_of(trainer)
+        measured = describe(monitor.summary(), monitor.older_val_step)
         trainer.print(f"done: {measured}" + (f"\ncheckpoint: {checkpoint}" if checkpoint else ""))
         if run := wandb_run(trainer):
             _finalize(trainer)
@@ -76,7 +77,7 @@ class Record(Callback):
         exception from this function would prevent the checkpoint callback from saving.
         """
         if trainer.is_global_zero:
-            values = {name: value for name, value in results(trainer).items() if math.isfinite(value)}
+            values = {name: value for name, value in monitor_of(trainer).summary().items() if math.isfinite(value)}
             path = Path(trainer.default_root_dir, "result.json")
             partial = path.with_name("result.json.partial")
             try:

@@ -2,12 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 from fa_train import settings
 from fa_train.checkpoints.base import require_same_weights
 from fa_train.checkpoints.files import SUFFIX, CheckpointError, newest, shapes
+from fa_train.config_options import in_quotes
 from fa_train.models.gpt import GPT
 from fa_train.parallel.sharded_checkpoint import read_parts, require_whole
 
@@ -28,16 +28,15 @@ def override_for(checkpoint: Path, runs: Path) -> str:
     path = str(checkpoint)
     if re.fullmatch(r"[A-Za-z0-9_./-]+", path):
         return f"ckpt_path={path}"
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', path)  # in Hydra's quotes, a backslash is special only before a quote
-    return shlex.quote(f'ckpt_path="{escaped}"')
+    return shlex.quote(f"ckpt_path={in_quotes(path)}")
 
 
-def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], object] = print) -> str | None:
+def checkpoint_path(ckpt_path: str | None, runs: Path) -> str | None:
     """Returns the path of the checkpoint to resume from, or None to start a new run.
 
     ckpt_path: a path, "last" for the newest undamaged checkpoint of the runs in `runs`, or None. `runs` itself and each
-    folder in `runs` can be the folder of a run. Deeper folders belong to runs with another run_name.
-    say: called with one line of text for each damaged checkpoint that "last" skips.
+    folder in `runs` can be the folder of a run. Deeper folders belong to runs with another run_name. The function
+    prints a line for each damaged checkpoint that "last" skips.
     Raises: ValueError if ckpt_path is empty, does not exist, is damaged or is not a checkpoint.
     """
     if ckpt_path is None:
@@ -54,7 +53,7 @@ def checkpoint_path(ckpt_path: str | None, runs: Path, say: Callable[[str], obje
         try:
             require_whole(path)
         except CheckpointError as error:
-            say(f"ckpt_path=last skips a checkpoint: {error}")
+            print(f"ckpt_path=last skips a checkpoint: {error}")
         else:
             return str(path)
     if found:

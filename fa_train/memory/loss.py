@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fa_train.bounds import Fraction, NonNegativeFloat, PositiveInt
+from fa_train.models.autocast import compute_dtype
 from fa_train.private_names import require_parameters
 
 IGNORE_INDEX = -100  # a token with the label -100 has no loss, as in torch
@@ -55,13 +56,11 @@ class LinearCrossEntropy:
                 "hidden, weight and labels must be (total, dim), (vocab, dim) and (total,); "
                 f"got {tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(labels.shape)}"
             )
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         of_weight = torch.is_grad_enabled() and weight.requires_grad
         of_hidden = torch.is_grad_enabled() and hidden.requires_grad
         return linear_cross_entropy(
-            hidden, weight, labels, self.chunk_size, self.z_loss, self.label_smoothing, softcap, dtype, of_hidden,
-            of_weight,
+            hidden, weight, labels, self.chunk_size, self.z_loss, self.label_smoothing, softcap, compute_dtype(hidden),
+            of_hidden, of_weight,
         )[0]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from fa_train.bounds import PositiveInt
 from fa_train.memory.checkpointing import Checkpointing, require_checkpointing
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.offload import Offloaded, require_offload
+from fa_train.settings import shown
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Levers:
     def overrides(self, others: "Levers") -> list[str]:
         """Returns train.py's command-line overrides for the settings that differ from `others`."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return [f"memory.{name}={_yaml(value)}" for name, value in values.items() if value != getattr(others, name)]
+        return [f"memory.{name}={shown(value)}" for name, value in values.items() if value != getattr(others, name)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,3 @@ class Memory:
     @property
     def levers(self) -> Levers:
         return Levers(self.checkpointing, self.offload, self.mlp_chunk)
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fa_kernels.glu import glu_gradient
 from fa_train.memory.tiled_ffn import activate
+from fa_train.models.autocast import compute_dtype
 
 
 def trains_plainly(linear: nn.Linear) -> bool:
@@ -29,12 +30,9 @@ def swiglu_down(projected: Tensor, down: Tensor, down_bias: Tensor | None) -> Te
     (total, dim). The result has autocast's dtype, or the arguments' dtype without autocast. The gradients are rounded
     in the same way as those of F.linear.
     """
-    device = projected.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        projected, down = projected.to(dtype), down.to(dtype)
-        down_bias = None if down_bias is None else down_bias.to(dtype)
-    y: Tensor = _SwigluDown.apply(projected, down, down_bias)
+    dtype = compute_dtype(projected)
+    down_bias = None if down_bias is None else down_bias.to(dtype)
+    y: Tensor = _SwigluDown.apply(projected.to(dtype), down.to(dtype), down_bias)
     return y
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fa_train.memory.loss import add_product
 from fa_train.memory.tiled_ffn import activation_backward, apply_activation, row_chunks
+from fa_train.models.autocast import compute_dtype
 from fa_train.models.config import Activation
 from fa_train.models.nf4 import nf4_weight
 
@@ -67,9 +68,7 @@ def tiled_adapted_mlp(
             "memory.mlp_chunk needs frozen weights in an FFN with adapters; "
             f"got weights that are trained: {', '.join(trained)}. Freeze them, or choose memory=selective"
         )
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
+    x = x.to(compute_dtype(x))
     tensors = [*_rounded_adapters(up, x.dtype), *_rounded_adapters(down, x.dtype)]
     promise = _Backward.apply(activation, chunk_size, x, *tensors)
     result: Tensor = _Forward.apply(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fa_kernels.glu import UNITS, glu, glu_backward, glu_gradient
 from fa_train.memory.loss import add_product
+from fa_train.models.autocast import compute_dtype
 from fa_train.models.config import Activation
 
 
@@ -59,9 +60,7 @@ def tiled_mlp(
             f"x, up and down must be (total, dim), (rows, dim) and (dim, ffn_dim) for {activation}; "
             f"got {tuple(x.shape)}, {tuple(up.shape)} and {tuple(down.shape)}"
         )
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        x = x.to(torch.get_autocast_dtype(device))
+    x = x.to(compute_dtype(x))
     if keep and torch.is_grad_enabled():
         return _Kept.apply(x, up, up_bias, down, down_bias, activation, chunk_size)
     promise = _Backward.apply(x, up, up_bias, down, down_bias, activation, chunk_size)

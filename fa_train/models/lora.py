@@ -27,6 +27,7 @@ from fa_train.bounds import FractionBelowOne, PositiveFloat, PositiveInt
 from fa_train.checkpoints.base import hash_weights
 from fa_train.memory.planner.plan import LINEARS, Adapters
 from fa_train.memory.tiled_adapters import FrozenLinear
+from fa_train.models.autocast import compute_dtype
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.import_ import tensor_places
 from fa_train.models.hf.weights import Place, read_json, save_tensors, write_json
@@ -190,8 +191,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, in_features) -> (total, out_features)."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # W and all matrices A use the same rounded copy of x
+        x = x.to(compute_dtype(x))  # W and all matrices A use the same rounded copy of x
         y = self._base(x)
         if not self.lora_A:
             return y

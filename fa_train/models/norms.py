@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fa_kernels.rmsnorm import add_rms_norm
+from fa_train.models.autocast import compute_dtype
 from fa_train.models.config import ModelConfig
 
 
@@ -53,9 +54,3 @@ def zeros_to_add(x: Tensor) -> Tensor:
     """
     zero = torch.zeros((), dtype=compute_dtype(x), device=x.device, requires_grad=x.requires_grad)
     return zero.expand(x.shape).contiguous()  # the result is not a leaf, so autograd does not store its gradient
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which a matrix product with x is computed: autocast's dtype, or else x's dtype."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

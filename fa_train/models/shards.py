@@ -1,7 +1,17 @@
-"""The rows of a parameter that this rank holds."""
+"""The part of a sharded tensor that this rank holds."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+def local(x: Tensor) -> Tensor:
+    """Returns this rank's shard of x, without a copy. Returns x unchanged if it is not sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def whole(x: Tensor) -> Tensor:
+    """Gathers x from all ranks. Returns x unchanged if it is not sharded."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def own_rows(parameter: Tensor) -> tuple[Tensor, slice]:

@@ -1,13 +1,17 @@
 """AdamW, and variants of AdamW that need less memory."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from fa_train.bounds import Betas, NonNegativeFloat, PositiveFloat
+
+# the names of the optimizers of this file, and of their YAML files in conf/optimizer
+OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", "adamw_offload"]
 
 
 def adamw(
@@ -96,6 +100,24 @@ def adamw_offload(
     from fa_train.optim.low_memory import OffloadedAdamW
 
     return OffloadedAdamW(groups, lr=lr, betas=_pair(betas), eps=eps)
+
+
+KINDS: dict[OptimizerKind, Callable[..., Optimizer]] = {
+    "adamw": adamw,
+    "adamw_8bit": adamw_8bit,
+    "adamw_bf16": adamw_bf16,
+    "adamw_master": adamw_master,
+    "adamw_offload": adamw_offload,
+}
+
+
+def kind_of(optimizer: Callable[..., Optimizer]) -> OptimizerKind | None:
+    """Returns which function of this file makes the optimizer. Returns None for a user's own optimizer.
+
+    optimizer: one of the functions of this file, a functools.partial of it, or any other callable.
+    """
+    function = optimizer.func if isinstance(optimizer, partial) else optimizer
+    return next((kind for kind, own in KINDS.items() if function is own), None)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

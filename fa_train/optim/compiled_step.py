@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from fa_train.models.shards import local
 from fa_train.private_names import private, private_module
 
 Groups = list[dict[str, Any]]
@@ -82,10 +82,10 @@ class CompiledStep:
                 rate = torch.tensor(group["lr"], dtype=torch.float32)
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._step_of(parameter, rate, rate * group["weight_decay"], group)
+                        self._step_of(parameter, parameter.grad, rate, group)
         return loss
 
-    def _step_of(self, parameter: Tensor, rate: Tensor, decay: Tensor, group: dict[str, Any]) -> None:
+    def _step_of(self, parameter: Tensor, gradient: Tensor, rate: Tensor, group: dict[str, Any]) -> None:
         state, weight = self.state[parameter], local(parameter.detach())
         if not state:
             state.update(step=torch.zeros((), device=weight.device), **self._new_state(parameter))
@@ -93,8 +93,8 @@ class CompiledStep:
             state["step"] = state["step"].to(weight.device)
         if self.grad_scale is None or self.found_inf is None:
             self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
-        scalars = Scalars(rate, decay, self.grad_scale, self.found_inf)
-        self._update(weight, local(parameter.grad), state, scalars, group)
+        scalars = Scalars(rate, rate * group["weight_decay"], self.grad_scale, self.found_inf)
+        self._update(weight, local(gradient), state, scalars, group)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:
         """Returns the initial optimizer state of a parameter, without the entry `step`."""
@@ -105,11 +105,6 @@ class CompiledStep:
     ) -> None:
         """Updates one parameter and its state in place. weight, gradient: the tensors of this rank."""
         raise NotImplementedError
-
-
-def local(x: Any) -> Any:
-    """Returns this rank's shard of x, without a copy. Returns x unchanged if it is not sharded."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def run(closure: Closure | None) -> Any:

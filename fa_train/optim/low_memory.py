@@ -12,13 +12,13 @@ from torch import Tensor
 from torchao import optim
 from torchao.optim import AdamW8bit, CPUOffloadOptimizer, quant_utils, subclass_8bit
 
+from fa_train.models.shards import local
 from fa_train.optim.compiled_step import (
     Closure,
     CompiledStep,
     Groups,
     Scalars,
     adamw_values,
-    local,
     run,
     update_in_place,
 )

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fa_train.models.shards import own_rows
-from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, local, update_in_place
+from fa_train.models.shards import local, own_rows
+from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, update_in_place
 
 DRAWN = 2**23  # the number of elements whose low bits are drawn at a time; each element needs up to 16 bytes meanwhile
 COLUMNS = 16  # if the number of elements is a multiple of 16, Triton uses vector loads, which are twice as fast

@@ -1,8 +1,8 @@
 """Restores optimizers and learning-rate schedules from checkpoints.
 
 A restored optimizer has the settings of the new run, such as lr, and not the settings of the checkpoint. A restored
-schedule has the settings of the new run too, and continues at the checkpoint's step. The optimizers in `KINDS` reject a
-checkpoint that another kind of optimizer wrote.
+schedule has the settings of the new run too, and continues at the checkpoint's step. The optimizers of adamw.py
+reject a checkpoint that another kind of optimizer wrote.
 """
 
 import inspect
@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fa_train.optim.adamw import OptimizerKind, kind_of
 from fa_train.optim.schedule import LearningRateSchedule
 
 NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
@@ -112,23 +113,14 @@ def _steps(saved: Mapping[str, Any]) -> int:
     return int(saved["last_epoch"]) if "last_epoch" in saved else _steps(saved["_schedulers"][0])
 
 
-KINDS = (
-    "adamw",
-    "adamw_8bit",
-    "adamw_bf16",
-    "adamw_master",
-    "adamw_offload",
-)  # the names of functions in adamw.py and of YAML files in conf/optimizer
-
-
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
     """Checks that the configured optimizer can load the state_dict `saved`.
 
-    configured: a function named in `KINDS`, or a functools.partial of it. Any other callable is not checked.
+    configured: what makes the optimizer, as for fa_train.optim.adamw.kind_of. A user's own optimizer is not checked.
     Raises: ValueError if another optimizer wrote `saved`.
     """
-    own = getattr(getattr(configured, "func", configured), "__name__", None)
-    if own not in KINDS:
+    own = kind_of(configured)
+    if own is None:
         return  # the state of a user's optimizer has an unknown format
     written_by = kinds_that_write(saved)
     if own not in written_by:
@@ -136,10 +128,10 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
         raise ValueError(f"ckpt_path must be a checkpoint of optimizer={own}; got {got}")
 
 
-def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[str]:
-    """Returns the optimizers that may have written the state_dict `saved`, as names in `KINDS`.
+def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[OptimizerKind]:
+    """Returns the optimizers of fa_train.optim.adamw that may have written the state_dict `saved`.
 
-    The result is empty if no optimizer in `KINDS` can have written `saved`.
+    The result is empty if none of them can have written `saved`.
     """
     if "offloaded" in saved:
         return ["adamw_offload"]

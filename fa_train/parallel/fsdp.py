@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -286,13 +285,3 @@ def context_ranks(strategy: Strategy) -> int:
 def is_sharded(model: GPT) -> bool:
     """Returns whether `shard` was called on the model."""
     return isinstance(model, FSDPModule)
-
-
-def whole(x: Tensor) -> Tensor:
-    """Gathers x from all ranks. Returns x unchanged if it is not sharded."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def local(x: Tensor) -> Tensor:
-    """Returns this rank's shard of x, without a copy. Returns x unchanged if it is not sharded."""
-    return x.to_local() if isinstance(x, DTensor) else x

@@ -50,7 +50,7 @@ from fa_train.parallel.context.attention import ContextAttention, SharedSchedule
 from fa_train.parallel.context.attention_operators import used_part
 from fa_train.parallel.context.deal import deal
 from fa_train.parallel.context.operators import gathered, new_context_group, register_group, summed_gradients
-from fa_train.parallel.context.traffic import Counts, traffic
+from fa_train.parallel.context.traffic import traffic
 from scripts.bench.attention import attended_pairs, fill_row
 from scripts.bench.command_line import add_results, require_positive
 from scripts.bench.context_peer import PEER_PARTS, peer_parts
@@ -159,7 +159,7 @@ def _both_passes(
 
 def _exchange(schedule: SharedSchedule, local: int, setting: Setting, device: torch.device) -> Callable[[], object]:
     """Returns a function that only exchanges keys, values and their gradients. local: the keys that each rank holds."""
-    moves, counts = schedule.moves, Counts(*schedule.moves.counts.tolist())
+    moves, counts = schedule.moves, schedule.moves.read_counts()
     if not counts.exchanges:
         return lambda: None
     shape = (2, local, setting.n_kv_heads, setting.head_dim)

@@ -20,8 +20,8 @@ from omegaconf import DictConfig
 from fa_train.memory.offload import Offloaded
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import GIB, predict
-from fa_train.memory.planner.run import plan_of
 from fa_train.models.gpt import GPT
+from fa_train.preflight import plan_of
 from scripts.bench.command_line import add_results, add_time_limits
 from scripts.bench.page import header
 from scripts.bench.provenance import describe, results_prefix
@@ -119,15 +119,7 @@ def measure(run: Run, device: Device) -> tuple[Plan, float, float]:
     config = configuration(run, device)
     with torch.device("meta"):
         model: GPT = instantiate(config.model)
-    plan = plan_of(
-        model,
-        precision=run.precision,
-        seq_len=run.tokens,
-        rows=1,
-        optimizer=instantiate(config.optimizer),
-        accumulates=run.micro_batches > 1,
-        compiled=run.compiled,
-    )
+    plan = plan_of(config, model, instantiate(config.optimizer), world_size=1)
     times = StepTimes(1, warmup=STEPS - 1)
     torch._dynamo.reset()  # frees the compiled code of earlier runs; `measure_ours` frees the weights of each run
     measure_ours(config, torch.device(device), times)

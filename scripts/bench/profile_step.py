@@ -45,7 +45,7 @@ from fa_train import run_config, training
 from fa_train.callbacks.monitor import GIB
 from fa_train.config_options import CONF
 from fa_train.lit_gpt import LitGPT
-from fa_train.parallel.fsdp import local
+from fa_train.models.shards import local
 from scripts.bench.page import header
 from scripts.bench.provenance import describe
 from scripts.bench.step_memory import GRADIENTS, STATE, WEIGHTS, draw_memory, memory_over_time

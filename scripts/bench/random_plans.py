@@ -19,10 +19,9 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from fa_train import preflight
 from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import GIB, predict
-from fa_train.memory.planner.run import plan_of
+from fa_train.preflight import plan_of
 from fa_train.training import build_model
 from scripts.bench.command_line import add_results, add_time_limits
 from scripts.bench.page import header
@@ -114,17 +113,7 @@ def planned(number: int, device: Device) -> tuple[DictConfig, Plan]:
     config = training_config("llama_1b", "flash", seq_len, STEPS, device, overrides)
     with torch.device("meta"):
         model = build_model(config, config.model.vocab_size)
-    plan = plan_of(
-        model,
-        seq_len=seq_len,
-        rows=config.data.micro_batch_size,
-        precision=str(config.trainer.precision),
-        optimizer=instantiate(config.optimizer),
-        accumulates=config.batch_size > config.data.micro_batch_size,
-        compiled=config.lit_gpt.compile_model,
-    )
-    preflight.require_settings(plan, "flash", sharded=False, samples=False)
-    return config, plan
+    return config, plan_of(config, model, instantiate(config.optimizer), world_size=1)
 
 
 def measured(config: DictConfig, device: Device) -> float:

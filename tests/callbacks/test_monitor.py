@@ -243,7 +243,7 @@ def test_a_step_without_labels_has_no_loss(tmp_path, monkeypatch):
     assert describe(nothing).startswith("loss none (no labels in this step)")
     assert describe(nothing | {"train/grad_norm": math.nan}).startswith("loss nan"), "the model has NaN"
     assert describe({"val/loss": 1.0}) == "val 1.0000"
-    monkeypatch.setattr(record, "results", lambda trainer: nothing | {"val/loss": math.inf})
+    monkeypatch.setattr(record, "monitor_of", lambda _: Mock(summary=lambda: nothing | {"val/loss": math.inf}))
     record.Record()._write(Mock(is_global_zero=True, default_root_dir=tmp_path))
     assert json.loads((tmp_path / "result.json").read_text()) == {"train/grad_norm": 0.0, "tokens": 64.0}
 

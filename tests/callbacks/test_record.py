@@ -45,8 +45,7 @@ def test_a_wandb_run_that_cannot_be_closed_only_prints_an_error(ends, monkeypatc
     fake, trainer = Mock(), Mock(is_global_zero=False, loggers=[], global_step=1, max_steps=1)
     fake.finish.side_effect = OSError(28, "No space left on device")
     monkeypatch.setattr(record, "wandb_run", lambda _: fake)
-    monkeypatch.setattr(record, "monitor_of", Mock())
-    monkeypatch.setattr(record, "results", lambda _: {})
+    monkeypatch.setattr(record, "monitor_of", lambda _: Mock(summary=dict))
     Record().on_fit_end(trainer, None) if ends else Record().on_exception(trainer, None, RuntimeError())
     assert "W&B run was not closed: OSError: [Errno 28] No space left" in trainer.print.call_args.args[0]
 
@@ -64,8 +63,7 @@ def test_a_logger_that_cannot_finish_is_removed_and_only_prints_an_error(monkeyp
     fails.finalize.side_effect = OSError(28, "No space left on device")
     trainer = Mock(is_global_zero=False, loggers=[fails, other], global_step=1, max_steps=1)
     monkeypatch.setattr(record, "wandb_run", lambda _: fake)
-    monkeypatch.setattr(record, "monitor_of", Mock())
-    monkeypatch.setattr(record, "results", lambda _: {})
+    monkeypatch.setattr(record, "monitor_of", lambda _: Mock(summary=dict))
     Record().on_fit_end(trainer, None)
     assert trainer.loggers == [other] and other.finalize.called and fake.finish.called
     assert "Mock did not finish: OSError: [Errno 28]" in trainer.print.call_args.args[0]
@@ -79,7 +77,7 @@ def test_a_full_disk_leaves_no_unfinished_result(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     trainer = Mock(is_global_zero=True, default_root_dir=str(tmp_path))
-    monkeypatch.setattr(record, "results", lambda _: {"train/loss": 1.0})
+    monkeypatch.setattr(record, "monitor_of", lambda _: Mock(summary=lambda: {"train/loss": 1.0}))
     Record()._write(trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
     monkeypatch.setattr("pathlib.Path.write_text", half)

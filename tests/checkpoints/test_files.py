@@ -9,6 +9,7 @@ import shlex
 import shutil
 import tempfile
 import zipfile
+from contextlib import nullcontext
 from enum import Enum
 from pathlib import Path
 from unittest.mock import Mock
@@ -303,8 +304,7 @@ def test_the_newest_is_by_time_then_by_name(tmp_path):
     assert names == ["step_0000002.ckpt", "step_0000001.ckpt", "step_0000009.ckpt"]
 
 
-def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
-    said: list[str] = []
+def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path, capsys):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     whole = file.rename(folder / file.name)
@@ -312,24 +312,32 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path):
         path = shutil.copy(whole, folder / f"step_000000{step}.ckpt")
         DAMAGE[damage](Path(path))
         os.utime(path, (2**31 + step, 2**31 + step))
-    assert checkpoint_path("last", tmp_path, said.append) == str(whole)
+    assert checkpoint_path("last", tmp_path) == str(whole)
+    said = capsys.readouterr().out.splitlines()
     assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]
     whole.unlink()
     with pytest.raises(ValueError, match=r"found only damaged checkpoints below .* \(2 in all\)"):
-        checkpoint_path("last", tmp_path, said.append)
+        checkpoint_path("last", tmp_path)
 
 
-def test_last_ignores_runs_whose_run_name_is_nested_below_this_one(file, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "is_last"),
+    [
+        pytest.param("runs/mine/now", True, id="below-its-runs"),
+        pytest.param("runs/mine", True, id="in-the-folder-of-its-runs"),
+        pytest.param("runs/multirun/now/0", False, id="sweep"),
+        pytest.param("runs/mine_too/now", False, id="similar-name"),
+        pytest.param("runs/mine/nested/now", False, id="nested-name"),
+    ],
+)
+def test_a_run_is_told_to_resume_from_last_only_if_last_finds_its_checkpoint(folder, is_last, file, tmp_path):
     """Runs of run_name=mine are in runs/mine/<time>. Runs of run_name=mine/nested are in runs/mine/nested/<time>."""
-    checkpoints = {name: tmp_path / name / "now/checkpoints" / file.name for name in ("mine", "mine/nested")}
-    for seconds, path in enumerate(checkpoints.values()):
-        path.parent.mkdir(parents=True)
-        shutil.copy(file, path)
-        os.utime(path, (2**31 + seconds, 2**31 + seconds))
-    for name, path in checkpoints.items():
-        assert checkpoint_path("last", tmp_path / name) == str(path)
-        assert override_for(path, tmp_path / name) == "ckpt_path=last"
-    assert override_for(checkpoints["mine/nested"], tmp_path / "mine") == f"ckpt_path={checkpoints['mine/nested']}"
+    path, runs = tmp_path / folder / "checkpoints" / file.name, tmp_path / "runs/mine"
+    path.parent.mkdir(parents=True)
+    file.rename(path)
+    assert override_for(path, runs) == ("ckpt_path=last" if is_last else f"ckpt_path={path}")
+    with nullcontext() if is_last else pytest.raises(ValueError, match="found no checkpoint below"):
+        assert checkpoint_path("last", runs) == str(path)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
 
 from fa_train.checkpoints.base import REFERENCE, drop_base, require_fit, restore_base
 from fa_train.checkpoints.files import CheckpointError, shapes
-from fa_train.lit_gpt import LitGPT
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.export import load
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
@@ -15,6 +13,7 @@ from tests.checkpoints.support.callbacks import freeze_embedding
 from tests.memory.support.small import levers, small_gpt
 from tests.models.support.adapters import lora
 from tests.support.runs import run
+from tests.support.trainers import lit_gpt
 from tests.support.training import column
 
 CPU = torch.device("cpu")
@@ -134,7 +133,7 @@ def test_another_base_that_is_loaded_after_lora_is_stored(has_files, tmp_path):
 def test_a_resumed_run_stores_the_base_model_if_its_checkpoint_does(has_reference):
     """FullyShardedStrategy loads the weights itself, and passes a checkpoint without weights to LitGPT."""
     model = lora()(small())
-    lit = LitGPT(model, torch.optim.SGD, lr_scheduler.ConstantLR, compile_model=False, seed=0)
+    lit = lit_gpt(model, torch.optim.SGD)
     assert model.base_weights
     lit.on_load_checkpoint({REFERENCE: {}} if has_reference else {})
     assert bool(model.base_weights) == has_reference == (REFERENCE in saved(model))

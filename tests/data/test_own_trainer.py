@@ -10,7 +10,7 @@ from fa_train.data.batches import PackedRows
 from tests.data.support import numbered
 from tests.data.support.fitting import Recorder
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 
 LENGTH, STEPS = 16, 3
 
@@ -101,7 +101,7 @@ def test_a_validation_needs_no_settings_of_the_training(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 def test_lightning_keeps_the_rows_of_each_rank(tmp_path):
     start_server()
     torch.multiprocessing.start_processes(

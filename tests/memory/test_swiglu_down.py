@@ -72,15 +72,18 @@ def gradients(ffn: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, dy: Te
     return {"y": y.detach()} | dict(zip(("x", *names), found, strict=True))
 
 
+def assert_alike(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, found in ours.items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
 @BIAS
 def test_equals_eager(bias, device, passes):
     ffn, (x, dy) = feed_forward(device, bias), draw(device)
     expected = gradients(ffn, ffn, x, dy)
     assert not passes  # the eager FFN does not use the fused backward
-    ours = gradients(ffn, compiled(ffn), x, dy)
+    assert_alike(gradients(ffn, compiled(ffn), x, dy), expected)
     assert len(passes) == 1
-    for name, found in ours.items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow
@@ -122,9 +125,7 @@ def test_gradients_may_have_any_layout(device, passes):
     ffn, (x, _) = feed_forward(device), draw(device)
     run = compiled(ffn)
     for dy in (torch.ones(1, 1, device=device).expand(10, DIM), torch.randn(DIM, 10, device=device).T):
-        ours, expected = gradients(ffn, run, x, dy), gradients(ffn, ffn, x, dy)
-        for name, found in ours.items():
-            torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        assert_alike(gradients(ffn, run, x, dy), gradients(ffn, ffn, x, dy))
     assert len(passes) == 2
 
 
@@ -138,9 +139,7 @@ def test_the_ffn_is_compiled_once_for_all_lengths(device, passes):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for total in (7, 33):
             x, dy = draw(device, total)
-            ours, expected = gradients(ffn, run, x, dy), gradients(ffn, ffn, x, dy)
-            for name, found in ours.items():
-                torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+            assert_alike(gradients(ffn, run, x, dy), gradients(ffn, ffn, x, dy))
     assert len(passes) == 4
 
 
@@ -212,9 +211,7 @@ def test_adapters_keep_their_path(target, device, passes):
 @pytest.mark.parametrize("activation", ["gelu", "geglu"])
 def test_other_activations_keep_their_path(activation, device, passes):
     ffn, (x, dy) = feed_forward(device, activation=activation), draw(device)
-    ours, expected = gradients(ffn, compiled(ffn), x, dy), gradients(ffn, ffn, x, dy)
-    for name, found in ours.items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert_alike(gradients(ffn, compiled(ffn), x, dy), gradients(ffn, ffn, x, dy))
     assert not passes
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_kernels import flash_attn_func, flash_attn_with_kvcache
 from fa_kernels.flash_attention.reference import attention_reference
@@ -19,6 +18,7 @@ from fa_train.models.attention import (
     require_softcap,
     sdpa_attention,
 )
+from tests.memory.support.small import LargestTensor
 from tests.support.tolerance import assert_as_accurate
 
 ATTENTIONS = [
@@ -130,18 +130,6 @@ def test_one_document_needs_no_cu_seqlens(attention, scale, device):
     ]
     for with_none, with_one in zip(*results, strict=True):
         torch.testing.assert_close(with_none, with_one, rtol=1e-5, atol=1e-5)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest tensor that any torch operator returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, tuple | list) else [result]
-        self.elements = max(self.elements, *(x.numel() for x in outputs if isinstance(x, Tensor)), 0)
-        return result
 
 
 @pytest.mark.slow

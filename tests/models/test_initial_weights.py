@@ -21,11 +21,12 @@ from fa_train.models.hf import weights as hf_weights
 from fa_train.models.hf.import_ import load_pretrained, save_pretrained
 from fa_train.models.initial import drawn_on
 from fa_train.models.lora import LoRA, save_adapter
-from fa_train.parallel.fsdp import shard, whole
+from fa_train.models.shards import whole
+from fa_train.parallel.fsdp import shard
 from tests.models.support.gpt import build
 from tests.support.peak_memory import peak_growth
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.training import composed, tiny
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -88,7 +89,7 @@ def write_checkpoints(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 def test_two_ranks_have_the_weights_of_one(tmp_path):
     """One pair of spawned processes makes all checks that need two ranks, because a process takes seconds to start."""
     write_checkpoints(tmp_path)

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +9,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from fa_train.errors import TrainedWeightsError
-from fa_train.lit_gpt import LitGPT
 from fa_train.parallel import ddp
 from tests.checkpoints.support.callbacks import (
     FreezeAfterStepTwo,
@@ -20,7 +18,8 @@ from tests.checkpoints.support.callbacks import (
 )
 from tests.memory.support.small import levers, small_gpt
 from tests.support.batches import batches
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
+from tests.support.trainers import lit_gpt, quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_several_devices_use_ddp(devices, num_nodes, environment, several, monke
     assert isinstance(strategy, DDPStrategy) if several else strategy == "auto"
 
 
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 @pytest.mark.parametrize(
     ("callback", "options", "message", "steps"),
     [
@@ -68,17 +67,8 @@ def test_a_run_ends_before_a_step_whose_gradients_are_not_averaged(
     for name, value in ranks_of_torchrun(1)[0].items():
         monkeypatch.setenv(name, value)
     model = small_gpt(levers(), torch.device("cpu"), n_layers=1)
-    lit = LitGPT(
-        model,
-        lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1),
-        partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0),
-        compile_model=False,
-        seed=0,
-    )
-    trainer = L.Trainer(
-        accelerator="cpu", strategy=DDPStrategy(**options), devices=1, max_steps=4, logger=False, callbacks=[callback],
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    lit = lit_gpt(model, partial(torch.optim.SGD, lr=0.1))
+    trainer = quiet_trainer(tmp_path, strategy=DDPStrategy(**options), max_steps=4, callbacks=[callback])
     try:
         if message is None:
             trainer.fit(lit, DataLoader(batches(4), batch_size=None))

@@ -24,10 +24,8 @@ from fa_train.parallel.decisions import decided_by_rank_zero, fresh_folder
 from fa_train.parallel.fsdp import FullyShardedStrategy
 from fa_train.parallel.ranks import TOLD
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.training import CONF, composed, tiny
-
-needs_ports = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 
 
 def test_processes_that_want_one_folder_get_different_ones(tmp_path):

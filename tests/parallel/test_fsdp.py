@@ -30,22 +30,20 @@ from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import predict
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.gpt import GPT
+from fa_train.models.shards import local, whole
 from fa_train.parallel.agreement import Agreement
-from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
+from fa_train.parallel.fsdp import FullyShardedStrategy, shard
 from fa_train.parallel.sharded_checkpoint import load_sharded
 from scripts import trained_model
 from tests.memory.support.plans import LLAMA_1B, changed
 from tests.parallel.support.runs import SETTINGS, train_in
 from tests.support.pickles import Evil
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.runs import start_and_stop
 from tests.support.training import column, command_line, composed, tiny, write_corpus
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-]
+pytestmark = [pytest.mark.slow, needs_ports]
 RANKS = ("strategy=fsdp", "trainer.devices=2")
 ADAPTER = ("adapter=lora", "optimizer.lr=0.01")
 FROZEN = ("+callbacks.freeze._target_=tests.checkpoints.support.callbacks.FreezeAfterStepTwo",)

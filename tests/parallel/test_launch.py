@@ -14,14 +14,11 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from fa_train.data.batches import MicroBatches
 from fa_train.parallel.launch import launch
 from tests.support.processes import REPOSITORY
-from tests.support.ranks import forked, processes_can_talk
+from tests.support.ranks import forked, needs_ports
 from tests.support.runs import start_and_stop
 from tests.support.training import column, own_option, tiny
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-]
+pytestmark = [pytest.mark.slow, needs_ports]
 TWO = ("strategy=ddp", "trainer.devices=2", "data=synthetic", "data.val_rows=2", "max_steps=4")
 
 

@@ -8,14 +8,11 @@ import pytest
 
 from tests.support import processes
 from tests.support.processes import REPOSITORY
-from tests.support.ranks import forked, processes_can_talk
+from tests.support.ranks import forked, needs_ports
 from tests.support.runs import run
 from tests.support.training import column, tiny
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-]
+pytestmark = [pytest.mark.slow, needs_ports]
 DATA = ("data=synthetic", "data.val_rows=4")
 REASON = "  traceback : rank 1 ran out of memory: seq_len=64 with attention=sdpa"
 

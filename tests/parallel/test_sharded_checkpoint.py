@@ -10,9 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fa_train.checkpoints.files import CheckpointError
 from fa_train.parallel.sharded_checkpoint import FolderReader, write_folder
-from tests.support.ranks import processes_can_talk
-
-talks = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+from tests.support.ranks import needs_ports
 
 
 @pytest.fixture
@@ -22,7 +20,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@talks
+@needs_ports
 @pytest.mark.parametrize("limit", [1000, 22_000, 29_000])  # bytes; torch raises a RuntimeError for the first two
 def test_a_full_disk_is_one_line_wherever_the_write_stops(limit, one_rank, tmp_path):
     state = {"state_dict": {f"weight_{i}": torch.zeros(2000 + 100 * i) for i in range(8)}}

@@ -34,13 +34,10 @@ from tests.parallel.support.sharding import (
     train,
 )
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.training import composed
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-]
+pytestmark = [pytest.mark.slow, needs_ports]
 IN_CI = [  # every value of every option occurs; each strategy runs compiled and not compiled
     Case("ddp", 1, "full-offload", compiled=True),
     Case("ddp", 2, "selective"),

@@ -375,9 +375,7 @@ def test_a_run_chooses_whether_blocks_stay_gathered():
 def test_the_strategy_and_the_logged_config_get_the_choice(attention, resharded, tmp_path, monkeypatch):
     monkeypatch.setattr(FullyShardedStrategy, "root_device", CUDA)
     strategy = FullyShardedStrategy(1, "auto", False, "float32")
-    trainer: Any = SimpleNamespace(
-        strategy=strategy, num_devices=2, world_size=2, precision="bf16-mixed", accumulate_grad_batches=1, print=str
-    )
+    trainer: Any = SimpleNamespace(strategy=strategy, num_devices=2, world_size=2, precision="bf16-mixed", print=str)
     sharded = tiny(tmp_path, "strategy=fsdp", "trainer.devices=2", "batch_size=2", f"attention={attention}")
     with composed(tmp_path, *sharded) as cfg:
         assert cfg.strategy.reshard_after_forward == "auto"
@@ -415,10 +413,10 @@ def printed_plan(folder: Path, devices: int, *overrides: str) -> str:
         num_devices=devices,
         world_size=devices,
         precision="bf16-mixed",
-        accumulate_grad_batches=1,
         print=printed.append,
     )
-    with composed(folder, *tiny(folder, "attention=flash", *overrides)) as cfg:
+    settings = ["attention=flash", "trainer.precision=bf16-mixed", f"batch_size={devices}"]
+    with composed(folder, *tiny(folder, *settings, *overrides)) as cfg:
         training.fill_in_levers(cfg, trainer, vocab_size=257)
     return printed[-1]
 
@@ -433,7 +431,7 @@ def test_train_prints_how_far_auto_reaches(tmp_path):
 
 @pytest.mark.usefixtures("an_h200")
 def test_train_prints_ddps_buckets(tmp_path):
-    model = ["model.n_layers=8", "model.dim=2048", "model.ffn_dim=8192", "seq_len=32768", "batch_size=2"]
+    model = ["model.n_layers=8", "model.dim=2048", "model.ffn_dim=8192", "seq_len=32768"]
     alone, ddp = (printed_plan(tmp_path, n, *model, f"strategy={name}") for n, name in ((1, "auto"), (2, "ddp")))
     assert "weights 1.9, " in alone and "gradients" not in alone
     assert "weights 1.9, " in ddp and "gradients 1.9, " in ddp

@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
 import torch
 
 from tests.support import processes
@@ -21,6 +22,9 @@ def processes_can_talk() -> bool:
     except OSError:
         return False
     return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+needs_ports = pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
 
 
 def ranks_of_torchrun(n_ranks: int) -> list[dict[str, str]]:

@@ -52,6 +52,7 @@ class Block:
         # With frozen weights, autograd saves the input of a linear layer only if the layer has an adapter.
         self.saves_input = {name: a is None or name in a.adapted for name in LINEARS}
         self.plain_ffn = a is None or a.plain_ffn
+        self.is_quantized = a is not None and a.quantized
         self.attention_adapters = (t * a.attention_rank + a.attention_joined) * c if a else 0
         self.joined_adapters = a.ffn_joined * c if a else 0
         self.ffn_adapters = t * a.ffn_rank * c + self.joined_adapters if a else 0
@@ -62,7 +63,7 @@ class Block:
         The copies of a tiled FFN's weights are not counted, because a tiled FFN frees them at the end of its forward
         pass.
         """
-        if not self.rounds_weights or (self.run.adapters and self.run.adapters.quantized):
+        if not self.rounds_weights or self.is_quantized:
             return 0
         ffn = 0 if self.levers.mlp_chunk else self.up_weight + (0 if self.plain_ffn else self.down_weight)
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
@@ -208,7 +209,7 @@ class Block:
             return 0
         # GELU overwrites its input, unless the input is saved
         operands = 1 if keeps_up(self.plan) or not self.model.gated else 3
-        return self._ffn_rounded() + self._chunk(self.run.tokens) * operands
+        return self._ffn_rounded() + self._chunk() * operands
 
     def _ffn_backward(self) -> int:
         """Returns the peak bytes of the FFN's backward, which frees what the post-norm has saved."""
@@ -238,7 +239,7 @@ class Block:
             return held + max(of_operand, of_factors)
         weights = 0 if self.run.adapters else (self.up_weight + self.down_weight) * 4
         adapters = self.run.adapters.ffn_joined * 4 if self.run.adapters else 0  # fp32 sums of the adapters' gradients
-        chunk = self._chunk(self.run.tokens)
+        chunk = self._chunk()
         d_projected = (2 if self.model.gated else 1) * chunk  # the gradient of up(x), which overwrites up(x)
         chunks = d_projected + chunk
         if self.run.compute_bytes == 4 and weights:  # only fp32 products need a temporary tensor
@@ -256,9 +257,10 @@ class Block:
         LoRA's A. The sum of the two gradients is a third tensor. The activations are freed before the sum exists.
         """
         hidden, x_rounded = self.hidden, self.x_rounded
-        weights, is_adapted = self._dequantized(), self.saves_input["down"]
-        of_activations = hidden + max(hidden, weights["down"]) + (hidden if is_adapted else 0)
-        if not self.eager and self.levers.checkpointing == "full" and self.run.adapters and self.run.adapters.quantized:
+        is_adapted = self.saves_input["down"]
+        dequantized = self.run.compute_bytes if self.is_quantized else 0  # bytes per element of a dequantized weight
+        of_activations = hidden + max(hidden, self.down_weight * dequantized) + (hidden if is_adapted else 0)
+        if not self.eager and self.levers.checkpointing == "full" and self.is_quantized:
             # up(x) is computed again after the gradients of the activations; its sum with LoRA's term is another tensor
             of_activations += hidden if is_adapted and self.saves_input["up"] else 0
         # the gradients of the activations, of the gates and of the values
@@ -266,7 +268,7 @@ class Block:
         if self.model.gated and is_adapted and self.adds_later:
             # one kernel reads both gradients of the activations, and writes those of the gates and of the values
             of_factors += hidden
-        of_input = x_rounded + max(x_rounded, weights["up"]) - (hidden if self.model.gated else 0)
+        of_input = x_rounded + max(x_rounded, self.up_weight * dequantized) - (hidden if self.model.gated else 0)
         return max(of_activations, of_factors, of_input) - (hidden if is_adapted else 0)
 
     def _norm_backward(self) -> int:
@@ -310,20 +312,14 @@ class Block:
         held += self.x_rounded if self.run.mixed and not self.levers.mlp_chunk else 0
         return held + (self.up_weight + self.down_weight) * self.gradient_bytes  # weight gradients
 
-    def _chunk(self, tokens: int) -> int:
-        """Returns the bytes of a (chunk, ffn_dim) tensor. A chunk has mlp_chunk tokens, but at most `tokens`."""
-        return min(self.levers.mlp_chunk or self.run.tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
-
-    def _dequantized(self) -> dict[str, int]:
-        """Returns the bytes of the dequantized weights of the FFN, which are 0 if weights are not quantized."""
-        quantized = self.run.adapters is not None and self.run.adapters.quantized
-        weights = {"up": self.up_weight, "down": self.down_weight}
-        return {name: elements * self.run.compute_bytes * quantized for name, elements in weights.items()}
+    def _chunk(self) -> int:
+        """Returns the bytes of a (chunk, ffn_dim) tensor."""
+        tokens = self.run.tokens
+        return min(self.levers.mlp_chunk or tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
     def _ffn_rounded(self) -> int:
         """Returns the bytes of the FFN's dequantized weights, or of autocast's copies of its weights, or 0."""
-        is_quantized = self.run.adapters is not None and self.run.adapters.quantized
-        copies = self.rounds_weights or is_quantized
+        copies = self.rounds_weights or self.is_quantized
         return (self.up_weight + self.down_weight) * self.run.compute_bytes if copies else 0
 
 

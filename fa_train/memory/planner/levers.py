@@ -12,10 +12,11 @@ from typing import Any, get_args
 from fa_train.bounds import Precision
 from fa_train.memory.checkpointing import Checkpointing
 from fa_train.memory.memory import Levers
-from fa_train.memory.planner.block import keeps_up
-from fa_train.memory.planner.plan import OptimizerKind, Plan, RunSize
-from fa_train.memory.planner.predict import Prediction, offloaded_per_layer, predict
+from fa_train.memory.planner.block import Block, keeps_up
+from fa_train.memory.planner.plan import Plan, RunSize
+from fa_train.memory.planner.predict import Prediction, predict
 from fa_train.models.float8 import MULTIPLE
+from fa_train.optim.adamw import OptimizerKind
 
 GATHERED_SHARE = 0.9  # with gathered blocks, a plan may use this share of GPU memory: predictions can be low
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
@@ -121,7 +122,7 @@ def extra_seconds(plan: Plan) -> float:
     if levers.mlp_chunk:
         seconds += (0 if keeps_up(plan) else up) + LAUNCH * (tokens / levers.mlp_chunk)
     if levers.offload:
-        forward, copy = attention + projections + up + down, offloaded_per_layer(plan) / LINK
+        forward, copy = attention + projections + up + down, Block(plan).offloaded() / LINK
         seconds += max(0.0, copy - forward) + max(0.0, copy - 2 * forward) + BESIDE_COPIES * 3 * forward
     return plan.model.n_layers * seconds
 

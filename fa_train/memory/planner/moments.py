@@ -37,7 +37,7 @@ class Moment:
 def moments_of(plan: Plan) -> list[Moment]:
     """Returns a Moment for each point in time of a training step at which memory use can peak."""
     step = _Step(plan)
-    moments = [*step.around_the_loss(), *step.backward_of_blocks(), *step.embeddings_backward()]
+    moments = [*step.around_the_loss(), *step.backward_of_blocks(), step.embeddings_backward()]
     if plan.run.ranks > 1 and plan.run.adapters is None:
         moments += [*step.ends_of_blocks(), *step.averaging()]
     return [*moments, step.update()]
@@ -151,21 +151,19 @@ class _Step:
             for which, left in self._some_blocks()
         ]
 
-    def embeddings_backward(self) -> list[Moment]:
-        """Returns the Moment of the embedding's backward. The saved tensors of all blocks have been freed."""
+    def embeddings_backward(self) -> Moment:
+        """Returns the memory use in the embedding's backward. The saved tensors of all blocks have been freed."""
         # if the weight is tied, the embedding's gradient is added to the head's gradient in place
         gradients = 2 * self.embeddings if self.model.tied else self.embeddings
-        return [
-            Moment(
-                "the embedding's backward",
-                weights=self.sharded.weights_in_embedding(),
-                gradients=(self.sharded.whole_gradients or self._gradients_of_others())
-                + self.sharded.buffer_in_backward(0)
-                + self.sharded.positions_gradient(),
-                outside=self.data,
-                working=self.block.x + gradients,
-            )
-        ]
+        return Moment(
+            "the embedding's backward",
+            weights=self.sharded.weights_in_embedding(),
+            gradients=(self.sharded.whole_gradients or self._gradients_of_others())
+            + self.sharded.buffer_in_backward(0)
+            + self.sharded.positions_gradient(),
+            outside=self.data,
+            working=self.block.x + gradients,
+        )
 
     def ends_of_blocks(self) -> list[Moment]:
         """Returns one Moment for each block in `_some_blocks`: the end of the block's backward.

@@ -16,9 +16,8 @@ def optimizer_bytes(plan: Plan) -> tuple[int, int]:
     sizes, w = trained_sizes(plan), plan.run.gradient_bytes
     if plan.run.optimizer == "adamw_offload":
         moved = [n for n in sizes if n >= OFFLOADED_FROM]
-        pinned = sum(
-            2 * _power_of_two(n * w) for n in moved
-        )  # pinned copies of weight and gradient; torch rounds their sizes up to powers of two
+        # pinned copies of weight and gradient; torch rounds their sizes up to powers of two
+        pinned = sum(2 * _power_of_two(n * w) for n in moved)
         return 2 * w * (sum(sizes) - sum(moved)), pinned + 2 * w * sum(moved)
     if plan.run.optimizer == "adamw_8bit":
         quantized = sum(n for n in sizes if n >= QUANTIZED_FROM and n % QUANTIZATION_BLOCK == 0)

@@ -9,8 +9,8 @@ from fa_kernels.device import Arch
 from fa_train.bounds import Precision
 from fa_train.memory.memory import Levers
 from fa_train.models.config import ModelConfig
+from fa_train.optim.adamw import OptimizerKind
 
-OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_bf16", "adamw_master", "adamw_offload"]
 Buckets = Literal["none", "views", "copies"]
 LINEARS = ("qkv", "out", "up", "down")  # the linear layers of a block
 

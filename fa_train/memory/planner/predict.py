@@ -96,18 +96,3 @@ def predict(plan: Plan) -> Prediction:
         overhead=CONTEXT + int(FRAGMENTATION * (weights + optimizer + largest.total())),
         host=host + (plan.model.n_layers - 1) * Block(plan).offloaded(),
     )
-
-
-def kept_per_layer(plan: Plan) -> int:
-    """Returns the bytes that stay on the GPU between forward and backward for each block except the last.
-
-    Copies of the block's weights are included.
-    """
-    block = Block(plan)
-    rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0
-    return block.saved() - block.offloaded() + rounded
-
-
-def offloaded_per_layer(plan: Plan) -> int:
-    """Returns how many bytes of each block, except the last, are offloaded to the host."""
-    return Block(plan).offloaded()

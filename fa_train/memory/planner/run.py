@@ -3,15 +3,9 @@
 import os
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
-from typing import cast
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from fa_kernels.device import Arch, arch_of
-from fa_train.bounds import Precision
 from fa_train.memory.memory import Levers
 from fa_train.memory.offload import available_host_bytes, require_host_memory
 from fa_train.memory.planner.levers import (
@@ -23,75 +17,18 @@ from fa_train.memory.planner.levers import (
     with_blocks_gathered,
     with_levers,
 )
-from fa_train.memory.planner.plan import Buckets, OptimizerKind, Plan, RunSize
+from fa_train.memory.planner.plan import Plan
 from fa_train.memory.planner.predict import COMPONENTS, GIB, Prediction, predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
-from fa_train.models.gpt import GPT
-from fa_train.models.lora import adapters_of
-from fa_train.optim import adamw
 from fa_train.parallel.decisions import decided_by_rank_zero
+from fa_train.settings import shown
 
 CERTAIN = 1.1  # a run is refused if it needs more than this multiple of the device's memory
-OPTIMIZERS: dict[object, OptimizerKind] = {
-    adamw.adamw: "adamw",
-    adamw.adamw_8bit: "adamw_8bit",
-    adamw.adamw_bf16: "adamw_bf16",
-    adamw.adamw_master: "adamw_master",
-    adamw.adamw_offload: "adamw_offload",
-}
 WITHOUT_FLOAT8 = "the plan assumes bf16 matmuls; lit_gpt.float8 keeps other copies of weights and activations"
 
 
 class DoesNotFitError(ValueError):
     """Raised if the planner predicts that a step runs out of GPU memory."""
-
-
-def plan_of(
-    model: GPT,
-    *,
-    seq_len: int,
-    rows: int,
-    precision: str,
-    optimizer: Callable[[nn.Module], Optimizer],
-    accumulates: bool,
-    compiled: bool,
-    ranks: int = 1,
-    context: int = 1,
-    head_groups: int = 1,
-    reshard_after_forward: bool = True,
-    reduce_once: bool = False,
-    buckets: Buckets = "none",
-    float8: bool = False,
-) -> Plan:
-    """Returns the plan of a run. The model may be on the meta device.
-
-    All parameters except model and optimizer are fields of RunSize. An unknown optimizer is planned as AdamW.
-    Raises: ValueError if the precision is unknown.
-    """
-    run = RunSize(
-        seq_len=seq_len,
-        rows=rows,
-        precision=cast(Precision, precision),  # RunSize checks it
-        optimizer=OPTIMIZERS.get(optimizer.func if isinstance(optimizer, partial) else optimizer, "adamw"),
-        accumulates=accumulates,
-        compiled=compiled,
-        loss_chunk=model.loss.chunk_size,
-        adapters=adapters_of(model),
-        ranks=ranks,
-        context=context,
-        head_groups=head_groups,
-        reshard_after_forward=reshard_after_forward,
-        reduce_once=reduce_once,
-        buckets=buckets,
-        float8=float8,
-        arch=planned_arch(),
-    )
-    return Plan(model.config, model.memory.levers, run)
-
-
-def planned_arch() -> Arch:
-    """Returns the architecture of this machine's GPU, or the architecture of an H200 if there is no GPU."""
-    return arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90"
 
 
 def plan_memory(
@@ -132,7 +69,7 @@ def plan_memory(
             lambda: with_blocks_gathered(searched, device_bytes(device)).run.reshard_after_forward,
         )
         plan = resized(plan, reshard_after_forward=resharded)
-        say(f"strategy.reshard_after_forward=auto: {str(resharded).lower()}")
+        say(f"strategy.reshard_after_forward=auto: {shown(resharded)}")
     try:
         prediction = require_memory(plan, device, processes, attention)
     except DoesNotFitError:

@@ -3,9 +3,8 @@
 from fa_train.memory.planner.plan import Plan
 from fa_train.models.config import ModelConfig
 
-NF4_BYTES = (
-    0.5 + 1 / 64 + 4 / (64 * 256)
-)  # bytes per element for the 4-bit code, the 8-bit scales and the fp32 second-level scales
+# bytes per element for the 4-bit code, the 8-bit scales and the fp32 second-level scales
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 
 def block_sizes(model: ModelConfig) -> list[int]:
@@ -20,14 +19,10 @@ def block_sizes(model: ModelConfig) -> list[int]:
 
 def parameter_sizes(model: ModelConfig) -> list[int]:
     """Returns the number of elements of each parameter of the model."""
-    return outer_sizes(model) + block_sizes(model) * model.n_layers
-
-
-def outer_sizes(model: ModelConfig) -> list[int]:
-    """Returns the number of elements of each parameter outside the blocks."""
     embeddings = [model.vocab_size * model.dim] * (1 if model.tied else 2)
     embeddings += [(model.max_seq_len or 0) * model.dim] if model.positions == "learned" else []
-    return embeddings + [model.dim] * _vectors_of_norm(model)
+    last_norm = [model.dim] * _vectors_of_norm(model)
+    return embeddings + last_norm + block_sizes(model) * model.n_layers
 
 
 def norm_size(model: ModelConfig) -> int:

@@ -16,11 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fa_train.models.gpt import GPT
 from fa_train.models.hf.families import Layout
-from fa_train.models.shards import own_rows
+from fa_train.models.shards import own_rows, whole
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # the dtypes of weights by their names in safetensors' headers
@@ -279,7 +278,8 @@ def require_finite(model: GPT, dtype: torch.dtype | None) -> None:
     Raises: ValueError if a weight is NaN or infinite in this dtype.
     """
     for name, parameter in model.named_parameters():
-        extremes = torch.stack(_whole(parameter).aminmax())  # minimum and maximum; both are NaN if any element is NaN
+        # the minimum and the maximum, which are NaN if any element is NaN
+        extremes = torch.stack(whole(parameter.detach()).aminmax())
         written = extremes.to(dtype or extremes.dtype)
         if not written.isfinite().all():
             low, high = extremes.tolist()
@@ -331,12 +331,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _take(parameter: Tensor, place: Place, dtype: torch.dtype | None) -> Tensor:
     """Converts rows of a parameter to a tensor of the checkpoint. `_take` is the inverse of `_read`."""
-    rows = _whole(parameter)[place.rows].to(dtype or parameter.dtype).cpu()
+    rows = whole(parameter.detach())[place.rows].to(dtype or parameter.dtype).cpu()
     return (rows.T if place.transposed else rows).contiguous()
-
-
-def _whole(parameter: Tensor) -> Tensor:
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -139,19 +139,15 @@ def _attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes context_forward."""
     moves, (group, *_, head_groups) = context.moves, context.options
-    counts = Counts(*moves.counts.tolist())
+    counts = moves.read_counts()
     runs = _runs(context, sinks, counts)
     if head_groups == 1:
         return _forward(q, k, v, *runs, moves, counts, group)
-
-    def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor]:
-        crossing, own = (run.of_heads(queries) for run in runs)
-        return _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moves, counts, group)
-
     groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     o, lse = q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     for queries, kv in groups:
-        o[:, queries], lse[queries] = of_group(queries, kv)
+        crossing, own = (run.of_heads(queries) for run in runs)
+        o[:, queries], lse[queries] = _forward(q[:, queries], k[:, kv], v[:, kv], crossing, own, moves, counts, group)
     return o, lse
 
 
@@ -230,23 +226,19 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes context_backward."""
     moves, (group, *_, head_groups) = context.moves, context.options
-    counts = Counts(*moves.counts.tolist())
+    counts = moves.read_counts()
     runs = _runs(context, sinks, counts)
     if head_groups == 1:
         return _backward(do, q, k, v, o, lse, *runs, moves, counts, group, deterministic)
-
-    def of_group(queries: slice, kv: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        crossing, own = (run.of_heads(queries) for run in runs)
-        return _backward(
-            do[:, queries].contiguous(), q[:, queries], k[:, kv], v[:, kv], o[:, queries].contiguous(), lse[queries],
-            crossing, own, moves, counts, group, deterministic,
-        )  # fmt: skip
-
     groups = groups_of_heads(q.shape[1], k.shape[1], head_groups)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dsinks = []
     for queries, kv in groups:
-        dq[:, queries], dk[:, kv], dv[:, kv], dsinks_of_group = of_group(queries, kv)
+        crossing, own = (run.of_heads(queries) for run in runs)
+        dq[:, queries], dk[:, kv], dv[:, kv], dsinks_of_group = _backward(
+            do[:, queries].contiguous(), q[:, queries], k[:, kv], v[:, kv], o[:, queries].contiguous(), lse[queries],
+            crossing, own, moves, counts, group, deterministic,
+        )  # fmt: skip
         dsinks.append(dsinks_of_group)
     return dq, dk, dv, torch.cat(dsinks)
 

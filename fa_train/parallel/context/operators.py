@@ -72,6 +72,9 @@ class Moves(NamedTuple):
     sizes: Tensor
     counts: Tensor
 
+    def read_counts(self) -> Counts:
+        return Counts(*self.counts.tolist())
+
 
 class Exchange(NamedTuple):
     """An exchange that has begun. `leaving` must not be freed before the exchange ends.
@@ -98,7 +101,7 @@ def gather_keys(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
     rank's own keys.
     """
     moved = Moves(*moves)
-    if Counts(*moved.counts.tolist()).splits:
+    if moved.read_counts().splits:
         raise ValueError("attention functions other than flash need traffic with may_split=False; got split traffic")
     return gathered([x], moved, moved.taken.shape[0], group)[0]
 
@@ -166,7 +169,7 @@ def gathered(
 
 def with_own_rows(xs: Sequence[Tensor], moves: Moves, n_rows: int) -> list[Tensor]:
     """Returns the buffers that `gathered` returns, but without the rows of other ranks. See `receive`."""
-    counts = Counts(*moves.counts.tolist())
+    counts = moves.read_counts()
     whole = xs[0].new_empty(len(xs), n_rows, *xs[0].shape[1:])
     whole[:, counts.keys :].zero_()
     buffers = list(whole.unbind())
@@ -192,7 +195,7 @@ def summed_gradients(
     `totals` is None, the function returns new tensors.
     Shapes: (n_rows, heads, head_dim) -> (local, heads, head_dim).
     """
-    counts = Counts(*moves.counts.tolist())
+    counts = moves.read_counts()
     exchange = start_returning(ds, moves, group, 0 if totals is None else counts.kept)
     return finish_returning(exchange, ds, moves, totals)
 
@@ -216,7 +219,7 @@ def finish_returning(
     exchange: Exchange, ds: Sequence[Tensor], moves: Moves, totals: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     """Returns the result of `summed_gradients`. exchange: the result of `start_returning`."""
-    counts = Counts(*moves.counts.tolist())
+    counts = moves.read_counts()
     rows = moves.kept_rows[: counts.kept]
     # the copies below run during the exchange
     if totals is None:  # each buffer holds all rows of this rank, without padding, in the order of its tokens

@@ -114,32 +114,31 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     received = np.bincount(owner[owner != rank], minlength=deal.ranks)
     n_keys, capacity = len(buffered), buffer_rows(deal.total, deal.total)
     n_queries = query_rows(len(crossing), n_own) if splits else n_own
+    counts = Counts(
+        rows=buffer_rows(n_keys, deal.total),
+        keys=n_keys,
+        shared=len(shared),
+        kept=len(kept),
+        crossing=len(crossing),
+        queries=n_queries,
+        splits=int(splits),
+        exchanges=int(exchanges),
+    )
     return Traffic(
-        _filled(before[start[mine[crossing]]], n_own, n_keys),
-        _filled(before[end[mine[crossing]]], n_own, n_keys),
-        _filled(own_start, n_own),
-        _filled(own_end, n_own),
-        _filled(crossing, n_own),
-        _filled(np.concatenate(sent), deal.total),
-        _filled(kept, n_own),
-        _filled(before[mine[kept]], n_own),
-        _filled(arriving, capacity),
-        _filled(shared, n_own),
-        _filled(entries, deal.total),
-        _filled(offsets, n_own + 1),
-        [[len(tokens) for tokens in sent], received.tolist()],
-        [
-            *Counts(
-                buffer_rows(n_keys, deal.total),
-                n_keys,
-                len(shared),
-                len(kept),
-                len(crossing),
-                n_queries,
-                int(splits),
-                int(exchanges),
-            )
-        ],
+        key_start=_filled(before[start[mine[crossing]]], n_own, n_keys),
+        key_end=_filled(before[end[mine[crossing]]], n_own, n_keys),
+        own_start=_filled(own_start, n_own),
+        own_end=_filled(own_end, n_own),
+        crossing=_filled(crossing, n_own),
+        sent=_filled(np.concatenate(sent), deal.total),
+        kept=_filled(kept, n_own),
+        kept_rows=_filled(before[mine[kept]], n_own),
+        taken=_filled(arriving, capacity),
+        shared=_filled(shared, n_own),
+        entries=_filled(entries, deal.total),
+        offsets=_filled(offsets, n_own + 1),
+        sizes=[[len(tokens) for tokens in sent], received.tolist()],
+        counts=list(counts),
     )
 
 

@@ -7,9 +7,17 @@ import pytest
 from fa_train.memory.memory import Levers
 from fa_train.memory.planner.levers import with_levers
 from fa_train.memory.planner.optimizer import optimizer_bytes
-from fa_train.memory.planner.predict import kept_per_layer, predict
+from fa_train.memory.planner.predict import predict
 from fa_train.memory.planner.weights import parameter_sizes, trained_sizes
-from tests.memory.support.plans import EVERY_CASE, GPT2, LLAMA_1B, changed, predicted_peak, with_adapters
+from tests.memory.support.plans import (
+    EVERY_CASE,
+    GPT2,
+    LLAMA_1B,
+    changed,
+    kept_per_layer,
+    predicted_peak,
+    with_adapters,
+)
 from tests.memory.support.simulated import kept_by_compiled_block, simulate
 
 # Each tuple chooses four settings: the model, the precision, checkpointing and the chunks of the FFN.

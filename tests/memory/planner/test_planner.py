@@ -25,7 +25,7 @@ from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.levers import COMBINATIONS, with_levers
 from fa_train.memory.planner.optimizer import optimizer_bytes
 from fa_train.memory.planner.plan import Plan
-from fa_train.memory.planner.predict import COMPONENTS, GIB, kept_per_layer, predict
+from fa_train.memory.planner.predict import COMPONENTS, GIB, predict
 from fa_train.memory.planner.weights import parameter_sizes
 from fa_train.models.attention import sdpa_attention
 from fa_train.models.config import Family
@@ -36,6 +36,7 @@ from tests.memory.support.plans import (
     SMALL,
     build,
     changed,
+    kept_per_layer,
     predicted_peak,
     recorded,
 )

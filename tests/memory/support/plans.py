@@ -9,6 +9,7 @@ import torch
 
 from fa_train.memory.loss import LinearCrossEntropy
 from fa_train.memory.memory import Levers, Memory
+from fa_train.memory.planner.block import Block
 from fa_train.memory.planner.plan import Adapters, Plan, RunSize
 from fa_train.memory.planner.predict import GIB, predict
 from fa_train.models.attention import Attention, flash_attention
@@ -111,6 +112,16 @@ def with_adapters(
 
     with torch.device("meta"):
         return changed(plan, adapters=adapters_of(adapted())), adapted
+
+
+def kept_per_layer(plan: Plan) -> int:
+    """Returns the predicted bytes that stay on the GPU between forward and backward for each block except the last.
+
+    Copies of the block's weights are included.
+    """
+    block = Block(plan)
+    rounded = block.rounded_weights() if plan.levers.checkpointing == "none" else 0
+    return block.saved() - block.offloaded() + rounded
 
 
 def predicted_peak(plan: Plan) -> int:

@@ -33,13 +33,10 @@ from scripts import trained_model
 from tests.parallel.support.runs import train_in
 from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 from tests.support.training import column, write_corpus
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo"),
-]
+pytestmark = [pytest.mark.slow, needs_ports]
 RANKS, EXCHANGE_MS = 4, 50
 TOTAL, BOUNDARIES = 60, [0, 13, 14, 30, 39, 55, 55]  # the stream ends five tokens after the last document
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}}

@@ -18,7 +18,7 @@ from tests.parallel.context.support.training import BOUNDARIES, FEATURES, Case, 
 from tests.parallel.support.sharding import MEMORIES, Recorder, assert_close
 from tests.support.interpreter import patched_once_a_launch
 from tests.support.processes import start_server
-from tests.support.ranks import processes_can_talk, ranks_of_torchrun
+from tests.support.ranks import needs_ports, ranks_of_torchrun
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4)]  # (number of context groups, ranks in each group)
 PAIRWISE = [
@@ -83,7 +83,7 @@ def one_process(attention: str, packing: str, feature: str, micro_batches: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not processes_can_talk(), reason="needs a port of 127.0.0.1 and gloo")
+@needs_ports
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_compute_what_one_process_does(case, results):
     expected = one_process(case.attention, case.packing, case.feature, case.data * case.accumulation)

@@ -21,11 +21,12 @@ from fa_train import training
 from fa_train.callbacks.equal_weights import EqualWeights
 from fa_train.errors import DivergedError
 from fa_train.evaluation.generation import generate
-from fa_train.lit_gpt import LitGPT
 from fa_train.memory.memory import Memory
 from fa_train.models.gpt import GPT
-from fa_train.parallel.fsdp import FullyShardedStrategy, local, shard, whole
+from fa_train.models.shards import local, whole
+from fa_train.parallel.fsdp import FullyShardedStrategy, shard
 from tests.memory.support.small import VOCAB, compile_blocks, levers, small_gpt
+from tests.support.trainers import lit_gpt
 from tests.support.training import composed
 
 STEPS, LENGTHS = 2, [9, 1, 0, 14]
@@ -144,13 +145,7 @@ class FlipBit(L.Callback):
 
 def train(case: Case, rank: int = 0, *callbacks: L.Callback) -> Recorder:
     """Trains on this rank's share of the micro-batches. The rows of a step do not depend on the number of ranks."""
-    lit_gpt = LitGPT(
-        build(case),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
-        compile_model=False,
-        seed=0,
-    )
+    lit = lit_gpt(build(case), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     recorder = Recorder()
     trainer = L.Trainer(
         accelerator="cpu", devices=case.ranks, strategy=strategy_of(case), max_steps=STEPS, logger=False,
@@ -160,7 +155,7 @@ def train(case: Case, rank: int = 0, *callbacks: L.Callback) -> Recorder:
     )  # fmt: skip
     own = micro_batches(STEPS * case.micro_batches)[rank :: case.ranks]
     loader: DataLoader[Any] = DataLoader(cast(Any, own), batch_size=None)
-    trainer.fit(lit_gpt, loader)
+    trainer.fit(lit, loader)
     return recorder
 
 

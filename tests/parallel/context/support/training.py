@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fa_kernels.flash_attention.interface import flash_attn_packed
-from fa_train.lit_gpt import LitGPT
 from fa_train.memory.memory import Memory
 from fa_train.models.attention import Attention, flash_attention
 from fa_train.models.config import Family
@@ -27,6 +26,7 @@ from fa_train.parallel.fsdp import FullyShardedStrategy
 from tests.memory.support.small import ATTENTIONS, VOCAB, compile_blocks
 from tests.parallel.support.sharding import MEMORIES, STEPS, Recorder
 from tests.support.interpreter import patched_once_a_launch
+from tests.support.trainers import lit_gpt
 
 TOTAL = 60
 BOUNDARIES = {
@@ -152,20 +152,14 @@ def micro_batches(packing: str, number: int) -> list[dict[str, Tensor]]:
 def train(case: Case, rank: int | None = None) -> Recorder:
     """Trains on the data of `rank`. If rank is None, trains on the data of all ranks in a single process."""
     alone = rank is None
-    lit_gpt = LitGPT(
-        build(case, "cpu" if alone else "meta"),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        scheduler=partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0),
-        compile_model=False,
-        seed=0,
-    )
+    lit = lit_gpt(build(case, "cpu" if alone else "meta"), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     batches: list[Any] = micro_batches(case.packing, STEPS * case.data * case.accumulation)
     accumulation = case.accumulation * (case.data if alone else 1)
     if rank is not None:
         group, place = divmod(rank, case.context)
         batches = batches[group :: case.data]
         if case.context > 1:
-            batches = [lit_gpt.model.context_shard(place, case.context)(x) for x in batches]
+            batches = [lit.model.context_shard(place, case.context)(x) for x in batches]
     recorder = GradientRecorder()
     trainer = L.Trainer(
         accelerator="cpu", devices=1 if alone else case.ranks, max_steps=STEPS, logger=False,
@@ -174,7 +168,7 @@ def train(case: Case, rank: int | None = None) -> Recorder:
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[recorder],
     )  # fmt: skip
     loader: DataLoader[Any] = DataLoader(cast(Any, batches), batch_size=None)
-    trainer.fit(lit_gpt, loader)
+    trainer.fit(lit, loader)
     return recorder
 
 
