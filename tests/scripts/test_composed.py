@@ -3,7 +3,7 @@
 import pytest
 
 from scripts import prepare_data
-from scripts.composed import composed
+from scripts.composed import composed, without
 from scripts.memory_table import memory_table
 
 
@@ -43,3 +43,14 @@ def test_scripts_take_a_config_folder(folder, tmp_path):
 def test_other_options_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         composed(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value", "others"),
+    [
+        pytest.param(["a=1", "workers=2", "b=3", "workers=4=5"], "4=5", ["a=1", "b=3"], id="last"),
+        pytest.param(["data.workers=2", "workers"], None, ["data.workers=2", "workers"], id="none"),
+    ],
+)
+def test_the_last_value_of_an_option_counts(arguments, value, others):
+    assert without("workers", arguments) == (value, others)

@@ -319,6 +319,10 @@ ONE = {"cache_seqlens": 3, "k": NEW, "v": NEW}
             ONE | {"rotary_cos": ANGLES[:31], "rotary_sin": ANGLES[:31]}, "at least 32 positions.*31", id="short-angles"
         ),
         pytest.param({"alibi_slopes": torch.ones(3)}, r"alibi_slopes must be \(4,\) or \(2, 4\) float32", id="slopes"),
+        pytest.param(
+            {"alibi_slopes": torch.ones(4, dtype=torch.float64, device=DEVICE)}, "float32 on .*; got .* float64",
+            id="slopes-in-fp64",
+        ),
         pytest.param({"num_splits": 129}, "num_splits must be from 0 to 128; got 129", id="splits"),
         pytest.param({"softcap": float("nan")}, "softcap must be finite and at most 1000, .*; got nan", id="softcap"),
         pytest.param({"softmax_scale": -1.0}, "softmax_scale must be positive and finite; got -1.0", id="scale"),

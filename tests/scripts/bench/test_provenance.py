@@ -1,6 +1,7 @@
-"""A results page names the commit of this repository, wherever the command was started."""
+"""A results page names the command, and the commit of this repository, wherever the command was started."""
 
 import subprocess
+import sys
 
 import pytest
 
@@ -43,3 +44,18 @@ def test_a_page_is_written_without_git(other_repository, monkeypatch, tmp_path):
     (other_repository / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commit() == "unknown: git is not installed, and no --commit"
+
+
+def test_the_command_can_be_repeated(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/host.py", "--out", "two words"])
+    assert provenance.describe("-m scripts.bench.host", "abc")["command"] == (
+        "python -m scripts.bench.host --out 'two words'"
+    )
+
+
+def test_results_have_a_folder(tmp_path, monkeypatch):
+    assert provenance.results_prefix(tmp_path / "given" / "host", "host") == tmp_path / "given" / "host"
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    prefix = provenance.results_prefix(None, "host", gpu="formula-sm90")
+    assert prefix.name.startswith("host_formula-sm90_2") and prefix.parent == tmp_path / "scripts" / "results"
+    assert prefix.parent.is_dir() and (tmp_path / "given").is_dir()

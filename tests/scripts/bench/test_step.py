@@ -29,7 +29,7 @@ from scripts.bench.step import (
     run_apart,
     write,
 )
-from scripts.bench.training_case import FEWEST_STEPS, StepTimes, document_lens
+from scripts.bench.training_case import FEWEST_STEPS, StepTimes, document_lens, step_flops
 from scripts.bench.training_case import measure as measure_ours
 from scripts.bench.variants import Variant, variant_of
 from tests.support.processes import ForkedModule
@@ -98,6 +98,12 @@ def test_a_row_of_parts_of_documents_is_refused():
 def test_documents_of_varying_length_are_refused():
     with pytest.raises(ValueError, match=r"needs data\.length_sigma=0, .*; got 0\.5"):
         configuration(replace(CASE, overrides=(*TINY, "data.document_len=16", "data.length_sigma=0.5")))
+
+
+def test_the_flops_of_documents_add_up():
+    model = configuration(CASE).model
+    one, other = (step_flops(model, [length]) for length in (16, 48))
+    assert step_flops(model, [16, 48]) == one + other and 3 * one < other
 
 
 def test_a_model_that_llama_is_not():
