@@ -36,6 +36,7 @@ from fa_train.parallel.sharded_checkpoint import CheckpointFiles
 from fa_train.private_names import private
 from fa_train.run_config import in_sweep, to_container
 
+SHARDING = ("replicas", "reshard_after_forward", "reduce_once", "context", "head_groups")  # settings of strategy=fsdp
 WARMUP_COSINE = "fa_train.optim.schedule.warmup_cosine"  # the _target_ of scheduler=warmup_cosine
 
 for library in ("lightning.pytorch", "lightning.fabric"):
@@ -157,7 +158,10 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     preflight.require_reach(model, cfg.seq_len, cfg.data.max_doc_len, cfg.data.reset_positions)
     if cfg.model.vocab_size is None:
         preflight.require_tokenizer(model, cfg.choices.data, cfg.data)
-    plan = preflight.plan_of(cfg, model, instantiate(cfg.optimizer), trainer.world_size)
+    config = {str(key): value for key, value in cfg.items()}
+    if isinstance(trainer.strategy, FullyShardedStrategy):  # a user's own subclass may set what its config lacks
+        config["strategy"] = dict(cfg.strategy) | {name: getattr(trainer.strategy, name) for name in SHARDING}
+    plan = preflight.plan_of(config, model, instantiate(cfg.optimizer), trainer.world_size)
     if plan.run.float8:
         require_float8_gpu(trainer.strategy.root_device)
     plan = plan_memory(

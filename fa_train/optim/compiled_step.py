@@ -80,12 +80,13 @@ class CompiledStep:
         with _without_compile_limit():  # torch may compile a separate function for each parameter shape
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"], dtype=torch.float32)
+                decay = rate * group["weight_decay"]
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._step_of(parameter, parameter.grad, rate, group)
+                        self._step_of(parameter, parameter.grad, rate, decay, group)
         return loss
 
-    def _step_of(self, parameter: Tensor, gradient: Tensor, rate: Tensor, group: dict[str, Any]) -> None:
+    def _step_of(self, parameter: Tensor, gradient: Tensor, rate: Tensor, decay: Tensor, group: dict[str, Any]) -> None:
         state, weight = self.state[parameter], local(parameter.detach())
         if not state:
             state.update(step=torch.zeros((), device=weight.device), **self._new_state(parameter))
@@ -93,7 +94,7 @@ class CompiledStep:
             state["step"] = state["step"].to(weight.device)
         if self.grad_scale is None or self.found_inf is None:
             self.grad_scale, self.found_inf = (torch.full((), x, device=weight.device) for x in (1.0, 0.0))
-        scalars = Scalars(rate, rate * group["weight_decay"], self.grad_scale, self.found_inf)
+        scalars = Scalars(rate, decay, self.grad_scale, self.found_inf)
         self._update(weight, local(gradient), state, scalars, group)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Any]:

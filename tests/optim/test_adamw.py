@@ -4,6 +4,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -401,6 +402,16 @@ def test_the_state_of_a_users_own_optimizer_is_refused(other, configured):
     optimizer.step()
     with pytest.raises(ValueError, match=rf"of optimizer={configured}; got one that no optimizer in conf/ wrote$"):
         require_same_kind(KINDS[configured], optimizer.state_dict())
+
+
+def test_a_users_own_function_may_have_the_name_of_one_of_ours():
+    def own(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    own.__name__ = "adamw_8bit"
+    saved = own(nn.Linear(2, 2)).state_dict()
+    require_same_kind(own, saved)
+    require_same_kind(partial(own), saved)
 
 
 def test_a_checkpoint_without_states_may_be_of_each_optimizer_for_bf16_weights():

@@ -1,0 +1,25 @@
+"""Tests what fa_train.training gives to the memory planner."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fa_train import training
+from fa_train.memory.planner.plan import Plan
+from fa_train.parallel.fsdp import FullyShardedStrategy
+from tests.support.training import composed, tiny
+
+
+def test_a_users_own_strategy_may_set_what_its_config_lacks(tmp_path, monkeypatch):
+    plans: list[Plan] = []
+    monkeypatch.setattr(FullyShardedStrategy, "root_device", torch.device("cpu"))
+    monkeypatch.setattr(training, "plan_memory", lambda plan, *_, **__: plans.append(plan) or plan)
+    strategy = FullyShardedStrategy(1, False, True, "float32", context=2, head_groups=2)
+    trainer: Any = SimpleNamespace(strategy=strategy, num_devices=2, world_size=2, precision="32-true", print=str)
+    fsdp = tiny(tmp_path, "strategy=fsdp", "strategy.replicas=1", "trainer.devices=2", "attention=flash")
+    with composed(tmp_path, *fsdp, "~strategy.reduce_once", "~strategy.context", "~strategy.head_groups") as cfg:
+        training.fill_in_levers(cfg, trainer, vocab_size=257)
+    run = plans[0].run
+    assert (run.ranks, run.context, run.head_groups) == (2, 2, 2)
+    assert run.reduce_once and not run.reshard_after_forward and run.accumulates
