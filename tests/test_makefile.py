@@ -30,7 +30,7 @@ def make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def python(folder: Path, check: str, venv: str) -> str:
-    """Writes a program that stands for Python: `check` runs for `-c code`, `venv` for `-m venv .venv`."""
+    """Writes a program that stands for Python. It runs `check` if it is called with `-c`, and otherwise `venv`."""
     program = folder / "python"
     program.write_text(f"#!/bin/sh\nif [ $1 = -c ]; then {check}; else {venv}; fi\n")
     program.chmod(0o755)

@@ -22,7 +22,7 @@ PREFIX = "model."  # the prefix of the GPT's weight names in LitGPT's state_dict
 
 
 def drop_base(model: GPT, checkpoint: dict[str, Any], device: torch.device) -> None:
-    """Replaces the weights that LoRA has frozen in LitGPT's checkpoint with a reference to the base model.
+    """Removes the frozen weights of LoRA from LitGPT's checkpoint, and stores a reference to the base model instead.
 
     The reference holds the base model's name, hash and vocabulary size. If LoRA has frozen no weights, drop_base does
     not change `checkpoint`. Weights that were frozen in another way may have been trained before, so they are kept.

@@ -333,7 +333,7 @@ class SharedHeapLoader(TimedLoader):
     """A TimedLoader whose forked workers keep sharing the memory of the training process.
 
     A shared page is copied when a process writes to it, and Python's garbage collector writes to each object that it
-    visits. Without this class, one full garbage collection would copy most Python objects in each process.
+    visits. Without this class, one full garbage collection in a worker would copy most of the shared pages.
     After `gc.freeze`, the garbage collector ignores all objects that existed when the workers were forked. Call
     `gc.unfreeze` when the run ends.
     """

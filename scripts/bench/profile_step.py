@@ -14,8 +14,8 @@ kernel computes. The column `kernels ms` shows the full time of copies and commu
 https://ui.perfetto.dev. `memory.png` shows the allocated memory of each component over time. The time axis of
 `memory.png` is host time, because the host allocates and frees memory.
 
-Kernels that attention, the loss or the optimizer launches are assigned to the part of the step that launches the
-kernels. Copies, communication kernels and all other kernels are assigned to parts of the step by their names. On a CPU,
+The kernels of attention, of the loss and of the optimizer are assigned to the part of the step that launches them.
+Copies, communication kernels and all other kernels are assigned to parts of the step by their names. On a CPU,
 the script times torch's operators instead of kernels. The time of an operator does not include the operators that it
 calls.
 """

@@ -318,7 +318,7 @@ class Block:
         return min(self.levers.mlp_chunk or tokens, tokens) * self.model.ffn_dim * self.run.compute_bytes
 
     def _ffn_rounded(self) -> int:
-        """Returns the bytes of the FFN's dequantized weights, or of autocast's copies of its weights, or 0."""
+        """Returns the bytes of temporary copies of the FFN's weights: dequantized, or rounded by autocast."""
         copies = self.rounds_weights or self.is_quantized
         return (self.up_weight + self.down_weight) * self.run.compute_bytes if copies else 0
 

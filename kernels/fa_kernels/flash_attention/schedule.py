@@ -91,7 +91,7 @@ def build_schedule(
         window_size: (left, right), the numbers of keys that a query sees before and after the key with which the query
             is aligned. A negative `left` or `right` means all keys on that side.
         padded: whether there can be tokens after the last document.
-        seqlen: the number of keys per document, which determines the length class; by default the mean.
+        seqlen: the number of keys per document. It determines the length class. The default is the mean number.
         gradients: whether the schedule must also serve backward passes. If gradients is False, the fields that
             only backward passes read (query_start, query_end, key_tiles) may be empty.
     """
@@ -267,8 +267,8 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # A token's document, counted from 1, is the number of documents that begin at or before the token. No token
-        # belongs to an empty document of cu_seqlens.
+        # The index of a token's document, counted from 1, is the number of documents that begin at or before the
+        # token. No token belongs to an empty document of cu_seqlens.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 

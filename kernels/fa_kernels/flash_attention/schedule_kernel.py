@@ -24,8 +24,8 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
-TOKENS = 512  # the number of tokens whose ranges one program computes
-TILES = 32  # the number of tiles whose positions in query_tiles, wide_query_tiles or key_tiles one program computes
+TOKENS = 512  # a program computes the ranges of this number of tokens
+TILES = 32  # a program computes the positions of this number of tiles in query_tiles, wide_query_tiles or key_tiles
 OTHERS = 256  # a program compares its own tiles with this number of tiles at a time
 WARPS = 8  # per program
 ALIGNMENT = 32  # each tensor in the common buffer begins at a multiple of ALIGNMENT int32 elements (128 bytes)
@@ -256,8 +256,8 @@ def schedule_tensors(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, contiguous.
-        window: (left, right), the numbers of keys that a query sees before and after the key with which the query is
-            aligned. -1 means all keys.
+        window: (left, right). A query is aligned with one key, and also sees `left` keys before it and `right` keys
+            after it. -1 means all keys.
         keys_in_order: whether key_tiles is in ascending order.
         gradients: whether to compute query_start, query_end and key_tiles, which only backward passes read. If
             gradients is False, query_start, query_end and key_tiles are empty.

@@ -7,7 +7,7 @@ The values were chosen by measurements on an H200 (docs/hopper.md). The followin
 `consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. Three
 consumers help at head_dim 64 and 96. On short documents, larger tiles waste more work.
 `pv_first`: to free the registers of the previous P, the matmul P V of the previous block ends before softmax starts.
-`max_first`: softmax compares the scores with `row_max` before it computes P, and then P replaces the scores
+`max_first`: softmax first updates `row_max` with the scores, and then computes P in the registers of the scores
 (softmax.py). By default, scores and P are in registers at the same time.
 `o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
 
