@@ -3,7 +3,7 @@
     python -m scripts.bench.scaling                                         # llama_1b and llama_8b on all GPUs.
     python -m scripts.bench.scaling --cases llama_1b:8192:ddp llama_1b:32768:fsdp --parallel    # two cases.
     python -m scripts.bench.scaling --cases llama_1b:8192:fsdp -- strategy.reduce_once=true    # one override.
-    python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # two GPUs share rows.
+    python -m scripts.bench.scaling --cases llama_1b:262144:fsdp,strategy.context=2,memory=full    # shared rows.
 
 A case is MODEL:SEQ_LEN:STRATEGY[,OVERRIDE]... Each case needs two runs of train.py, one on one GPU and one on all GPUs.
 A run on one GPU ignores STRATEGY and overrides of strategy.*. In each step, every GPU trains on --rows rows of random

@@ -28,7 +28,7 @@ def texts(path):
 
 @pytest.fixture
 def linked(tmp_path):
-    """Returns a folder with three links: to a folder elsewhere, to the returned folder itself, and to its subfolder b."""
+    """Returns a folder with three links: to a folder elsewhere, to the returned folder and to its subfolder b."""
     folder, disk = tmp_path / "data", tmp_path / "disk"
     for name in (folder / "b" / "deep", disk):
         name.mkdir(parents=True)
