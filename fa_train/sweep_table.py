@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -82,7 +83,9 @@ def row_of(config: DictConfig, job_return: JobReturn, start: float) -> Row:
     metrics = json.loads(file.read_text(encoding="utf-8")) if is_new else {}
     outcome = "oom" if "oom" in metrics else "ok"
     if job_return.status == JobStatus.FAILED:
-        error = job_return._return_value  # job_return.return_value would raise the job's error
+        error: BaseException = job_return._return_value  # job_return.return_value would raise the job's error
+        while isinstance(error, InstantiationException) and error.__cause__ is not None:
+            error = error.__cause__  # the error of the function that a `_target_` names
         outcome = " ".join(f"{type(error).__name__}: {error}".split())  # the printed table has one line per job
     return {"job": config.hydra.job.num, **overrides, "outcome": outcome, **metrics}
 

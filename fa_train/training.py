@@ -50,6 +50,8 @@ logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
 # resuming within an epoch is exact, because the data module starts at the checkpoint's step
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+# the last step is always logged, so a short run has metrics
+warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
 # val/loss is already a mean over all ranks
 warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
 # the data module itself prints that nothing is held out

@@ -7,7 +7,9 @@ import re
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from fa_train.sweep_table import SweepTable, print_tables
@@ -64,6 +66,14 @@ def test_a_second_multirun_in_a_folder_keeps_the_first_file_and_shows_no_old_res
     assert "1.5" not in capsys.readouterr().out.split("sweep: ")[1]
     outcomes = [next(csv.DictReader((tmp_path / name).open()))["outcome"] for name in ("sweep-1.csv", "sweep.csv")]
     assert outcomes == ["ok", "ValueError: no rows"]
+
+
+def test_the_outcome_is_the_error_that_hydra_has_wrapped(tmp_path, capsys):
+    with pytest.raises(InstantiationException) as raised:
+        instantiate({"_target_": "builtins.int", "_args_": ["x"]})
+    finish(SweepTable(), tmp_path, 0, ["seed=0"], error=raised.value)
+    print_tables()
+    assert "  ValueError: invalid literal for int() with base 10: 'x'\n" in capsys.readouterr().out
 
 
 def test_a_table_is_printed_once(tmp_path, capsys):

@@ -297,3 +297,8 @@ def test_wandb_is_offline_without_a_key_and_holds_the_run(tmp_path):
     [table] = tmp_path.rglob("document_lengths*.table.json")
     bars = json.loads(table.read_text())
     assert bars["columns"] == ["tokens", "documents"] and sum(count for _, count in bars["data"]) == 40
+
+
+def test_a_run_shorter_than_the_logging_interval_prints_no_warning(tmp_path):
+    done = command_line(tmp_path, *tiny(tmp_path, "max_steps=2", "trainer.log_every_n_steps=10"))
+    assert done.returncode == 0 and not done.stderr.strip(), done.stderr

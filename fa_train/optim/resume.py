@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial, partialmethod
 from typing import Any, cast
 
+from torch import Tensor
 from torch.optim import Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -75,10 +76,11 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 
 
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Checks that the optimizer trains as many weights as the one that wrote the state_dict `saved`.
+    """Checks that the optimizer can train the same weights as the one that wrote the state_dict `saved`.
 
-    The check can compare only how many weights there are, because `saved` does not contain the names of the weights.
-    Raises: ValueError if the numbers of weights differ in a parameter group.
+    `saved` does not contain the names of the weights, so the check compares the number of weights and, for torch's
+    Adam, the shapes of the moments. With a moment of another shape, a fused Adam would write outside its memory.
+    Raises: ValueError if the numbers or shapes differ in a parameter group.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
     if own != theirs:
@@ -86,6 +88,15 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
             f"ckpt_path must be a checkpoint of a run that trained the same weights: {own} weights in the optimizer's "
             f"groups; got {theirs}. Freeze the same weights as that run"
         )
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for weight, number in zip(weights, numbers, strict=True) if isinstance(optimizer, Adam) else ():
+        moment = saved["state"].get(number, {}).get("exp_avg")
+        if isinstance(moment, Tensor) and moment.shape != weight.shape:
+            raise ValueError(
+                "ckpt_path must be a checkpoint of a run that trained the same weights: a moment of the optimizer must "
+                f"have the shape {tuple(weight.shape)}; got {tuple(moment.shape)}. Freeze the same weights as that run"
+            )
 
 
 def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:

@@ -59,6 +59,17 @@ def of(kind, **settings):
     return kind([nn.Parameter(torch.ones(2, 2))], **given)
 
 
+def test_moments_of_other_weights_are_refused_because_fused_adamw_would_write_outside_their_memory():
+    shapes = ((4, 3), (2,))
+    saved, resumed = (optim.AdamW([nn.Parameter(torch.ones(s)) for s in order]) for order in (shapes, shapes[::-1]))
+    for weight in saved.param_groups[0]["params"]:
+        weight.grad = torch.ones_like(weight)
+    saved.step()
+    keep_own_settings(resumed, lr_scheduler.ConstantLR(resumed))
+    with pytest.raises(ValueError, match=r"trained the same weights: .* must have the shape \(2,\); got \(4, 3\)"):
+        resumed.load_state_dict(saved.state_dict())
+
+
 def constant(optimizer):
     return lr_scheduler.ConstantLR(optimizer, 1.0)
 
