@@ -114,9 +114,9 @@ def test_memory_levers_change_nothing(memory, activation):
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[str]:
-    """Returns a list that gets the name of each function that computes a chunk's activations or their gradient."""
-    calls: list[str] = []
+def calls(monkeypatch):
+    """A list that gets the name of each function that computes a chunk's activations or their gradient."""
+    calls = []
     for name in ("apply_activation", "activation_backward"):
         function = getattr(tiled_adapters, name)
         count = partial(lambda f, n, *args, **kw: calls.append(n) or f(*args, **kw), function, name)
