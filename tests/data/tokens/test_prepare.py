@@ -204,7 +204,9 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, mon
 
 
 @pytest.mark.parametrize("workers", [1, *slow(2)])
-def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers, forked_workers):
+def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers, request):
+    if workers > 1:  # one worker needs no server
+        request.getfixturevalue("forked_workers")
     monkeypatch.setattr(module, "SHARD", 3)
     bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}
     corpus = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", [*many_chats(10), bad])))
