@@ -56,11 +56,10 @@ def test_every_combination_equals_none(attention, checkpointing, offload, mlp_ch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_all_levers_work_around_compiled_blocks(checkpointing, device):
+def test_all_levers_work_around_compiled_blocks(device):
     batch, none = stream(device), step_without_levers("flash", device)
     # the FFN processes the 24 tokens of the batch in chunks of 16 and 8 tokens
-    model = compile_blocks(small_gpt(levers(checkpointing, True, 16), device, "flash"))
+    model = compile_blocks(small_gpt(levers("selective", True, 16), device, "flash"))
     for _ in range(2):
         assert_like_none(step(model, batch), none, 16)
 

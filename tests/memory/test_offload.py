@@ -32,16 +32,6 @@ def test_offload_does_not_change_loss_and_gradients(n_layers, checkpointing, dev
     assert model.offload.pool.allocated == n_layers - 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_offload_works_around_compiled_blocks(checkpointing, device):
-    batch = stream(device)
-    expected = step(small_gpt(levers(), device), batch)
-    model = compile_blocks(small_gpt(levers(checkpointing, offload=True), device))
-    assert_equal(step(model, batch), expected)
-    assert model.offload.pool.allocated == 2
-
-
 @pytest.mark.parametrize(
     ("qk_norm", "mlp_chunk", "compiled"),
     [

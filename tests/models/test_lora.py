@@ -113,26 +113,32 @@ def test_memory_levers_change_nothing(memory, activation):
     assert_like_none(small(memory, activation=activation), activation)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
-def test_memory_levers_change_nothing_compiled(memory):
-    """One case with offloading (`all`) is enough, because offloading happens outside the compiled graphs."""
-    assert_like_none(compile_blocks(small(memory)), "swiglu")
-
-
-@pytest.mark.parametrize(
-    ("checkpointing", "compiled"),
-    [("none", False), ("selective", False), pytest.param("selective", True, marks=pytest.mark.slow)],
-)
-def test_each_chunk_is_computed_once_and_recomputed_once(checkpointing, compiled, monkeypatch):
-    """In compiled blocks too, the loop over chunks must be inside an operator. An unrolled loop needs more memory."""
+@pytest.fixture
+def calls(monkeypatch):
+    """A list that gets the name of each function that computes a chunk's activations or their gradient."""
     calls = []
     for name in ("apply_activation", "activation_backward"):
         function = getattr(tiled_adapters, name)
         count = partial(lambda f, n, *args, **kw: calls.append(n) or f(*args, **kw), function, name)
         monkeypatch.setattr(tiled_adapters, name, count)
-    model = small(levers(checkpointing, mlp_chunk=8))
-    step(compile_blocks(model) if compiled else model, stream(CPU))
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [SELECTIVE, *COMPILED_CHUNKS])
+def test_memory_levers_change_nothing_compiled(memory, calls):
+    """One case with offloading (`all`) is enough, because offloading happens outside the compiled graphs.
+
+    The loop over chunks must be inside an operator. An unrolled loop needs more memory.
+    """
+    assert_like_none(compile_blocks(small(memory)), "swiglu")
+    chunks = 3 * 5 * (memory.mlp_chunk is not None)  # 3 layers, and 24 tokens in chunks of 5 tokens
+    assert calls == ["apply_activation"] * chunks + ["activation_backward"] * chunks
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_each_chunk_is_computed_once_and_recomputed_once(checkpointing, calls):
+    step(small(levers(checkpointing, mlp_chunk=8)), stream(CPU))
     chunks = 3 * 24 // 8  # 3 layers, and 24 tokens in chunks of 8 tokens
     assert calls == ["apply_activation"] * chunks + ["activation_backward"] * chunks
 

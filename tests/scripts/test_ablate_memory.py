@@ -376,7 +376,7 @@ def test_a_gpu_compiles_the_steps(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["naive", "chunked", "sdpa"])
+@pytest.mark.parametrize("attention", ["chunked", "sdpa"])
 def test_a_compiled_case_compiles_once_and_for_its_length(attention, monkeypatch, updates):
     """A case runs two warm-up steps and two timed steps, all with 320 tokens."""
     lengths, compiled = [], []

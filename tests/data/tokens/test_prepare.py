@@ -20,6 +20,7 @@ from fa_train.data.tokens.store import Documents, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support.marks import slow
+from tests.support.processes import CONTEXT, start_server
 
 
 @pytest.fixture
@@ -27,6 +28,13 @@ def corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD", 3)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(20)))
     return TextCorpus(str(tmp_path / "texts.jsonl"), "text")
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Forks workers from a server that has done the imports, because an interpreter takes seconds to start."""
+    start_server()
+    monkeypatch.setattr(module.multiprocessing, "get_context", lambda method: CONTEXT)
 
 
 def read(path, *, held_out):
@@ -37,18 +45,25 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def assert_two_workers_write_the_bytes_of_one(documents, encoder, folder, shards):
+    one, two = (prepare(documents, encoder, folder / f"cache-{n}", workers=n) for n in (1, 2))
+    assert one.name == two.name and contents(one) == contents(two)
+    assert list(contents(one)) == [*(f"{i:06}.arrow" for i in range(shards)), "shards.json"]
+    assert {path.suffix for path in (folder / "cache-2").iterdir()} == {".arrow", ".lock"}
+
+
 @pytest.mark.slow
-def test_any_number_of_processes_writes_the_same_bytes(corpus, tmp_path):
+def test_any_number_of_processes_writes_the_same_bytes_of_texts(corpus, tmp_path, forked_workers):
+    assert_two_workers_write_the_bytes_of_one(corpus, TextEncoder(ByteTokenizer()), tmp_path, shards=7)
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_writes_the_same_bytes_of_chats(tmp_path, monkeypatch):
+    """The workers are spawned as in a run, because the tokenizer has threads."""
+    monkeypatch.setattr(module, "SHARD", 3)
     chats = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", many_chats(8))))
-    for documents, encoder in (
-        (corpus, TextEncoder(ByteTokenizer())),
-        (chats, ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))),
-    ):
-        one, two = (prepare(documents, encoder, tmp_path / f"cache-{n}", workers=n) for n in (1, 2))
-        assert one.name == two.name and contents(one) == contents(two)
-        names = [f"{i:06}.arrow" for i in range(7 if documents is corpus else 3)]
-        assert list(contents(one)) == [*names, "shards.json"]
-        assert {path.suffix for path in (tmp_path / "cache-2").iterdir()} == {".arrow", ".lock"}
+    encoder = ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))
+    assert_two_workers_write_the_bytes_of_one(chats, encoder, tmp_path, shards=3)
 
 
 class Killed(BaseException):
@@ -189,7 +204,9 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, mon
 
 
 @pytest.mark.parametrize("workers", [1, *slow(2)])
-def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
+def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers, request):
+    if workers > 1:  # one worker needs no server
+        request.getfixturevalue("forked_workers")
     monkeypatch.setattr(module, "SHARD", 3)
     bad = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}
     corpus = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", [*many_chats(10), bad])))
@@ -214,7 +231,7 @@ class KilledOnce(TextEncoder):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_one_clear_error_and_finished_shards_are_kept(corpus, tmp_path):
+def test_a_killed_worker_is_one_clear_error_and_finished_shards_are_kept(corpus, tmp_path, forked_workers):
     cache, encoder = tmp_path / "cache", KilledOnce(tmp_path / "mark")
     with pytest.raises(ValueError, match=r"one of 2 was killed, .*\. Use fewer workers\. Finished shards are kept"):
         prepare(corpus, encoder, cache, workers=2)
