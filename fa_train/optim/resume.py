@@ -13,10 +13,11 @@ from functools import partial, partialmethod
 from typing import Any, cast
 
 from torch import Tensor
-from torch.optim import Adam, Optimizer, RMSprop
+from torch.optim import LBFGS, Adafactor, Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fa_train.optim.adamw import OptimizerKind, kind_of
+from fa_train.optim.compiled_step import CompiledStep
 from fa_train.optim.schedule import LearningRateSchedule
 
 NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
@@ -78,8 +79,9 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Checks that the optimizer can train the same weights as the one that wrote the state_dict `saved`.
 
-    `saved` does not contain the names of the weights, so the check compares the number of weights and, for torch's
-    Adam, the shapes of the moments. With a moment of another shape, a fused Adam would write outside its memory.
+    `saved` does not contain the names of the weights, so the check compares the number of weights and, for our and most
+    of torch's optimizers, the shapes of the moments. With a moment of another shape, a fused optimizer of torch would
+    write outside its memory.
     Raises: ValueError if the numbers or shapes differ in a parameter group.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
@@ -90,13 +92,22 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         )
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for weight, number in zip(weights, numbers, strict=True) if isinstance(optimizer, Adam) else ():
-        moment = saved["state"].get(number, {}).get("exp_avg")
-        if isinstance(moment, Tensor) and moment.shape != weight.shape:
-            raise ValueError(
-                "ckpt_path must be a checkpoint of a run that trained the same weights: a moment of the optimizer must "
-                f"have the shape {tuple(weight.shape)}; got {tuple(moment.shape)}. Freeze the same weights as that run"
-            )
+    for weight, number in zip(weights, numbers, strict=True) if _has_moments_like_weights(optimizer) else ():
+        for moment in saved["state"].get(number, {}).values():
+            # the number of steps is a scalar
+            if isinstance(moment, Tensor) and moment.dim() and moment.shape != weight.shape:
+                raise ValueError(
+                    "ckpt_path must be a checkpoint of a run that trained the same weights: a moment of the optimizer "
+                    f"must have the shape {tuple(weight.shape)}; got {tuple(moment.shape)}. Freeze the same weights as "
+                    "that run"
+                )
+
+
+def _has_moments_like_weights(optimizer: Optimizer) -> bool:
+    """Returns whether all tensors in an optimizer's state are scalars, or have the shapes of the weights."""
+    kinds = set(type(optimizer).__mro__) - {Optimizer}
+    is_torch = any(kind.__module__.startswith("torch.optim") for kind in kinds)
+    return isinstance(optimizer, CompiledStep) or (is_torch and not isinstance(optimizer, Adafactor | LBFGS))
 
 
 def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:
