@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fa_train.optim.adamw import OptimizerKind, kind_of
 from fa_train.optim.compiled_step import CompiledStep
-from fa_train.optim.schedule import LearningRateSchedule
+from fa_train.optim.schedule import LearningRateSchedule, steps_in
 
 NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
 
@@ -116,7 +116,7 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
     load: the scheduler's own load_state_dict, which is called if the scheduler must go back to an earlier step. Only
     Lightning's tuners go back.
     """
-    missing = _steps(saved) - _steps(scheduler.state_dict())
+    missing = steps_in(saved) - steps_in(scheduler.state_dict())
     if missing < 0:
         load(scheduler, saved)
     for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -125,14 +125,6 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         for _ in range(missing):
             scheduler.step()
-
-
-def _steps(saved: Mapping[str, Any]) -> int:
-    """Returns the number of steps in the state_dict of a scheduler.
-
-    The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
-    """
-    return int(saved["last_epoch"]) if "last_epoch" in saved else _steps(saved["_schedulers"][0])
 
 
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:

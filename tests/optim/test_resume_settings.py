@@ -14,6 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from fa_train.optim.master_weights import MasterWeightsAdamW
 from fa_train.optim.resume import keep_own_settings, require_same_kind
+from fa_train.optim.schedule import warmup_cosine
 
 OPTIMIZERS = sorted(
     (kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)),
@@ -179,6 +180,16 @@ def test_every_scheduler_of_torch_follows_its_settings(name):
     assert rates(resumed, schedules[2], STEPS - STOPPED) == expected[STOPPED:]
     schedules[2].load_state_dict(fresh)  # as Lightning's tuners do
     assert resumed.param_groups[0]["lr"] == expected[0][0]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_schedule_of_the_config_continues_after_any_scheduler_of_torch(name):
+    first, resumed = (of(optim.SGD, lr=0.1, momentum=0.9) for _ in range(2))
+    saved, schedule = SCHEDULERS[name](first, 6), warmup_cosine(resumed, warmup_steps=8, max_steps=9, min_lr_ratio=0)
+    rates(first, saved, STOPPED)
+    keep_own_settings(resumed, schedule)
+    schedule.load_state_dict(saved.state_dict())
+    assert resumed.param_groups[0]["lr"] == pytest.approx(0.1 * (STOPPED + 1) / 8)
 
 
 def test_an_optimizer_may_be_made_by_an_object():
