@@ -20,6 +20,7 @@ from fa_train.optim.adamw import OptimizerKind, kind_of
 from fa_train.optim.compiled_step import CompiledStep
 from fa_train.optim.schedule import LearningRateSchedule, steps_in
 
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # torch's add these
 NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
 
 
@@ -52,9 +53,10 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
     Moments and step counts do not change. In some optimizers, the parameter groups also hold values that every step
     updates, such as d of Prodigy. These values are not settings, and do not change: they have defaults, but are not
     arguments of the class.
-    Raises: ValueError if a setting needs a state that the checkpoint does not contain, or the numbers of weights
-        differ.
+    Raises: ValueError if a setting needs a state that the checkpoint does not contain, another optimizer wrote the
+        checkpoint, or the numbers of weights differ.
     """
+    _require_same_class(optimizer, saved)
     require_same_weights(optimizer, saved)
     constructors = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
@@ -74,6 +76,21 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
                 )
     groups = [group | settings for group, settings in zip(saved["param_groups"], own, strict=True)]
     return saved | {"param_groups": groups}
+
+
+def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raises: ValueError if the names of the settings show that another optimizer than this one of torch wrote `saved`.
+
+    Another version of torch may have added settings or removed some, so both must differ.
+    """
+    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False) if _is_torch(optimizer) else ():
+        missing = sorted(optimizer.defaults.keys() - theirs.keys())
+        unknown = sorted(theirs.keys() - own.keys() - OF_SCHEDULERS)
+        if missing and unknown:
+            raise ValueError(
+                f"ckpt_path must be a checkpoint of the same optimizer: {type(optimizer).__name__} has the settings "
+                f"{', '.join(missing)}; got {', '.join(unknown)}"
+            )
 
 
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
@@ -105,9 +122,15 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 def _has_moments_like_weights(optimizer: Optimizer) -> bool:
     """Returns whether all tensors in an optimizer's state are scalars, or have the shapes of the weights."""
+    if isinstance(optimizer, Adafactor | LBFGS):
+        return False
+    return isinstance(optimizer, CompiledStep) or _is_torch(optimizer)
+
+
+def _is_torch(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer is one of torch's, or a subclass of one."""
     kinds = set(type(optimizer).__mro__) - {Optimizer}
-    is_torch = any(kind.__module__.startswith("torch.optim") for kind in kinds)
-    return isinstance(optimizer, CompiledStep) or (is_torch and not isinstance(optimizer, Adafactor | LBFGS))
+    return any(kind.__module__.startswith("torch.optim") for kind in kinds)
 
 
 def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:

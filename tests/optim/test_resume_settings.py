@@ -200,6 +200,30 @@ def test_an_optimizer_may_be_made_by_an_object():
     require_same_kind(Factory(), of(optim.SGD).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        (optim.SGD, optim.AdamW, "SGD has the settings dampening, momentum, nesterov; got amsgrad, betas, "),
+        (optim.AdamW, optim.SGD, "AdamW has the settings amsgrad, betas, .*; got dampening, momentum, nesterov"),
+        (optim.RMSprop, optim.Adagrad, "RMSprop has the settings alpha, .*; got "),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_of_torch_is_refused(kind, other, message):
+    resumed = of(kind)
+    keep_own_settings(resumed, constant(resumed))
+    with pytest.raises(ValueError, match=f"^ckpt_path must be a checkpoint of the same optimizer: {message}"):
+        resumed.load_state_dict(of(other).state_dict())
+
+
+def test_a_checkpoint_of_an_older_torch_and_another_scheduler_is_accepted():
+    saved, resumed = of(optim.AdamW), of(optim.AdamW)
+    lr_scheduler.OneCycleLR(saved, 0.3, total_steps=9)
+    keep_own_settings(resumed, constant(resumed))
+    content = saved.state_dict()
+    del content["param_groups"][0]["decoupled_weight_decay"]
+    resumed.load_state_dict(content)
+
+
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 1, 1], [2]])
 def test_a_checkpoint_of_other_trained_weights_is_refused(sizes):
     own, saved = (
