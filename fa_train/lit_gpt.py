@@ -12,7 +12,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fa_train.bounds import Seed
@@ -300,10 +300,10 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
 
     Optimizers with `_step_supports_amp_scaling`, such as torch's fused AdamW, scale the gradients or skip the update
     inside their kernels. For optimizers without `_step_supports_amp_scaling`, the host waits until the GPU has computed
-    `skipped`.
+    `skipped`, and so it does before the step in which SGD creates its momentum.
     Shapes: scale () fp32, skipped () bool.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not starts_momentum(optimizer):
         # torch.amp.GradScaler also reads _step_supports_amp_scaling, and sets grad_scale and found_inf. The optimizer
         # divides the gradients by grad_scale, and changes nothing if found_inf is 1.
         optimizer.grad_scale, optimizer.found_inf = scale.reciprocal(), skipped.float()  # type: ignore[attr-defined]
@@ -311,6 +311,19 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
         optimizer.zero_grad(set_to_none=True)  # an optimizer skips parameters without gradient
     else:
         torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+
+
+def starts_momentum(optimizer: Optimizer) -> bool:
+    """Returns whether the next step of torch's SGD creates a momentum.
+
+    If fused SGD skipped this step inside its kernel, the momentum would be uninitialized memory.
+    """
+    return isinstance(optimizer, SGD) and any(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for parameter in (group["params"] if group["momentum"] else ())
+        if parameter.grad is not None
+    )
 
 
 def forget_scale(optimizer: Optimizer) -> None:

@@ -197,7 +197,9 @@ def check(config: Mapping[str, Any], typed: Mapping[str, str] | None = None) -> 
                 copied = f". {key} is a copy of {original}. Set {original} instead" if original else ""
                 raise ValueError(f"{key} must be {wanted(hint)}; got {shown(value)}{quoting}{copied}")
     except UnknownKeyError as error:
-        names = [(f"{error.key}.", f"{key}.") for key in typed]  # an override can set a key in the unknown node
+        options = config.get("choices", {})  # an override such as scheduler=mine chooses an option, and sets no key
+        nodes = [key for key, text in typed.items() if options.get(key) != text]
+        names = [(f"{error.key}.", f"{key}.") for key in nodes]  # an override can set a key in the unknown node
         if not typed or any(unknown.startswith(own) or own.startswith(unknown) for unknown, own in names):
             raise
         raise ValueError(f"{error}. A file of the config has set it; ~{error.key} removes it") from error

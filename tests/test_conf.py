@@ -16,7 +16,7 @@ from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support import fast_configs
 from tests.support.finetuning import write_base
 from tests.support.marks import slow, slow_except, slow_if
-from tests.support.training import CONF, command_line, composed, tiny
+from tests.support.training import CONF, command_line, composed, own_option, tiny
 
 NEEDED = {
     "hf": ["data.name=some/name"],
@@ -141,6 +141,17 @@ def test_every_experiment_composes_and_says_its_command(path, preset, tmp_path):
         instantiate(cfg.trainer)
         with torch.device("meta"):
             instantiate(cfg.model, vocab_size=259)
+
+
+def test_a_key_that_the_preset_adds_to_a_users_scheduler_can_be_removed(tmp_path):
+    text = "_target_: torch.optim.lr_scheduler.ExponentialLR\n_partial_: true\ngamma: 0.9\n"
+    own = own_option(tmp_path, "scheduler/mine", text)
+    overrides = ["preset=cpu", "data=synthetic", own, "scheduler=mine"]
+    line = "unknown key scheduler.warmup_steps; .* has set it; ~scheduler.warmup_steps removes it"
+    with composed(tmp_path, *overrides) as cfg, pytest.raises(ValueError, match=line):
+        run_config.check(cfg)
+    with composed(tmp_path, *overrides, "~scheduler.warmup_steps") as cfg:
+        run_config.check(cfg)
 
 
 def test_presets_are_what_the_readme_says(tmp_path):

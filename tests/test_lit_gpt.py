@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fa_kernels.flash_attention import schedule as schedules
+from fa_train.lit_gpt import forget_scale, scale_or_skip
 from fa_train.models import gpt
 from fa_train.models.config import Family
 from tests.memory.support.small import levers, small_gpt
@@ -84,6 +85,19 @@ def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16(tmp_path, monkeypatch
     trainer = quiet_trainer(tmp_path, precision="bf16-true", max_steps=STEPS, callbacks=[watched])
     trainer.fit(lit, DataLoader(batches(STEPS), batch_size=None))
     assert any(float(torch.tensor(norm).bfloat16()) != norm for norm in watched.norms)
+
+
+def test_a_skipped_first_step_leaves_fused_sgd_without_a_momentum(monkeypatch):
+    """Torch's kernel would leave the momentum uninitialized, so the memory that torch allocates is set to 1e30."""
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, 1e30))
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.5, fused=True)
+    for gradient, skipped in ((math.nan, True), (1.0, False), (1.0, False)):
+        weight.grad = torch.full_like(weight, gradient)
+        scale_or_skip(optimizer, [weight.grad], torch.tensor(0.5), torch.tensor(skipped))
+        optimizer.step()
+        forget_scale(optimizer)
+    assert weight.tolist() == [1 - 0.5 * (0.5 + 0.75)] * 2
 
 
 @pytest.mark.parametrize(("ends", "one"), [((0, TOTAL), True), ((0, 9, TOTAL), False), ((0, TOTAL, TOTAL), False)])

@@ -133,7 +133,8 @@ class Monitor(Callback):
             self._timer.end_of_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        self._lr = optimizer.param_groups[0]["lr"]  # the scheduler changes lr before the step is logged
+        # the scheduler changes lr, which may be a tensor, before the step is logged
+        self._lr = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -22,6 +22,7 @@ from fa_train.optim.compiled_step import (
     run,
     update_in_place,
 )
+from fa_train.optim.resume import require_same_weights
 from fa_train.private_names import private, require_names
 
 _AdamW: Any = private("torchao", optim, "_AdamW")
@@ -185,11 +186,25 @@ class OffloadedAdamW(CPUOffloadOptimizer):
         """Loads the moments, and copies the current weights from the GPU to the host.
 
         Settings such as lr are not loaded, because `step` passes the current settings to the inner optimizers.
+        Raises: ValueError as fa_train.optim.resume.require_same_weights.
         """
+        self._require_same_weights(state_dict)
         super().load_state_dict(state_dict)
         with torch.no_grad():
             for on_gpu, on_host in self.param_d2h_map.items():
                 on_host.copy_(on_gpu)
+
+    def _require_same_weights(self, saved: dict[str, Any]) -> None:
+        """Compares the inner optimizers with the saved ones: one per large parameter, and one for the small ones."""
+        own = [*self.optim_dict.values(), *([] if self.d_opt is None else [self.d_opt])]
+        theirs = [*saved["offloaded"], *([saved["on-device"]] if "on-device" in saved else [])]
+        if len(own) != len(theirs):
+            raise ValueError(
+                f"ckpt_path must be a checkpoint of a run that trained the same weights: {len(own)} inner optimizers "
+                f"of adamw_offload; got {len(theirs)}. Freeze the same weights as that run"
+            )
+        for optimizer, state in zip(own, theirs, strict=True):
+            require_same_weights(optimizer, state)
 
     def _set_hyperparameters(self) -> None:
         """Copies settings such as lr to the inner optimizers. Each large parameter has its own inner optimizer."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fa_train.models.shards import local, own_rows
 from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, update_in_place
+from fa_train.optim.resume import require_same_weights
 
 DRAWN = 2**23  # the number of elements whose low bits are drawn at a time; each element needs up to 16 bytes meanwhile
 COLUMNS = 16  # if the number of elements is a multiple of 16, Triton uses vector loads, which are twice as fast
@@ -108,7 +109,9 @@ class MasterWeightsAdamW(CompiledStep, Optimizer):
         """Loads the states in their own dtypes.
 
         Optimizer.load_state_dict of torch would round the states to the dtype of the weights.
+        Raises: ValueError as fa_train.optim.resume.require_same_weights.
         """
+        require_same_weights(self, state_dict)
         super().load_state_dict(state_dict | {"state": {}})
         for parameter, saved in zip(
             _parameters(self.param_groups), _parameters(state_dict["param_groups"]), strict=True

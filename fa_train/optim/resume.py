@@ -13,12 +13,14 @@ from functools import partial, partialmethod
 from typing import Any, cast
 
 from torch import Tensor
-from torch.optim import Adam, Optimizer, RMSprop
+from torch.optim import LBFGS, Adafactor, Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fa_train.optim.adamw import OptimizerKind, kind_of
-from fa_train.optim.schedule import LearningRateSchedule
+from fa_train.optim.compiled_step import CompiledStep
+from fa_train.optim.schedule import LearningRateSchedule, steps_in
 
+OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # torch's add these
 NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
 
 
@@ -51,9 +53,10 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
     Moments and step counts do not change. In some optimizers, the parameter groups also hold values that every step
     updates, such as d of Prodigy. These values are not settings, and do not change: they have defaults, but are not
     arguments of the class.
-    Raises: ValueError if a setting needs a state that the checkpoint does not contain, or the numbers of weights
-        differ.
+    Raises: ValueError if a setting needs a state that the checkpoint does not contain, another optimizer wrote the
+        checkpoint, or the numbers of weights differ.
     """
+    _require_same_class(optimizer, saved)
     require_same_weights(optimizer, saved)
     constructors = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
@@ -75,11 +78,27 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
     return saved | {"param_groups": groups}
 
 
+def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raises: ValueError if the names of the settings show that another optimizer than this one of torch wrote `saved`.
+
+    Another version of torch may have added settings or removed some, so both must differ.
+    """
+    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False) if _is_torch(optimizer) else ():
+        missing = sorted(optimizer.defaults.keys() - theirs.keys())
+        unknown = sorted(theirs.keys() - own.keys() - OF_SCHEDULERS)
+        if missing and unknown:
+            raise ValueError(
+                f"ckpt_path must be a checkpoint of the same optimizer: {type(optimizer).__name__} has the settings "
+                f"{', '.join(missing)}; got {', '.join(unknown)}"
+            )
+
+
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Checks that the optimizer can train the same weights as the one that wrote the state_dict `saved`.
 
-    `saved` does not contain the names of the weights, so the check compares the number of weights and, for torch's
-    Adam, the shapes of the moments. With a moment of another shape, a fused Adam would write outside its memory.
+    `saved` does not contain the names of the weights, so the check compares the number of weights and, for our and most
+    of torch's optimizers, the shapes of the moments. With a moment of another shape, a fused optimizer of torch would
+    write outside its memory.
     Raises: ValueError if the numbers or shapes differ in a parameter group.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
@@ -90,13 +109,28 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         )
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for weight, number in zip(weights, numbers, strict=True) if isinstance(optimizer, Adam) else ():
-        moment = saved["state"].get(number, {}).get("exp_avg")
-        if isinstance(moment, Tensor) and moment.shape != weight.shape:
-            raise ValueError(
-                "ckpt_path must be a checkpoint of a run that trained the same weights: a moment of the optimizer must "
-                f"have the shape {tuple(weight.shape)}; got {tuple(moment.shape)}. Freeze the same weights as that run"
-            )
+    for weight, number in zip(weights, numbers, strict=True) if _has_moments_like_weights(optimizer) else ():
+        for moment in saved["state"].get(number, {}).values():
+            # the number of steps is a scalar
+            if isinstance(moment, Tensor) and moment.dim() and moment.shape != weight.shape:
+                raise ValueError(
+                    "ckpt_path must be a checkpoint of a run that trained the same weights: a moment of the optimizer "
+                    f"must have the shape {tuple(weight.shape)}; got {tuple(moment.shape)}. Freeze the same weights as "
+                    "that run"
+                )
+
+
+def _has_moments_like_weights(optimizer: Optimizer) -> bool:
+    """Returns whether all tensors in an optimizer's state are scalars, or have the shapes of the weights."""
+    if isinstance(optimizer, Adafactor | LBFGS):
+        return False
+    return isinstance(optimizer, CompiledStep) or _is_torch(optimizer)
+
+
+def _is_torch(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer is one of torch's, or a subclass of one."""
+    kinds = set(type(optimizer).__mro__) - {Optimizer}
+    return any(kind.__module__.startswith("torch.optim") for kind in kinds)
 
 
 def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:
@@ -105,7 +139,7 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
     load: the scheduler's own load_state_dict, which is called if the scheduler must go back to an earlier step. Only
     Lightning's tuners go back.
     """
-    missing = _steps(saved) - _steps(scheduler.state_dict())
+    missing = steps_in(saved) - steps_in(scheduler.state_dict())
     if missing < 0:
         load(scheduler, saved)
     for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -114,14 +148,6 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
         for _ in range(missing):
             scheduler.step()
-
-
-def _steps(saved: Mapping[str, Any]) -> int:
-    """Returns the number of steps in the state_dict of a scheduler.
-
-    The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
-    """
-    return int(saved["last_epoch"]) if "last_epoch" in saved else _steps(saved["_schedulers"][0])
 
 
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The learning-rate schedule."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,12 +17,20 @@ class LearningRateSchedule(LambdaLR):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_epoch = state_dict["last_epoch"]
+        self.last_epoch = steps_in(state_dict)
         self._last_lr = [
             lr * factor(self.last_epoch) for lr, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
         ]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
+
+
+def steps_in(saved: Mapping[str, Any]) -> int:
+    """Returns the number of steps in the state_dict of a scheduler.
+
+    The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
+    """
+    return int(saved["last_epoch"]) if "last_epoch" in saved else steps_in(saved["_schedulers"][0])
 
 
 def warmup_cosine(

@@ -282,3 +282,10 @@ def test_the_time_between_two_calls_of_fit_is_not_training_time():
         monitor.on_train_batch_start(trainer, module, {}, 0)
         starts.append(monitor._window_start)
     assert starts[1].seconds_since(starts[0]) > 0
+
+
+def test_a_learning_rate_in_a_tensor_is_logged_as_the_number_of_its_step():
+    monitor, lr = Monitor(16, 4, None), torch.tensor(0.5)
+    monitor.on_before_optimizer_step(Mock(), Mock(spec=LitGPT), Mock(param_groups=[{"lr": lr}]))
+    lr.zero_()  # torch's schedulers change a tensor in place
+    assert json.dumps(monitor._lr) == "0.5"

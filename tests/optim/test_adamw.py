@@ -219,6 +219,30 @@ def test_the_offloaded_optimizer_skips_a_step():
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("one_device")
+@pytest.mark.parametrize(
+    ("saved", "resumed", "message"),
+    [
+        ((64, 128), (128, 64), r"must have the shape \(128, 64\); got \(64, 128\)"),
+        ((64, 128), (64,), "1 inner optimizers of adamw_offload; got 2"),
+        ((8, 128), (4, 128), r"must have the shape \(4,\); got \(8,\)"),
+    ],
+    ids=["large", "fewer", "small"],
+)
+def test_the_offloaded_optimizer_refuses_moments_of_other_weights(saved, resumed, message):
+    from fa_train.optim.low_memory import OffloadedAdamW
+
+    optimizers = []
+    for sizes in (saved, resumed):
+        weights = [nn.Parameter(torch.ones(size, 8192 // size) if size > 8 else torch.ones(size)) for size in sizes]
+        optimizers.append(OffloadedAdamW([{"params": weights}], lr=1e-2, betas=(0.9, 0.95), eps=1e-8))
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+    optimizers[0].step()
+    with pytest.raises(ValueError, match=f"trained the same weights: .*{message}"):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+
 def states_of(optimizer: Optimizer) -> Any:
     return copy.deepcopy(optimizer.state_dict()["state"])
 

@@ -4,6 +4,7 @@ import inspect
 import re
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
+from fa_train.optim.master_weights import MasterWeightsAdamW
 from fa_train.optim.resume import keep_own_settings, require_same_kind
+from fa_train.optim.schedule import warmup_cosine
 
 OPTIMIZERS = sorted(
     (kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)),
@@ -59,14 +62,26 @@ def of(kind, **settings):
     return kind([nn.Parameter(torch.ones(2, 2))], **given)
 
 
-def test_moments_of_other_weights_are_refused_because_fused_adamw_would_write_outside_their_memory():
-    shapes = ((4, 3), (2,))
-    saved, resumed = (optim.AdamW([nn.Parameter(torch.ones(s)) for s in order]) for order in (shapes, shapes[::-1]))
+@pytest.mark.parametrize(
+    "make",
+    [
+        optim.AdamW,
+        partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+        partial(optim.Adagrad, fused=True),
+        optim.Muon,
+        partial(MasterWeightsAdamW, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    ],
+    ids=["AdamW", "SGD", "Adagrad", "Muon", "MasterWeightsAdamW"],
+)
+def test_moments_of_other_weights_are_refused_because_fused_optimizers_would_write_outside_their_memory(make):
+    shapes, dtype = ((4, 3), (3, 4)), torch.bfloat16
+    saved, resumed = (make([nn.Parameter(torch.ones(s, dtype=dtype)) for s in x]) for x in (shapes, shapes[::-1]))
     for weight in saved.param_groups[0]["params"]:
         weight.grad = torch.ones_like(weight)
-    saved.step()
+    with torch.compiler.set_stance("force_eager"):
+        saved.step()
     keep_own_settings(resumed, lr_scheduler.ConstantLR(resumed))
-    with pytest.raises(ValueError, match=r"trained the same weights: .* must have the shape \(2,\); got \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"trained the same weights: .* must have the shape \(3, 4\); got \(4, 3\)"):
         resumed.load_state_dict(saved.state_dict())
 
 
@@ -167,12 +182,46 @@ def test_every_scheduler_of_torch_follows_its_settings(name):
     assert resumed.param_groups[0]["lr"] == expected[0][0]
 
 
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_schedule_of_the_config_continues_after_any_scheduler_of_torch(name):
+    first, resumed = (of(optim.SGD, lr=0.1, momentum=0.9) for _ in range(2))
+    saved, schedule = SCHEDULERS[name](first, 6), warmup_cosine(resumed, warmup_steps=8, max_steps=9, min_lr_ratio=0)
+    rates(first, saved, STOPPED)
+    keep_own_settings(resumed, schedule)
+    schedule.load_state_dict(saved.state_dict())
+    assert resumed.param_groups[0]["lr"] == pytest.approx(0.1 * (STOPPED + 1) / 8)
+
+
 def test_an_optimizer_may_be_made_by_an_object():
     class Factory:
         def __call__(self, model):
             return optim.SGD(model.parameters())
 
     require_same_kind(Factory(), of(optim.SGD).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        (optim.SGD, optim.AdamW, "SGD has the settings dampening, momentum, nesterov; got amsgrad, betas, "),
+        (optim.AdamW, optim.SGD, "AdamW has the settings amsgrad, betas, .*; got dampening, momentum, nesterov"),
+        (optim.RMSprop, optim.Adagrad, "RMSprop has the settings alpha, .*; got "),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_of_torch_is_refused(kind, other, message):
+    resumed = of(kind)
+    keep_own_settings(resumed, constant(resumed))
+    with pytest.raises(ValueError, match=f"^ckpt_path must be a checkpoint of the same optimizer: {message}"):
+        resumed.load_state_dict(of(other).state_dict())
+
+
+def test_a_checkpoint_of_an_older_torch_and_another_scheduler_is_accepted():
+    saved, resumed = of(optim.AdamW), of(optim.AdamW)
+    lr_scheduler.OneCycleLR(saved, 0.3, total_steps=9)
+    keep_own_settings(resumed, constant(resumed))
+    content = saved.state_dict()
+    del content["param_groups"][0]["decoupled_weight_decay"]
+    resumed.load_state_dict(content)
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 1, 1], [2]])
