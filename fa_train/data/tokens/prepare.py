@@ -8,9 +8,12 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -99,21 +102,41 @@ def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers
 
 
 def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> Iterator[int]:
-    """Writes the shards. Yields the number of documents of each shard as soon as the shard is finished."""
+    """Writes the shards. Yields the number of documents of each shard as soon as the shard is finished.
+
+    After an error or Ctrl-C, the worker processes end at once.
+    """
     tasks = ((shard, folder / f"{number:06}.arrow") for number, shard in enumerate(_shards(corpus)))
     if workers == 1:
         for shard, file in tasks:
             yield _write(encoder, shard, file)
         return
     context = multiprocessing.get_context("spawn")  # a forked process would not have the tokenizer's threads
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,)) as pool:
-        running: set[Future[int]] = set()
-        for shard, file in tasks:
-            running.add(pool.submit(_write_in_worker, shard, file))
-            if len(running) == 2 * workers:  # limit the number of shards in memory
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (task.result() for task in done)
-        yield from (task.result() for task in as_completed(running))
+    # the end of the file `alive` tells workers to end; it comes when `own` is closed, or when this process is killed
+    alive, own = context.Pipe(duplex=False)
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder, alive)) as pool:
+        try:
+            running: set[Future[int]] = set()
+            for shard, file in tasks:
+                with _ctrl_c_later():
+                    running.add(pool.submit(_write_in_worker, shard, file))
+                if len(running) == 2 * workers:  # limit the number of shards in memory
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (task.result() for task in done)
+            yield from (task.result() for task in as_completed(running))
+        except BaseException:
+            own.close()
+            raise
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Delays Ctrl-C until the end of the block. A process that is started in the block never receives Ctrl-C."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
@@ -129,18 +152,16 @@ def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
         yield shard
 
 
-def _start_worker(encoder: Encoder[Any]) -> None:
+def _start_worker(encoder: Encoder[Any], alive: Connection) -> None:
     global _worker_encoder  # a tokenizer can take several megabytes, so each process receives it only once
     _worker_encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool of processes already uses all cores
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """Ends this worker process when its parent process ends, even if the parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _end_with_parent(alive: Connection) -> None:
+    """Ends this worker process when its parent process closes its end of the pipe, or is killed."""
+    alive.poll(None)
     os._exit(1)
 
 

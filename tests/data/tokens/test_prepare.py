@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +222,22 @@ def test_a_killed_worker_is_one_clear_error_and_finished_shards_are_kept(corpus,
     [unfinished] = cache.glob("unfinished-*")
     assert list(unfinished.glob("*.arrow"))
     assert contents(prepare(corpus, encoder, cache)) == contents(prepare(corpus, Counting(), tmp_path / "whole"))
+
+
+class Interrupted(TextEncoder):
+    """In the second shard, Ctrl-C reaches the worker process, and a document is invalid. All other shards take long."""
+
+    def encode_batch(self, documents):
+        if "line 3" not in documents:
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError("line 3 is invalid")
+
+
+@pytest.mark.slow
+def test_workers_ignore_ctrl_c_and_end_at_once_after_an_error(corpus, tmp_path):
+    with pytest.raises(ValueError, match="line 3 is invalid"):
+        prepare(corpus, Interrupted(ByteTokenizer()), tmp_path / "cache", workers=2)
 
 
 def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):
