@@ -42,16 +42,17 @@ Keyed = tuple[str, Any]  # (key, document)
 _worker_encoder: Encoder[Any]  # each process of the pool sets this variable when the process starts
 
 
-def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
+def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int, fingerprint: str) -> None:
     """Writes the folder `path` with the shards 000000.arrow, 000001.arrow and so on, in the order of the documents.
 
     Shards are first written to an unfinished folder next to `path`. The folder is renamed when all shards are finished.
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
-    Raises: ValueError if the corpus has no document with text, a document cannot be encoded, the disk is full or a
-    worker process is killed. If the disk is full or a process is killed, the finished shards are kept. If a ValueError
-    is about the corpus or a document, all shards are deleted.
+    fingerprint: the fingerprint of the corpus on which the name of `path` depends.
+    Raises: ValueError if the corpus has no document with text or has changed since the fingerprint was computed, a
+    document cannot be encoded, the disk is full or a worker process is killed. If the disk is full or a process is
+    killed, the finished shards are kept. If a ValueError is about the corpus or a document, all shards are deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -63,6 +64,11 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             try:
                 n_documents = _write_all(corpus, encoder, unfinished, workers)
                 require_tokens(corpus.name, n_documents, unfinished)
+                if corpus.fingerprint() != fingerprint:
+                    raise ValueError(
+                        f"{corpus.name} must not change while it is tokenised; it has changed. Its tokens are deleted, "
+                        "and the next run writes them again"
+                    )
             except ValueError:
                 shutil.rmtree(unfinished)
                 raise

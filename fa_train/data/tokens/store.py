@@ -28,12 +28,14 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
     """Tokenises a corpus unless its shards are in the cache. Returns the folder of the shards.
 
     The shards do not depend on the number of workers.
-    Raises: ValueError if the corpus is empty. Also raises all errors from reading or encoding the corpus.
+    Raises: ValueError if the corpus is empty, or changes while it is tokenised. Also raises all errors from reading or
+    encoding the corpus.
     """
-    key = hashlib.blake2b(f"{FORMAT}\0{corpus.fingerprint()}\0{encoder.identity}".encode(), digest_size=16)
+    fingerprint = corpus.fingerprint()
+    key = hashlib.blake2b(f"{FORMAT}\0{fingerprint}\0{encoder.identity}".encode(), digest_size=16)
     path = cache_dir / f"{key.hexdigest()}.arrow"
     if not path.exists():
-        write_shards(corpus, encoder, path, workers)
+        write_shards(corpus, encoder, path, workers, fingerprint)
     return path
 
 

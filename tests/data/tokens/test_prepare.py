@@ -200,6 +200,25 @@ def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
 
 
+class Editing(TextEncoder):
+    """Changes a file when the first documents are encoded."""
+
+    def __init__(self, file):
+        super().__init__(ByteTokenizer())
+        self.file = file
+
+    def encode_batch(self, documents):
+        self.file.write_text(self.file.read_text().replace("line 19", "LINE 19"))
+        return super().encode_batch(documents)
+
+
+def test_a_corpus_that_changes_while_it_is_tokenised_leaves_nothing_behind(corpus, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    with pytest.raises(ValueError, match=f"{file} must not change while it is tokenised; it has changed"):
+        prepare(corpus, Editing(file), tmp_path / "cache")
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
 class KilledOnce(TextEncoder):
     """Kills its worker process at a given document, unless the file `mark` exists."""
 
