@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -32,7 +32,8 @@ SHARDS = "shards.json"  # in a finished folder, this file holds the size of each
 SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
-BATCH = 256  # the number of documents per call of the tokenizer
+BATCH = 256  # the maximum number of documents per call of the tokenizer
+BATCH_CHARACTERS = 2**21  # a call ends after this many characters; a tokenizer needs up to 200 bytes for a character
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
 # 1 for each token that the model is trained on, otherwise 0; the column is left out if no token has a 0
@@ -146,16 +147,21 @@ def _ctrl_c_later() -> Iterator[None]:
 
 
 def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
-    shard: list[Keyed] = []
-    characters = 0
-    for key, document in corpus.documents():
-        shard.append((key, document))
-        characters += len(document)
-        if len(shard) == SHARD or characters >= SHARD_CHARACTERS:
-            yield shard
-            shard, characters = [], 0
-    if shard:
-        yield shard
+    return _grouped(corpus.documents(), SHARD, SHARD_CHARACTERS)
+
+
+def _grouped(keyed: Iterable[Keyed], size: int, characters: int) -> Iterator[list[Keyed]]:
+    """Yields groups of consecutive documents. A group ends after `size` documents, or after `characters` characters."""
+    group: list[Keyed] = []
+    n_characters = 0
+    for key, document in keyed:
+        group.append((key, document))
+        n_characters += len(document)
+        if len(group) == size or n_characters >= characters:
+            yield group
+            group, n_characters = [], 0
+    if group:
+        yield group
 
 
 def _start_worker(encoder: Encoder[Any], alive: Connection) -> None:
@@ -181,8 +187,8 @@ def _write(encoder: Encoder[Any], shard: Sequence[Keyed], file: Path) -> int:
         schema = pa.schema([TOKENS, HELD_OUT, LOSS_MASK] if encoder.masked else [TOKENS, HELD_OUT])
         partial = file.with_suffix(".partial")
         with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for begin in range(0, len(shard), BATCH):
-                keys, documents = zip(*shard[begin : begin + BATCH], strict=True)
+            for batch in _grouped(shard, BATCH, BATCH_CHARACTERS):
+                keys, documents = zip(*batch, strict=True)
                 encoded = encoder.encode_batch(documents)
                 require_vocabulary(encoded, keys, encoder.tokenizer.vocab_size)
                 writer.write(pa.record_batch(_columns(encoded, keys, masked=encoder.masked), schema=schema))

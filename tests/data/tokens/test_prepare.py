@@ -119,6 +119,15 @@ def test_long_documents_end_a_shard_early(corpus, tmp_path, monkeypatch):
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2, 1]
 
 
+def test_long_documents_end_a_call_of_the_tokenizer_early(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD", 20)
+    monkeypatch.setattr(module, "BATCH", 4)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 19)  # "line 0" has 6 characters, and "line 10" has 7
+    [shard] = prepare(corpus, Counting(), tmp_path / "cache").glob("*.arrow")
+    chunks = pa.ipc.open_file(shard).read_all()["tokens"].chunks
+    assert [len(chunk) for chunk in chunks] == [4, 4, 3, 3, 3, 3]
+
+
 def cut(shard):
     shard.write_bytes(shard.read_bytes()[:-20])
 
