@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
@@ -58,7 +58,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
         make_folder(path.parent)
-        with FileLock(path.with_suffix(".lock")):
+        with _locked(path.with_suffix(".lock")):
             if path.exists():
                 return
             unfinished.mkdir(exist_ok=True)
@@ -83,6 +83,16 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             sizes = {file.name: file.stat().st_size for file in sorted(unfinished.glob("*.arrow"))}
             (unfinished / SHARDS).write_text(json.dumps(sizes))
             os.replace(unfinished, path)
+
+
+def _locked(file: Path) -> AbstractContextManager[object]:
+    """Acquires a lock, which the returned context releases. If another process holds it, prints a line and waits."""
+    lock = FileLock(file)
+    try:
+        return lock.acquire(blocking=False)
+    except Timeout:
+        print("waiting for another process, which tokenises the same documents", flush=True)
+        return lock.acquire()
 
 
 def require_tokens(name: str, n_documents: int, folder: Path) -> None:

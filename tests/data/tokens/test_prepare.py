@@ -5,11 +5,13 @@ import json
 import os
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from filelock import Timeout
 
 from fa_train.data.packing.best_fit import load_plan
 from fa_train.data.sources.chats import ChatCorpus
@@ -207,6 +209,26 @@ def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers):
     with pytest.raises(ValueError, match=r"chats.jsonl, line 11, message 1 has none"):
         prepare(corpus, encoder, tmp_path / "cache", workers)
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
+class Held:
+    """A lock that another process holds until the first call that waits."""
+
+    def __init__(self, file):
+        self.file = str(file)
+
+    def acquire(self, blocking=True):
+        if not blocking:
+            raise Timeout(self.file)
+        return nullcontext()
+
+
+def test_a_process_that_waits_for_another_says_so(corpus, tmp_path, monkeypatch, capsys):
+    prepare(corpus, Counting(), tmp_path / "free")
+    assert not capsys.readouterr().out.strip()
+    monkeypatch.setattr(module, "FileLock", Held)
+    prepare(corpus, Counting(), tmp_path / "held")
+    assert capsys.readouterr().out.strip() == "waiting for another process, which tokenises the same documents"
 
 
 class Editing(TextEncoder):
