@@ -185,6 +185,13 @@ def test_a_damaged_plan_is_named(tmp_path):
         load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
 
 
+def test_a_plan_for_a_read_only_cache_stays_in_memory(tmp_path, monkeypatch):
+    written = load_plan(np.array([3, 9]), 8, 8, "split", tmp_path / "writable")
+    monkeypatch.setattr("os.access", lambda folder, mode: False)
+    assert (load_plan(np.array([3, 9]), 8, 8, "split", tmp_path) == written).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["writable"]
+
+
 @pytest.mark.parametrize("reader", ["json.loads", "pyarrow.memory_map", "numpy.load"])
 def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, monkeypatch, reader):
     """Otherwise, the error would recommend to delete tokens that another user has prepared."""
