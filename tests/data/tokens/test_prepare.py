@@ -19,7 +19,7 @@ from fa_train.data.sources.corpus import TextCorpus
 from fa_train.data.tokens import prepare as module
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.sft import ChatEncoder
-from fa_train.data.tokens.store import Documents, prepare
+from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support.marks import slow
@@ -183,6 +183,15 @@ def test_a_damaged_plan_is_named(tmp_path):
     plan.write_bytes(plan.read_bytes()[:-8])
     with pytest.raises(ValueError, match=f"{plan} is damaged: .* Delete it, and the next run writes it again"):
         load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
+
+
+def test_a_run_hashes_its_corpus_once(corpus, tmp_path, monkeypatch):
+    prepare(corpus, Counting(), tmp_path)
+    prints = iter([corpus.fingerprint()])
+    monkeypatch.setattr(corpus, "fingerprint", prints.__next__)
+    tokenized = TokenizedCorpus(corpus, Counting(), str(tmp_path))
+    assert tokenized.prepare() == tokenized.prepare(workers=2)
+    assert sum(len(tokenized.documents(held_out=held_out)) for held_out in (False, True)) >= 20
 
 
 def test_a_plan_for_a_read_only_cache_stays_in_memory(tmp_path, monkeypatch):
