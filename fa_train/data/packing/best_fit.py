@@ -10,6 +10,7 @@ Algorithm 1 uses a segment tree. This file uses a sorted list of the distinct am
 """
 
 import hashlib
+import os
 from array import array
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -129,7 +130,8 @@ def load_plan(
 ) -> np.ndarray:
     """Returns the result of `make_plan`, memory-mapped from cache_dir. Writes the plan if it is not in the cache.
 
-    The file name is a hash of the arguments. The file gets its final name only when it is complete.
+    The file name is a hash of the arguments. The file gets its final name only when it is complete. If the cache is
+    read-only and has no such file, the plan is kept in memory.
     cache_dir: the folder of the cache, or None for no cache.
     """
     if cache_dir is None:
@@ -138,6 +140,8 @@ def load_plan(
     key.update(np.ascontiguousarray(lengths, dtype="<i8").tobytes())
     path = cache_dir / f"{key.hexdigest()}.plan.npy"
     if not path.exists():
+        if cache_dir.exists() and not os.access(cache_dir, os.W_OK):
+            return make_plan(lengths, seq_len, max_doc_len, policy)
         with whole_file(path) as unfinished:
             np.save(unfinished, make_plan(lengths, seq_len, max_doc_len, policy))
     try:

@@ -20,6 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 CSV_BLOCK = 2**26  # the number of bytes that are read at a time, and the maximum size of a row of a .csv file
+PARQUET_ROWS = 256  # the number of rows that are read at a time; 65,536 books, Arrow's default, do not fit in memory
 WILDCARDS = frozenset("*?[")
 KINDS_SHOWN = 6  # FileCounts.text names at most this many kinds of skipped files
 RECOVERED = "lost+found"  # the folder into which fsck puts recovered files; only the user root can read this folder
@@ -336,7 +337,7 @@ def _items(path: Path) -> Iterator[SourceRow]:
 def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[SourceRow]:
     number = 0
     with _named_corruption(path), pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(columns=columns):
+        for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
             for value in batch.to_pylist():
                 number += 1
                 yield SourceRow(number, f"{path}, row {number}", value)

@@ -8,16 +8,19 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from fa_train.data.sources.corpus import Corpus, is_held_out, rows_skipped
@@ -29,7 +32,8 @@ SHARDS = "shards.json"  # in a finished folder, this file holds the size of each
 SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of skipped rows, if there are any
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
-BATCH = 256  # the number of documents per call of the tokenizer
+BATCH = 256  # the maximum number of documents per call of the tokenizer
+BATCH_CHARACTERS = 2**21  # a call ends after this many characters; a tokenizer needs up to 200 bytes for a character
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
 # 1 for each token that the model is trained on, otherwise 0; the column is left out if no token has a 0
@@ -39,27 +43,33 @@ Keyed = tuple[str, Any]  # (key, document)
 _worker_encoder: Encoder[Any]  # each process of the pool sets this variable when the process starts
 
 
-def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int) -> None:
+def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers: int, fingerprint: str) -> None:
     """Writes the folder `path` with the shards 000000.arrow, 000001.arrow and so on, in the order of the documents.
 
     Shards are first written to an unfinished folder next to `path`. The folder is renamed when all shards are finished.
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
-    Raises: ValueError if the corpus has no document with text, a document cannot be encoded, the disk is full or a
-    worker process is killed. If the disk is full or a process is killed, the finished shards are kept. If a ValueError
-    is about the corpus or a document, all shards are deleted.
+    fingerprint: the fingerprint of the corpus on which the name of `path` depends.
+    Raises: ValueError if the corpus has no document with text or has changed since the fingerprint was computed, a
+    document cannot be encoded, the disk is full or a worker process is killed. If the disk is full or a process is
+    killed, the finished shards are kept. If a ValueError is about the corpus or a document, all shards are deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
         make_folder(path.parent)
-        with FileLock(path.with_suffix(".lock")):
+        with _locked(path.with_suffix(".lock")):
             if path.exists():
                 return
             unfinished.mkdir(exist_ok=True)
             try:
                 n_documents = _write_all(corpus, encoder, unfinished, workers)
                 require_tokens(corpus.name, n_documents, unfinished)
+                if corpus.fingerprint() != fingerprint:
+                    raise ValueError(
+                        f"{corpus.name} must not change while it is tokenised; it has changed. Its tokens are deleted, "
+                        "and the next run writes them again"
+                    )
             except ValueError:
                 shutil.rmtree(unfinished)
                 raise
@@ -73,6 +83,16 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
             sizes = {file.name: file.stat().st_size for file in sorted(unfinished.glob("*.arrow"))}
             (unfinished / SHARDS).write_text(json.dumps(sizes))
             os.replace(unfinished, path)
+
+
+def _locked(file: Path) -> AbstractContextManager[object]:
+    """Acquires a lock, which the returned context releases. If another process holds it, prints a line and waits."""
+    lock = FileLock(file)
+    try:
+        return lock.acquire(blocking=False)
+    except Timeout:
+        print("waiting for another process, which tokenises the same documents", flush=True)
+        return lock.acquire()
 
 
 def require_tokens(name: str, n_documents: int, folder: Path) -> None:
@@ -99,48 +119,71 @@ def _write_all(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers
 
 
 def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: int) -> Iterator[int]:
-    """Writes the shards. Yields the number of documents of each shard as soon as the shard is finished."""
+    """Writes the shards. Yields the number of documents of each shard as soon as the shard is finished.
+
+    After an error or Ctrl-C, the worker processes end at once.
+    """
     tasks = ((shard, folder / f"{number:06}.arrow") for number, shard in enumerate(_shards(corpus)))
     if workers == 1:
         for shard, file in tasks:
             yield _write(encoder, shard, file)
         return
     context = multiprocessing.get_context("spawn")  # a forked process would not have the tokenizer's threads
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,)) as pool:
-        running: set[Future[int]] = set()
-        for shard, file in tasks:
-            running.add(pool.submit(_write_in_worker, shard, file))
-            if len(running) == 2 * workers:  # limit the number of shards in memory
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                yield from (task.result() for task in done)
-        yield from (task.result() for task in as_completed(running))
+    # the end of the file `alive` tells workers to end; it comes when `own` is closed, or when this process is killed
+    alive, own = context.Pipe(duplex=False)
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder, alive)) as pool:
+        try:
+            running: set[Future[int]] = set()
+            for shard, file in tasks:
+                with _ctrl_c_later():
+                    running.add(pool.submit(_write_in_worker, shard, file))
+                if len(running) == 2 * workers:  # limit the number of shards in memory
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (task.result() for task in done)
+            yield from (task.result() for task in as_completed(running))
+        except BaseException:
+            own.close()
+            raise
+
+
+@contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """Delays Ctrl-C until the end of the block. A process that is started in the block never receives Ctrl-C."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _shards(corpus: Corpus[Any]) -> Iterator[list[Keyed]]:
-    shard: list[Keyed] = []
-    characters = 0
-    for key, document in corpus.documents():
-        shard.append((key, document))
-        characters += len(document)
-        if len(shard) == SHARD or characters >= SHARD_CHARACTERS:
-            yield shard
-            shard, characters = [], 0
-    if shard:
-        yield shard
+    return _grouped(corpus.documents(), SHARD, SHARD_CHARACTERS)
 
 
-def _start_worker(encoder: Encoder[Any]) -> None:
+def _grouped(keyed: Iterable[Keyed], size: int, characters: int) -> Iterator[list[Keyed]]:
+    """Yields groups of consecutive documents. A group ends after `size` documents, or after `characters` characters."""
+    group: list[Keyed] = []
+    n_characters = 0
+    for key, document in keyed:
+        group.append((key, document))
+        n_characters += len(document)
+        if len(group) == size or n_characters >= characters:
+            yield group
+            group, n_characters = [], 0
+    if group:
+        yield group
+
+
+def _start_worker(encoder: Encoder[Any], alive: Connection) -> None:
     global _worker_encoder  # a tokenizer can take several megabytes, so each process receives it only once
     _worker_encoder = encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool of processes already uses all cores
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    """Ends this worker process when its parent process ends, even if the parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _end_with_parent(alive: Connection) -> None:
+    """Ends this worker process when its parent process closes its end of the pipe, or is killed."""
+    alive.poll(None)
     os._exit(1)
 
 
@@ -154,8 +197,8 @@ def _write(encoder: Encoder[Any], shard: Sequence[Keyed], file: Path) -> int:
         schema = pa.schema([TOKENS, HELD_OUT, LOSS_MASK] if encoder.masked else [TOKENS, HELD_OUT])
         partial = file.with_suffix(".partial")
         with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for begin in range(0, len(shard), BATCH):
-                keys, documents = zip(*shard[begin : begin + BATCH], strict=True)
+            for batch in _grouped(shard, BATCH, BATCH_CHARACTERS):
+                keys, documents = zip(*batch, strict=True)
                 encoded = encoder.encode_batch(documents)
                 require_vocabulary(encoded, keys, encoder.tokenizer.vocab_size)
                 writer.write(pa.record_batch(_columns(encoded, keys, masked=encoder.masked), schema=schema))

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,14 @@ def prepare(corpus: Corpus[Any], encoder: Encoder[Any], cache_dir: Path, workers
     """Tokenises a corpus unless its shards are in the cache. Returns the folder of the shards.
 
     The shards do not depend on the number of workers.
-    Raises: ValueError if the corpus is empty. Also raises all errors from reading or encoding the corpus.
+    Raises: ValueError if the corpus is empty, or changes while it is tokenised. Also raises all errors from reading or
+    encoding the corpus.
     """
-    key = hashlib.blake2b(f"{FORMAT}\0{corpus.fingerprint()}\0{encoder.identity}".encode(), digest_size=16)
+    fingerprint = corpus.fingerprint()
+    key = hashlib.blake2b(f"{FORMAT}\0{fingerprint}\0{encoder.identity}".encode(), digest_size=16)
     path = cache_dir / f"{key.hexdigest()}.arrow"
     if not path.exists():
-        write_shards(corpus, encoder, path, workers)
+        write_shards(corpus, encoder, path, workers, fingerprint)
     return path
 
 
@@ -177,15 +178,17 @@ class TokenizedCorpus:
         self.corpus, self.encoder = corpus, encoder
         self.cache_dir = Path(cache_dir or os.environ.get("FA_TRAIN_CACHE") or "~/.cache/fa_train").expanduser()
         self.vocab_size, self.pad_id = encoder.tokenizer.vocab_size, encoder.tokenizer.pad_id
+        self._path: Path | None = None  # the folder of the shards; None until the corpus is prepared
 
     def prepare(self, workers: int = 1) -> Path:
-        """Tokenises the corpus in `workers` processes, unless the tokens are in the cache."""
-        return prepare(self.corpus, self.encoder, self.cache_dir, workers)
+        """Tokenises the corpus in `workers` processes, unless the tokens are in the cache. Returns the shards' folder.
 
-    @cached_property
-    def path(self) -> Path:
-        """The folder of the shards. On first use, the corpus is tokenised if the shards are not in the cache."""
-        return self.prepare()
+        Only the first call reads the corpus. Finding its tokens in the cache needs a hash of all files, which takes
+        long for a large corpus.
+        """
+        if self._path is None:
+            self._path = prepare(self.corpus, self.encoder, self.cache_dir, workers)
+        return self._path
 
     def documents(self, *, held_out: bool) -> Documents:
         """Returns the training documents, or the documents that are held out for validation.
@@ -193,7 +196,7 @@ class TokenizedCorpus:
         Raises: ValueError if the user has named files for validation, but the returned documents would have no tokens.
         """
         divided = isinstance(self.corpus, WithValidation)
-        documents = Documents(self.path, held_out=held_out, vocab_size=self.vocab_size, divided=divided)
+        documents = Documents(self.prepare(), held_out=held_out, vocab_size=self.vocab_size, divided=divided)
         if isinstance(self.corpus, WithValidation) and not documents.lengths.any():
             raise ValueError(f"{self.corpus.shown(held_out)} must have a document with text; it has none")
         return documents

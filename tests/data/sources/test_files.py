@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import tracemalloc
 from functools import partial
 from pathlib import Path
 
@@ -328,3 +329,14 @@ def test_a_broken_file_in_the_folder_of_a_dataset_is_named(tmp_path, monkeypatch
     ):
         list(HFCorpus(str(tmp_path / "rows"), None, "train", "text").documents())
     assert f"{tmp_path}/rows/a.jsonl" in caplog.text
+
+
+def test_a_parquet_file_is_read_a_few_rows_at_a_time(tmp_path):
+    texts = [f"{i:04}" * 2_000 for i in range(1_000)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "books.parquet")
+    corpus = TextCorpus(str(tmp_path / "books.parquet"), "text")
+    tracemalloc.start()
+    assert sum(1 for _ in corpus.documents()) == len(texts)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < sum(map(len, texts)) / 2

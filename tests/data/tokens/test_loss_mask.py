@@ -127,7 +127,7 @@ def test_every_answer_of_a_file_becomes_labels(tmp_path, packing, n):
     assert answers(hf, labels) == sorted(answer for answer in every if answer not in kept_back)
     assert data.packing_report().labels.pieces_unlearned == 0
     # the column names must not change, so that caches of older versions stay readable
-    for shard in data.source.path.glob("*.arrow"):
+    for shard in data.source.prepare().glob("*.arrow"):
         assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out", "learned"]
 
 
@@ -147,5 +147,5 @@ def test_text_has_no_mask_on_disk(tmp_path):
     corpus = TextCorpus(str(tmp_path / "a.txt"), "text")
     source = TokenizedCorpus(corpus, TextEncoder(ByteTokenizer()), str(tmp_path / "cache"))
     assert source.documents(held_out=False).loss_mask is None
-    [shard] = source.path.glob("*.arrow")
+    [shard] = source.prepare().glob("*.arrow")
     assert pa.ipc.open_file(shard).schema.names == ["tokens", "held_out"]

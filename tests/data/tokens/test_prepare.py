@@ -4,11 +4,14 @@ import errno
 import json
 import os
 import signal
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from filelock import Timeout
 
 from fa_train.data.packing.best_fit import load_plan
 from fa_train.data.sources.chats import ChatCorpus
@@ -16,7 +19,7 @@ from fa_train.data.sources.corpus import TextCorpus
 from fa_train.data.tokens import prepare as module
 from fa_train.data.tokens.encoding import TextEncoder
 from fa_train.data.tokens.sft import ChatEncoder
-from fa_train.data.tokens.store import Documents, prepare
+from fa_train.data.tokens.store import Documents, TokenizedCorpus, prepare
 from fa_train.data.tokens.tokenizer import ByteTokenizer, HFTokenizer
 from tests.data.support.chats import many_chats, save_tokenizer, write_jsonl
 from tests.support.marks import slow
@@ -133,6 +136,15 @@ def test_long_documents_end_a_shard_early(corpus, tmp_path, monkeypatch):
     assert sizes == [3, 3, 3, 2, 2, 2, 2, 2, 1]
 
 
+def test_long_documents_end_a_call_of_the_tokenizer_early(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SHARD", 20)
+    monkeypatch.setattr(module, "BATCH", 4)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", 19)  # "line 0" has 6 characters, and "line 10" has 7
+    [shard] = prepare(corpus, Counting(), tmp_path / "cache").glob("*.arrow")
+    chunks = pa.ipc.open_file(shard).read_all()["tokens"].chunks
+    assert [len(chunk) for chunk in chunks] == [4, 4, 3, 3, 3, 3]
+
+
 def cut(shard):
     shard.write_bytes(shard.read_bytes()[:-20])
 
@@ -188,6 +200,22 @@ def test_a_damaged_plan_is_named(tmp_path):
         load_plan(np.array([3, 9]), 8, 8, "split", tmp_path)
 
 
+def test_a_run_hashes_its_corpus_once(corpus, tmp_path, monkeypatch):
+    prepare(corpus, Counting(), tmp_path)
+    prints = iter([corpus.fingerprint()])
+    monkeypatch.setattr(corpus, "fingerprint", prints.__next__)
+    tokenized = TokenizedCorpus(corpus, Counting(), str(tmp_path))
+    assert tokenized.prepare() == tokenized.prepare(workers=2)
+    assert sum(len(tokenized.documents(held_out=held_out)) for held_out in (False, True)) >= 20
+
+
+def test_a_plan_for_a_read_only_cache_stays_in_memory(tmp_path, monkeypatch):
+    written = load_plan(np.array([3, 9]), 8, 8, "split", tmp_path / "writable")
+    monkeypatch.setattr("os.access", lambda folder, mode: False)
+    assert (load_plan(np.array([3, 9]), 8, 8, "split", tmp_path) == written).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["writable"]
+
+
 @pytest.mark.parametrize("reader", ["json.loads", "pyarrow.memory_map", "numpy.load"])
 def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, monkeypatch, reader):
     """Otherwise, the error would recommend to delete tokens that another user has prepared."""
@@ -216,6 +244,45 @@ def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers, re
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
 
 
+class Held:
+    """A lock that another process holds until the first call that waits."""
+
+    def __init__(self, file):
+        self.file = str(file)
+
+    def acquire(self, blocking=True):
+        if not blocking:
+            raise Timeout(self.file)
+        return nullcontext()
+
+
+def test_a_process_that_waits_for_another_says_so(corpus, tmp_path, monkeypatch, capsys):
+    prepare(corpus, Counting(), tmp_path / "free")
+    assert not capsys.readouterr().out.strip()
+    monkeypatch.setattr(module, "FileLock", Held)
+    prepare(corpus, Counting(), tmp_path / "held")
+    assert capsys.readouterr().out.strip() == "waiting for another process, which tokenises the same documents"
+
+
+class Editing(TextEncoder):
+    """Changes a file when the first documents are encoded."""
+
+    def __init__(self, file):
+        super().__init__(ByteTokenizer())
+        self.file = file
+
+    def encode_batch(self, documents):
+        self.file.write_text(self.file.read_text().replace("line 19", "LINE 19"))
+        return super().encode_batch(documents)
+
+
+def test_a_corpus_that_changes_while_it_is_tokenised_leaves_nothing_behind(corpus, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    with pytest.raises(ValueError, match=f"{file} must not change while it is tokenised; it has changed"):
+        prepare(corpus, Editing(file), tmp_path / "cache")
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".lock"}
+
+
 class KilledOnce(TextEncoder):
     """Kills its worker process at a given document, unless the file `mark` exists."""
 
@@ -238,6 +305,22 @@ def test_a_killed_worker_is_one_clear_error_and_finished_shards_are_kept(corpus,
     [unfinished] = cache.glob("unfinished-*")
     assert list(unfinished.glob("*.arrow"))
     assert contents(prepare(corpus, encoder, cache)) == contents(prepare(corpus, Counting(), tmp_path / "whole"))
+
+
+class Interrupted(TextEncoder):
+    """In the second shard, Ctrl-C reaches the worker process, and a document is invalid. All other shards take long."""
+
+    def encode_batch(self, documents):
+        if "line 3" not in documents:
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError("line 3 is invalid")
+
+
+@pytest.mark.slow
+def test_workers_ignore_ctrl_c_and_end_at_once_after_an_error(corpus, tmp_path):
+    with pytest.raises(ValueError, match="line 3 is invalid"):
+        prepare(corpus, Interrupted(ByteTokenizer()), tmp_path / "cache", workers=2)
 
 
 def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):
