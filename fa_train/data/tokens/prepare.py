@@ -86,12 +86,16 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
 
 
 def _locked(file: Path) -> AbstractContextManager[object]:
-    """Acquires a lock, which the returned context releases. If another process holds it, prints a line and waits."""
+    """Acquires a lock, which the returned context releases. If another process holds it, prints a line and waits.
+
+    Of the ranks of a run, only the first rank of each machine prints the line.
+    """
     lock = FileLock(file)
     try:
         return lock.acquire(blocking=False)
     except Timeout:
-        print("waiting for another process, which tokenises the same documents", flush=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("waiting for another process, which tokenises the same documents", flush=True)
         return lock.acquire()
 
 

@@ -256,12 +256,15 @@ class Held:
         return nullcontext()
 
 
-def test_a_process_that_waits_for_another_says_so(corpus, tmp_path, monkeypatch, capsys):
+def test_a_process_that_waits_for_another_says_so_unless_it_is_a_later_rank(corpus, tmp_path, monkeypatch, capsys):
     prepare(corpus, Counting(), tmp_path / "free")
     assert not capsys.readouterr().out.strip()
     monkeypatch.setattr(module, "FileLock", Held)
     prepare(corpus, Counting(), tmp_path / "held")
     assert capsys.readouterr().out.strip() == "waiting for another process, which tokenises the same documents"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    prepare(corpus, Counting(), tmp_path / "held by another rank")
+    assert not capsys.readouterr().out.strip()
 
 
 class Editing(TextEncoder):
