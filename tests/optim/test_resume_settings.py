@@ -192,6 +192,13 @@ def test_the_schedule_of_the_config_continues_after_any_scheduler_of_torch(name)
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.1 * (STOPPED + 1) / 8)
 
 
+@pytest.mark.parametrize(("saved", "got"), [({"n": 3, "k": 1}, "k, n"), ({}, "nothing")])
+def test_the_schedule_of_the_config_refuses_a_scheduler_without_a_number_of_steps(saved, got):
+    schedule = warmup_cosine(of(optim.SGD), warmup_steps=8, max_steps=9, min_lr_ratio=0)
+    with pytest.raises(ValueError, match=f"as last_epoch; got a scheduler that saved {got}$"):
+        schedule.load_state_dict(saved)
+
+
 def test_an_optimizer_may_be_made_by_an_object():
     class Factory:
         def __call__(self, model):
