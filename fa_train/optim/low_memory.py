@@ -198,10 +198,12 @@ class OffloadedAdamW(CPUOffloadOptimizer):
         """Compares the inner optimizers with the saved ones: one per large parameter, and one for the small ones."""
         own = [*self.optim_dict.values(), *([] if self.d_opt is None else [self.d_opt])]
         theirs = [*saved["offloaded"], *([saved["on-device"]] if "on-device" in saved else [])]
-        if len(own) != len(theirs):
+        counts = [len(self.optim_dict), _count([] if self.d_opt is None else self.d_opt.param_groups)]
+        saved_counts = [len(saved["offloaded"]), _count(saved.get("on-device", {}).get("param_groups", []))]
+        if counts != saved_counts:
             raise ValueError(
-                f"ckpt_path must be a checkpoint of a run that trained the same weights: {len(own)} inner optimizers "
-                f"of adamw_offload; got {len(theirs)}. Freeze the same weights as that run"
+                f"ckpt_path must be a checkpoint of a run that trained the same weights: {counts} large and small "
+                f"weights in adamw_offload; got {saved_counts}. Freeze the same weights as that run"
             )
         for optimizer, state in zip(own, theirs, strict=True):
             require_same_weights(optimizer, state)
@@ -236,6 +238,10 @@ def _taken_apart(value: Any) -> Any:
 
 def _put_together(value: Any) -> Any:
     return OptimState8bit(**value) if isinstance(value, dict) else value
+
+
+def _count(groups: Groups) -> int:
+    return sum(len(group["params"]) for group in groups)
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:

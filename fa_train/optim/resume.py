@@ -83,7 +83,9 @@ def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
     Another version of torch may have added settings or removed some, so both must differ.
     """
-    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False) if _is_torch(optimizer) else ():
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return  # a user's subclass may have renamed its own settings
+    for own, theirs in zip(optimizer.param_groups, saved["param_groups"], strict=False):
         missing = sorted(optimizer.defaults.keys() - theirs.keys())
         unknown = sorted(theirs.keys() - own.keys() - OF_SCHEDULERS)
         if missing and unknown:
@@ -109,10 +111,9 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         )
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for weight, number in zip(weights, numbers, strict=True) if _has_moments_like_weights(optimizer) else ():
-        for moment in saved["state"].get(number, {}).values():
-            # the number of steps is a scalar
-            if isinstance(moment, Tensor) and moment.dim() and moment.shape != weight.shape:
+    for weight, number in zip(weights, numbers, strict=True):
+        for moment in _moments_like_weights(optimizer, saved["state"].get(number, {})):
+            if moment.shape != weight.shape:
                 raise ValueError(
                     "ckpt_path must be a checkpoint of a run that trained the same weights: a moment of the optimizer "
                     f"must have the shape {tuple(weight.shape)}; got {tuple(moment.shape)}. Freeze the same weights as "
@@ -120,17 +121,15 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
                 )
 
 
-def _has_moments_like_weights(optimizer: Optimizer) -> bool:
-    """Returns whether all tensors in an optimizer's state are scalars, or have the shapes of the weights."""
-    if isinstance(optimizer, Adafactor | LBFGS):
-        return False
-    return isinstance(optimizer, CompiledStep) or _is_torch(optimizer)
-
-
-def _is_torch(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer is one of torch's, or a subclass of one."""
-    kinds = set(type(optimizer).__mro__) - {Optimizer}
-    return any(kind.__module__.startswith("torch.optim") for kind in kinds)
+def _moments_like_weights(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the tensors in the state of a weight that must have the shape of the weight."""
+    own_step = not type(optimizer).step.__module__.startswith("torch.optim") and not isinstance(optimizer, CompiledStep)
+    if own_step or isinstance(optimizer, Adafactor | LBFGS):  # these may have tensors of any shape
+        moments = [state.get("exp_avg")] if isinstance(optimizer, Adam) else []
+    else:
+        moments = [value for name, value in state.items() if name != "step"]
+    # numbers such as mu_product of NAdam are scalars
+    return [moment for moment in moments if isinstance(moment, Tensor) and moment.dim()]
 
 
 def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[str, Any]) -> None:

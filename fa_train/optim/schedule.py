@@ -29,8 +29,16 @@ def steps_in(saved: Mapping[str, Any]) -> int:
     """Returns the number of steps in the state_dict of a scheduler.
 
     The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
+    Raises: ValueError if there is no number of steps, as in the state_dict of a user's own scheduler.
     """
-    return int(saved["last_epoch"]) if "last_epoch" in saved else steps_in(saved["_schedulers"][0])
+    if "last_epoch" in saved:
+        return int(saved["last_epoch"])
+    if not saved.get("_schedulers"):
+        raise ValueError(
+            "ckpt_path must be a checkpoint whose scheduler saved its number of steps as last_epoch; got a scheduler "
+            f"that saved {', '.join(sorted(saved)) or 'nothing'}"
+        )
+    return steps_in(saved["_schedulers"][0])
 
 
 def warmup_cosine(

@@ -224,10 +224,12 @@ def test_the_offloaded_optimizer_skips_a_step():
     ("saved", "resumed", "message"),
     [
         ((64, 128), (128, 64), r"must have the shape \(128, 64\); got \(64, 128\)"),
-        ((64, 128), (64,), "1 inner optimizers of adamw_offload; got 2"),
+        ((64, 128), (64,), r"\[1, 0\] large and small weights in adamw_offload; got \[2, 0\]"),
+        ((64, 8), (64, 128), r"\[2, 0\] large and small weights in adamw_offload; got \[1, 1\]"),
+        ((64, 128), (64, 8), r"\[1, 1\] large and small weights in adamw_offload; got \[2, 0\]"),
         ((8, 128), (4, 128), r"must have the shape \(4,\); got \(8,\)"),
     ],
-    ids=["large", "fewer", "small"],
+    ids=["large", "fewer", "no-small", "no-large", "small"],
 )
 def test_the_offloaded_optimizer_refuses_moments_of_other_weights(saved, resumed, message):
     from fa_train.optim.low_memory import OffloadedAdamW

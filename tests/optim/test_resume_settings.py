@@ -192,6 +192,13 @@ def test_the_schedule_of_the_config_continues_after_any_scheduler_of_torch(name)
     assert resumed.param_groups[0]["lr"] == pytest.approx(0.1 * (STOPPED + 1) / 8)
 
 
+@pytest.mark.parametrize(("saved", "got"), [({"n": 3, "k": 1}, "k, n"), ({}, "nothing")])
+def test_the_schedule_of_the_config_refuses_a_scheduler_without_a_number_of_steps(saved, got):
+    schedule = warmup_cosine(of(optim.SGD), warmup_steps=8, max_steps=9, min_lr_ratio=0)
+    with pytest.raises(ValueError, match=f"as last_epoch; got a scheduler that saved {got}$"):
+        schedule.load_state_dict(saved)
+
+
 def test_an_optimizer_may_be_made_by_an_object():
     class Factory:
         def __call__(self, model):
@@ -222,6 +229,40 @@ def test_a_checkpoint_of_an_older_torch_and_another_scheduler_is_accepted():
     content = saved.state_dict()
     del content["param_groups"][0]["decoupled_weight_decay"]
     resumed.load_state_dict(content)
+
+
+class RowMuon(optim.Muon):
+    def __init__(self, params, setting="scale"):
+        super().__init__(params)
+        self.param_groups[0][setting] = self.defaults[setting] = 1.0
+
+    def step(self):
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["rows"] = torch.ones(len(weight), 1)
+
+
+def test_a_users_subclass_may_have_states_of_other_shapes_and_rename_its_settings():
+    weights = [[nn.Parameter(torch.ones(4, 3))] for _ in range(2)]
+    saved, resumed = RowMuon(weights[0]), RowMuon(weights[1], "row_scale")
+    weights[0][0].grad = torch.ones(4, 3)
+    saved.step()
+    keep_own_settings(resumed, constant(resumed))
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.state[weights[1][0]]["rows"].shape == (4, 1)
+
+
+def test_a_first_moment_of_another_shape_is_refused_for_a_subclass_of_adam_with_its_own_step():
+    class Own(optim.AdamW):
+        def step(self):
+            super().step()
+
+    saved, resumed = (Own([nn.Parameter(torch.ones(shape))]) for shape in ((4, 3), (3, 4)))
+    saved.param_groups[0]["params"][0].grad = torch.ones(4, 3)
+    saved.step()
+    keep_own_settings(resumed, constant(resumed))
+    with pytest.raises(ValueError, match=r"must have the shape \(3, 4\); got \(4, 3\)"):
+        resumed.load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 1, 1], [2]])
