@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -147,6 +148,9 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
             yield from (task.result() for task in as_completed(running))
         except BaseException:
             own.close()
+            if sys.version_info < (3, 11, 5):  # otherwise the pool waits until a worker reads the next shard
+                private_pool: Any = pool
+                private_pool._call_queue._reader.close()
             raise
 
 

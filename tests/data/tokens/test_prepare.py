@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -324,6 +325,24 @@ class Interrupted(TextEncoder):
 def test_workers_ignore_ctrl_c_and_end_at_once_after_an_error(corpus, tmp_path):
     with pytest.raises(ValueError, match="line 3 is invalid"):
         prepare(corpus, Interrupted(ByteTokenizer()), tmp_path / "cache", workers=2)
+
+
+class Invalid(TextEncoder):
+    """In the third shard, a document is invalid."""
+
+    def encode_batch(self, documents):
+        if documents[0].startswith("6"):
+            raise ValueError("document 6 is invalid")
+        return super().encode_batch(documents)
+
+
+@pytest.mark.slow
+def test_an_error_in_old_python_ends_although_a_shard_waits_in_the_pipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "sys", SimpleNamespace(version_info=(3, 11, 2)))
+    monkeypatch.setattr(module, "SHARD", 3)
+    write_jsonl(tmp_path / "long.jsonl", [{"text": f"{i}" * 200_000} for i in range(10)] * 3)
+    with pytest.raises(ValueError, match="document 6 is invalid"):
+        prepare(TextCorpus(str(tmp_path / "long.jsonl"), "text"), Invalid(ByteTokenizer()), tmp_path / "c", workers=2)
 
 
 def test_tokens_outside_the_vocabulary_are_named(corpus, tmp_path):
