@@ -68,8 +68,8 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
                 require_tokens(corpus.name, n_documents, unfinished)
                 if corpus.fingerprint() != fingerprint:
                     raise ValueError(
-                        f"{corpus.name} must not change while it is tokenised; it has changed. Its tokens are deleted, "
-                        "and the next run writes them again"
+                        f"{corpus.name} must not change while it is tokenised; it has changed. Its tokens are deleted. "
+                        "Start again, with a copy if the files still change"
                     )
             except ValueError:
                 shutil.rmtree(unfinished)
