@@ -300,7 +300,7 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
 
     Optimizers with `_step_supports_amp_scaling`, such as torch's fused AdamW, scale the gradients or skip the update
     inside their kernels. For optimizers without `_step_supports_amp_scaling`, the host waits until the GPU has computed
-    `skipped`, and so it does before the step in which SGD creates its momentum.
+    `skipped`. The host also waits before a step in which SGD creates a momentum.
     Shapes: scale () fp32, skipped () bool.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not starts_momentum(optimizer):

@@ -82,7 +82,7 @@ def require_reach(model: GPT, seq_len: int, max_doc_len: int | None, reset_posit
 
 
 def plan_of(config: Mapping[str, Any], model: GPT, optimizer: Callable[..., Optimizer], world_size: int) -> Plan:
-    """Returns the memory plan of a run. With strategy.reshard_after_forward=auto, the plan has the value true.
+    """Returns the memory plan of a run. The plan treats strategy.reshard_after_forward=auto as true.
 
     config: the config of a run. model: the run's model, which may be on the meta device.
     optimizer: the instantiated node `optimizer`. An unknown optimizer is planned as AdamW.
@@ -107,7 +107,7 @@ def plan_of(config: Mapping[str, Any], model: GPT, optimizer: Callable[..., Opti
         reshard_after_forward=not sharded or strategy["reshard_after_forward"] is not False,
         reduce_once=sharded and strategy["reduce_once"],
         buckets=gradient_buckets(strategy, world_size),
-        arch=arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90",  # without a GPU, that of an H200
+        arch=arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90",  # without a GPU, an H200's
         float8=lit_gpt.get("float8") is not None,
     )
     plan = Plan(model.config, model.memory.levers, run)

@@ -169,7 +169,7 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
 
     require_known_variables()
     setting, mode = "logger.mode", logger.get("mode")
-    if not isinstance(mode, str):  # by default, a node that chooses the mode
+    if not isinstance(mode, str):  # by default, it is a config node that chooses the mode
         setting, mode = "WANDB_MODE", os.environ.get("WANDB_MODE")
     if mode == "online":
         decided_by_rank_zero("api_key", partial(require_api_key, f"{setting}=online"))

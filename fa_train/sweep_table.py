@@ -85,7 +85,7 @@ def row_of(config: DictConfig, job_return: JobReturn, start: float) -> Row:
     if job_return.status == JobStatus.FAILED:
         error: BaseException = job_return._return_value  # job_return.return_value would raise the job's error
         while isinstance(error, InstantiationException) and error.__cause__ is not None:
-            error = error.__cause__  # the error of the function that a `_target_` names
+            error = error.__cause__  # the error that the function of the `_target_` raised
         outcome = " ".join(f"{type(error).__name__}: {error}".split())  # the printed table has one line per job
     return {"job": config.hydra.job.num, **overrides, "outcome": outcome, **metrics}
 

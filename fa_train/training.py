@@ -161,7 +161,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     if cfg.model.vocab_size is None:
         preflight.require_tokenizer(model, cfg.choices.data, cfg.data)
     config = {str(key): value for key, value in cfg.items()}
-    if isinstance(trainer.strategy, FullyShardedStrategy):  # a user's own subclass may set what its config lacks
+    if isinstance(trainer.strategy, FullyShardedStrategy):  # a user's subclass may set values itself
         config["strategy"] = dict(cfg.strategy) | {name: getattr(trainer.strategy, name) for name in SHARDING}
     plan = preflight.plan_of(config, model, instantiate(cfg.optimizer), trainer.world_size)
     if plan.run.float8:
@@ -247,7 +247,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
     config, rebuild = to_container(cfg), partial(rebuild_model, cfg)
-    if done >= cfg.max_steps:  # there is a checkpoint, because max_steps is at least 1
+    if done >= cfg.max_steps:  # `done` is then at least 1, so there is a checkpoint
         trainer.print(
             f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
             "Increase max_steps to continue"

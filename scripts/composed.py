@@ -38,9 +38,9 @@ def composed(arguments: list[str], unread: Collection[str] = ()) -> DictConfig:
 
 
 def without(name: str, arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Takes `name=VALUE`, which is no override of train.py, from the arguments of a script.
+    """Separates `name=VALUE`, which is no override of train.py, from the other arguments of a script.
 
-    Returns the last VALUE, or None if there is none, and the other arguments.
+    Returns the last VALUE (None if there is none) and the other arguments.
     """
     values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{name}=")]
     others = [argument for argument in arguments if not argument.startswith(f"{name}=")]

@@ -160,7 +160,7 @@ class Monitor(Callback):
             end=end,
             validations=self._validations.copy(),
             waited=waited - self._window_waited,
-            step_start=self._timer.start if self._timer else None,  # must come before end(), which resets it
+            step_start=self._timer.start if self._timer else None,  # read before end(), because end() resets it
             communication=self._timer.end() if self._timer else [],
         )
         self._window_start, self._window_step, self._window_waited = end, trainer.global_step, waited

@@ -53,8 +53,8 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
     Moments and step counts do not change. In some optimizers, the parameter groups also hold values that every step
     updates, such as d of Prodigy. These values are not settings, and do not change: they have defaults, but are not
     arguments of the class.
-    Raises: ValueError if a setting needs a state that the checkpoint does not contain, another optimizer wrote the
-        checkpoint, or the numbers of weights differ.
+    Raises: ValueError if another optimizer wrote the checkpoint, if the number of weights or the shape of a moment
+        differs, or if a setting needs a state that the checkpoint lacks.
     """
     _require_same_class(optimizer, saved)
     require_same_weights(optimizer, saved)
@@ -79,9 +79,9 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 
 
 def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: ValueError if the names of the settings show that another optimizer than this one of torch wrote `saved`.
+    """Raises: ValueError if `optimizer` is torch's, and the names of settings show that another one wrote `saved`.
 
-    Another version of torch may have added settings or removed some, so both must differ.
+    Another version of torch may have added or removed settings, so the error needs a missing and an unknown setting.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return  # a user's subclass may have renamed its own settings
@@ -96,12 +96,12 @@ def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Checks that the optimizer can train the same weights as the one that wrote the state_dict `saved`.
+    """Checks that the state_dict `saved` fits the optimizer's weights.
 
-    `saved` does not contain the names of the weights, so the check compares the number of weights and, for our and most
-    of torch's optimizers, the shapes of the moments. With a moment of another shape, a fused optimizer of torch would
-    write outside its memory.
-    Raises: ValueError if the numbers or shapes differ in a parameter group.
+    `saved` has no names of weights, so the check compares the numbers of weights. For our optimizers and most of
+    torch's, it also compares the shapes of the moments. With a moment of another shape, a fused optimizer of torch
+    would write outside its memory.
+    Raises: ValueError if the number of weights in a group, or the shape of a moment, differs.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
     if own != theirs:
@@ -122,13 +122,13 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def _moments_like_weights(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the tensors in the state of a weight that must have the shape of the weight."""
+    """Returns those tensors of a weight's state that must have the weight's shape."""
     own_step = not type(optimizer).step.__module__.startswith("torch.optim") and not isinstance(optimizer, CompiledStep)
     if own_step or isinstance(optimizer, Adafactor | LBFGS):  # these may have tensors of any shape
         moments = [state.get("exp_avg")] if isinstance(optimizer, Adam) else []
     else:
         moments = [value for name, value in state.items() if name != "step"]
-    # numbers such as mu_product of NAdam are scalars
+    # scalars, such as mu_product of NAdam, do not have the weight's shape
     return [moment for moment in moments if isinstance(moment, Tensor) and moment.dim()]
 
 

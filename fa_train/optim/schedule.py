@@ -29,7 +29,7 @@ def steps_in(saved: Mapping[str, Any]) -> int:
     """Returns the number of steps in the state_dict of a scheduler.
 
     The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
-    Raises: ValueError if there is no number of steps, as in the state_dict of a user's own scheduler.
+    Raises: ValueError if `saved` has no number of steps. This can happen with a user's own scheduler.
     """
     if "last_epoch" in saved:
         return int(saved["last_epoch"])

@@ -20,7 +20,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 CSV_BLOCK = 2**26  # the number of bytes that are read at a time, and the maximum size of a row of a .csv file
-PARQUET_ROWS = 256  # the number of rows that are read at a time; 65,536 books, Arrow's default, do not fit in memory
+PARQUET_ROWS = 256  # read at a time; Arrow's default is 65,536 rows, and that many books do not fit in memory
 WILDCARDS = frozenset("*?[")
 KINDS_SHOWN = 6  # FileCounts.text names at most this many kinds of skipped files
 RECOVERED = "lost+found"  # the folder into which fsck puts recovered files; only the user root can read this folder

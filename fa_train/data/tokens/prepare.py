@@ -51,10 +51,11 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
-    fingerprint: the fingerprint of the corpus on which the name of `path` depends.
-    Raises: ValueError if the corpus has no document with text or has changed since the fingerprint was computed, a
-    document cannot be encoded, the disk is full or a worker process is killed. If the disk is full or a process is
-    killed, the finished shards are kept. If a ValueError is about the corpus or a document, all shards are deleted.
+    fingerprint: the fingerprint of the corpus. The name of `path` depends on it.
+    Raises: ValueError if the corpus has no document with text, if it has changed since the fingerprint was computed, if
+    a document cannot be encoded, if the disk is full, or if a worker process is killed. If the disk is full or a
+    process is killed, the finished shards are kept. If a ValueError is about the corpus or a document, all shards are
+    deleted.
     """
     unfinished = path.with_name(f"unfinished-{path.stem}")
     with room_on_disk(path.parent):
@@ -134,7 +135,7 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
             yield _write(encoder, shard, file)
         return
     context = multiprocessing.get_context("spawn")  # a forked process would not have the tokenizer's threads
-    # the end of the file `alive` tells workers to end; it comes when `own` is closed, or when this process is killed
+    # a worker exits when `alive` reaches end-of-file: when `own` is closed, or when this process is killed
     alive, own = context.Pipe(duplex=False)
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder, alive)) as pool:
         try:
@@ -148,7 +149,7 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
             yield from (task.result() for task in as_completed(running))
         except BaseException:
             own.close()
-            if sys.version_info < (3, 11, 5):  # otherwise the pool waits until a worker reads the next shard
+            if sys.version_info < (3, 11, 5):  # older pools wait until a worker reads the next shard
                 private_pool: Any = pool
                 private_pool._call_queue._reader.close()
             raise
@@ -190,7 +191,7 @@ def _start_worker(encoder: Encoder[Any], alive: Connection) -> None:
 
 
 def _end_with_parent(alive: Connection) -> None:
-    """Ends this worker process when its parent process closes its end of the pipe, or is killed."""
+    """Ends this worker process when the parent process closes the pipe or is killed."""
     alive.poll(None)
     os._exit(1)
 

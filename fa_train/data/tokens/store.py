@@ -183,8 +183,8 @@ class TokenizedCorpus:
     def prepare(self, workers: int = 1) -> Path:
         """Tokenises the corpus in `workers` processes, unless the tokens are in the cache. Returns the shards' folder.
 
-        Only the first call reads the corpus. Finding its tokens in the cache needs a hash of all files, which takes
-        long for a large corpus.
+        Only the first call reads the corpus. To find the tokens in the cache, it hashes all files, which takes long for
+        a large corpus.
         """
         if self._path is None:
             self._path = prepare(self.corpus, self.encoder, self.cache_dir, workers)

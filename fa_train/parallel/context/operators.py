@@ -203,8 +203,8 @@ def summed_gradients(
 def start_returning(ds: Sequence[Tensor], moves: Moves, group: str, own_rows: int = 0) -> Exchange:
     """Begins the exchange of `summed_gradients`.
 
-    own_rows: the number of tokens of this rank whose gradients `finish_returning` will store after the received rows in
-    each part of the result. Until then, these rows are uninitialised.
+    own_rows: the number of extra rows after the received rows in each part of the result. These rows are uninitialised
+    until `finish_returning` stores the gradients of this rank's own tokens there.
     """
     sends, receives = moves.sizes.tolist()
     leaving, parts = _joined(ds, sum(receives))

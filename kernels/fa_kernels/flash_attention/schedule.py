@@ -267,8 +267,8 @@ class _Side(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens: Tensor, total: int) -> "_Side":
         token = torch.arange(total, device=cu_seqlens.device, dtype=torch.int32)
-        # The index of a token's document, counted from 1, is the number of documents that begin at or before the
-        # token. No token belongs to an empty document of cu_seqlens.
+        # Documents are counted from 1, so the index of a token's document is the number of documents that begin at or
+        # before the token. No token belongs to an empty document of cu_seqlens.
         document = torch.searchsorted(cu_seqlens, token, right=True, out_int32=True)
         return cls(torch.cat([cu_seqlens[:1], cu_seqlens]), _ends(cu_seqlens), token, document)
 

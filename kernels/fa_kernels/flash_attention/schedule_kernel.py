@@ -256,8 +256,8 @@ def schedule_tensors(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, contiguous.
-        window: (left, right). A query is aligned with one key, and also sees `left` keys before it and `right` keys
-            after it. -1 means all keys.
+        window: (left, right). A query sees the key with which it is aligned, `left` keys before it and `right` keys
+            after it. -1 means all keys on that side.
         keys_in_order: whether key_tiles is in ascending order.
         gradients: whether to compute query_start, query_end and key_tiles, which only backward passes read. If
             gradients is False, query_start, query_end and key_tiles are empty.

@@ -246,7 +246,7 @@ def test_a_bad_document_leaves_nothing_behind(tmp_path, monkeypatch, workers, re
 
 
 class Held:
-    """A lock that another process holds until the first call that waits."""
+    """A lock that another process holds. A call that waits gets the lock at once."""
 
     def __init__(self, file):
         self.file = str(file)

@@ -1,4 +1,4 @@
-"""A case whose process Linux kills has no host memory left."""
+"""If Linux kills a case's process, the case counts as out of host memory."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ from scripts.bench import memory, step
 
 
 class Killed:
-    """A fake process of a case, which Linux has killed."""
+    """Stands for a case's process that Linux has killed."""
 
     returncode = -signal.SIGKILL
 
