@@ -39,8 +39,8 @@ UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trainer.barebones": ((False,), "A run needs its callbacks and logs"),
     "trainer.overfit_batches": ((0, 0.0), "Train on a small file instead, with data=text and data.path"),
 }  # fmt: skip
-# {callback of Lightning: advice}. In a run of train.py, these callbacks would change the rows of a step or the learning
-# rate, or would fail.
+# {callback of Lightning: advice}. Each of these callbacks would fail in a run of train.py, or would change the rows of
+# a step or the learning rate.
 UNSUPPORTED_CALLBACKS = {
     "lightning.pytorch.callbacks.batch_size_finder.BatchSizeFinder":
         "Set batch_size and data.micro_batch_size instead. scripts.plan_memory predicts which sizes fit",
@@ -81,7 +81,7 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
         if value_of(config, f"trainer.{key}") is False and config["callbacks"].get(callback):
             raise ValueError(f"trainer.{key}=false needs callbacks.{callback}=null; got a callback")
     for key in ("trainer.max_steps", "trainer.precision", "trainer.val_check_interval"):
-        if value_of(config, key) is ...:  # Lightning has defaults, but train.py needs the values
+        if value_of(config, key) is ...:  # train.py needs these values, and does not use Lightning's defaults
             raise ValueError(f"{key} must be given; got nothing")
     sampler = value_of(config, "trainer.use_distributed_sampler")
     if sampler is not False:  # if use_distributed_sampler is not set, Lightning uses true
@@ -104,9 +104,8 @@ def require_one_value(config: Mapping[str, Any], folder: str) -> None:
 def require_supported_callbacks(config: Mapping[str, Any]) -> None:
     """Refuses callbacks that cannot work in a run of train.py.
 
-    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. ValueError if
-    MONITORING does not list a callback's metric for it, and neither the user's code nor LearningRateMonitor can log
-    that metric.
+    Raises: ValueError if a callback is, or is derived from, a class in UNSUPPORTED_CALLBACKS. ValueError if a
+    callback monitors a metric that is not in MONITORING, unless a user's class or LearningRateMonitor may log metrics.
     """
     callbacks = {f"callbacks.{name}": node for name, node in config["callbacks"].items() if node}
     targets = [node["_target_"] for node in (config["lit_gpt"], *callbacks.values())]

@@ -55,8 +55,8 @@ class Checkpoint(CheckpointCallback):
     save_top_k: the number of newest checkpoints to keep, or -1 to keep all.
     keep_best: whether to save a checkpoint after a validation if its val/loss is the lowest so far. The checkpoint with
     the lowest val/loss is kept in addition to the newest ones. A resumed run remembers the lowest val/loss. With
-    keep_best, if a checkpoint and a validation are due at the same step, the checkpoint is saved after the validation.
-    If a validation fails in a run of several processes, the checkpoint that waits for the validation is not saved.
+    keep_best, a checkpoint that is due at the same step as a validation is saved after the validation. If the
+    validation fails in a run of several processes, the checkpoint that waits for it is not saved.
     save_on_exception: whether to save another checkpoint if a signal such as Ctrl-C or SIGTERM ends the run. With
     save_on_exception, a run of one process also saves a checkpoint after an error, unless the error occurred while the
     weights were updated.
@@ -120,8 +120,8 @@ class Checkpoint(CheckpointCallback):
     ) -> None:
         if self._save_in_flight is not None and self._background is not None and self._background.done_everywhere():
             self._finish(trainer)
-        # The last step is saved even if it is not due. If a validation follows, the last step is saved after the
-        # validation, to store val/loss. With keep_best, every checkpoint is saved after the validation of its step.
+        # If no checkpoint is due at the last step, one is saved anyway, after the step's validation, to store val/loss.
+        # With keep_best, every checkpoint is saved after the validation of its step.
         waits = self.keep_best or not self._is_due(trainer)
         if not (waits and _validation_follows(trainer)):
             self._save_if_due(trainer, pl_module)
@@ -136,7 +136,7 @@ class Checkpoint(CheckpointCallback):
             self._save_if_due(trainer, pl_module)
 
     def _save_if_due(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.global_step == trainer.max_steps:  # in on_train_end, other callbacks may change the weights
+        if trainer.global_step == trainer.max_steps:  # before callbacks change the weights in on_train_end
             self._save_last(trainer, pl_module)
         elif self._is_due(trainer):
             self._save(trainer, pl_module)
@@ -196,7 +196,7 @@ class Checkpoint(CheckpointCallback):
             trainer.print(f"checkpoint: {newest}; {resume.override_for(newest, self.runs)} resumes from it")
 
     def _save(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Saves a checkpoint of the current step unless there is one. The save may go on in the background.
+        """Saves a checkpoint of the current step, unless it is already saved. The save may go on in the background.
 
         Returns whether a checkpoint of the current step exists or is being written. The result is equal on all ranks.
         """
@@ -250,7 +250,7 @@ class Checkpoint(CheckpointCallback):
             raise failure
 
     def _finish(self, trainer: L.Trainer) -> None:
-        """Waits for a save in flight. Raises: CheckpointError on all ranks if any rank failed to write."""
+        """Waits for a save in the background. Raises: CheckpointError on all ranks if any rank failed to write."""
         save, self._save_in_flight = self._save_in_flight, None
         if save is not None:
             assert self._background is not None
@@ -258,13 +258,13 @@ class Checkpoint(CheckpointCallback):
             self._complete(trainer, save, seconds=save.stall + self._background.seconds)
 
     def _finish_alone(self) -> None:
-        """Waits at most `GRACE` seconds for a save in flight. No other rank needs to call this method."""
+        """Waits at most `GRACE` seconds for a save in the background. No other rank needs to call this method."""
         save, self._save_in_flight = self._save_in_flight, None
         if save is not None and self._background is not None and self._background.finish_alone(GRACE):
             self.saved.append(save.path)
 
     def _end_background(self, trainer: L.Trainer) -> None:
-        """Waits for a save in flight. After this call, no save runs in the background."""
+        """Waits for a save in the background. After this call, all saves run in the foreground."""
         try:
             self._finish(trainer)
         finally:
@@ -325,7 +325,7 @@ def require_folder(trainer: L.Trainer) -> None:
 
 def require_checkpoint(trainer: L.Trainer) -> None:
     """Raises: ValueError if the run saves no checkpoints. An export needs the last checkpoint."""
-    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # export_last cannot use Lightning's own callback
+    if not isinstance(trainer.checkpoint_callback, Checkpoint):  # export_last cannot use Lightning's ModelCheckpoint
         raise ValueError("export=true needs checkpoints, since it exports the last one; got callbacks.checkpoint=null")
 
 

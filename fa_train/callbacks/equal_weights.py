@@ -16,9 +16,9 @@ from fa_train.errors import DivergedError
 from fa_train.models.shards import local
 from fa_train.parallel.fsdp import FullyShardedStrategy
 
-PIECE = 2**22  # elements that are hashed at a time
+PIECE = 2**22  # the number of elements that are hashed at a time
 SPREAD = -7046029254386353131  # 2**64 / golden ratio, read as int64; its multiples modulo 2**64 are spread evenly
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: dtype}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {number of bytes per element: dtype}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EqualWeights(Callback):
         self.every_n_steps = every_n_steps
         self._check: Check | None = None  # the newest check, or None once its hashes are compared
         self._checked_step = -1  # the step of the newest check
-        self._equal_step: int | None = None  # the newest step whose weights were equal
+        self._equal_step: int | None = None  # the newest step after which all copies of the weights were equal
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._check, self._checked_step, self._equal_step = None, -1, None

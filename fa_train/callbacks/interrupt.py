@@ -24,7 +24,7 @@ class GracefulInterrupt(Callback):
     ranks may receive the signal. A second signal ends the run immediately.
     """
 
-    status = TERMINATED  # when the run ends, all ranks have the same status
+    status = TERMINATED  # equal on all ranks when the run ends
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._trainer, self._process = trainer, os.getpid()
@@ -40,7 +40,7 @@ class GracefulInterrupt(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for signum in (signal.SIGINT, signal.SIGUSR1):  # Lightning's handler of SIGUSR1 would requeue the job
-            signal.signal(signum, self._on_signal)  # after fit, Lightning restores the handlers from before fit
+            signal.signal(signum, self._on_signal)  # after fit, Lightning restores the earlier signal handlers
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -97,7 +97,7 @@ class Monitor(Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, LitGPT):
             raise ValueError(f"the module that Monitor measures must be a LitGPT; got {type(pl_module).__name__}")
-        gc.collect()  # in a sweep, an earlier run may have left GPU memory in a reference cycle
+        gc.collect()  # an earlier run of a sweep may have left a reference cycle that holds GPU memory
         if pl_module.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -119,10 +119,10 @@ class Monitor(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._window_start is None:  # on_train_start would be too early: Sample may use the device there
+        if self._window_start is None:  # not in on_train_start, where Sample may use the device
             self._window_start, self._window_waited = Timestamp(pl_module.device), time_waited(trainer)
-            # After a resume, the step that Lightning gives to loggers can be 1 too low or 1 too high. It is corrected
-            # here, because Lightning sets it after on_train_start.
+            # After a resume, the step that Lightning gives to loggers can be 1 too low or 1 too high. The step is
+            # corrected here, because Lightning sets the step after on_train_start.
             replace_private("lightning", trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
         if self._timer is not None and self._timer.start is None and is_logged(trainer, trainer.global_step + 1):
             assert isinstance(pl_module, LitGPT)
@@ -133,7 +133,7 @@ class Monitor(Callback):
             self._timer.end_of_backward()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        # the scheduler changes lr, which may be a tensor, before the step is logged
+        # copy lr, because the scheduler changes lr (which may be a tensor) before the step is logged
         self._lr = float(optimizer.param_groups[0]["lr"])
 
     def on_train_batch_end(
@@ -160,7 +160,7 @@ class Monitor(Callback):
             end=end,
             validations=self._validations.copy(),
             waited=waited - self._window_waited,
-            step_start=self._timer.start if self._timer else None,  # read before end(), because end() resets it
+            step_start=self._timer.start if self._timer else None,  # read before end(), because end() resets `start`
             communication=self._timer.end() if self._timer else [],
         )
         self._window_start, self._window_step, self._window_waited = end, trainer.global_step, waited
@@ -265,7 +265,8 @@ class Monitor(Callback):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Continues the count of tokens. Prints a warning if batch_size has changed.
 
-        Stores the checkpoint's learning rate in _checkpoint_lr, so that on_train_start can compare it with this run's.
+        Stores the checkpoint's learning rate in _checkpoint_lr. on_train_start compares _checkpoint_lr with this run's
+        learning rate.
         A checkpoint of an older version stores neither `tokens` nor batch_size. If `tokens` is missing, the number of
         tokens is computed from the checkpoint's step and this run's tokens per step.
         """

@@ -51,7 +51,7 @@ class StepProgress(ProgressBar):
         self._show(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._show(trainer)  # Monitor may just have logged the metrics of a training step
+        self._show(trainer)  # Monitor may have logged a training step since the last call of _show
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.sanity_checking:

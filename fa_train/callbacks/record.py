@@ -41,7 +41,7 @@ class Record(Callback):
             charts = {name: length_chart(histogram) for name, histogram in report.charts().items()}
             try:
                 run.log(charts)
-            except PermissionError as error:  # wandb first writes the chart's table to a folder in the home directory
+            except PermissionError as error:  # wandb writes a chart's table to a folder in the home directory
                 raise ValueError(f"wandb needs a folder that can be written; got the error: {error}") from error
             trainer.print(f"wandb: {run.settings.sync_dir if run.offline else run.url}")
 
@@ -64,7 +64,7 @@ class Record(Callback):
         is_explained = isinstance(exception, CheckpointError | TrainedWeightsError)
         is_short = isinstance(exception, ValueError | MisconfigurationException) or is_of_disk(exception)
         if is_short and not is_explained and trainer.global_step > self._first_step:
-            # print a traceback, because an unexplained error after the first step is not a user's mistake
+            # print a traceback, because a user's mistake would have caused the error before the first step
             traceback.print_exception(exception)
         self._write(trainer)
         if run := wandb_run(trainer):

@@ -159,7 +159,7 @@ def require_intact_slice(path: Path, offset: int, length: int) -> None:
 
 
 def require_writable(folder: Path, key: str) -> None:
-    """Creates a folder. key: the config key that holds its path.
+    """Creates a folder. key: the config key that holds the folder's path.
 
     Raises: ValueError if no file can be written into the folder.
     """

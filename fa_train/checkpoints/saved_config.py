@@ -20,15 +20,15 @@ TARGETS = {
 
 
 def require_own_targets(config: object, where: str) -> None:
-    """Checks that every `_target_` in a config is in `TARGETS`, and that no text contains `${`.
+    """Checks that every `_target_` in a config is in `TARGETS`, and that no string contains `${`.
 
-    OmegaConf resolves the escaped interpolation `\\${...}` to the text `${...}`. Hydra would resolve this text when it
-    builds the config, and `${oc.create:...}` could then add a `_target_` that was not checked.
+    OmegaConf resolves the escaped interpolation `\\${...}` to the string `${...}`. Hydra would resolve this string when
+    it builds the config, and `${oc.create:...}` could then add a `_target_` that was not checked.
 
     config: a config whose interpolations are resolved, or a part of such a config.
     where: the config's name, for the error message.
-    Raises: ValueError if the config has a `_target_` that is not in `TARGETS`, or a text with `${`. The message names
-    the first wrong value.
+    Raises: ValueError if the config has a `_target_` that is not in `TARGETS`, or a string with `${`. The message
+    names the first wrong value.
     """
     if isinstance(config, Mapping):
         if "_target_" in config and str(config["_target_"]) not in TARGETS:

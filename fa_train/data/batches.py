@@ -123,9 +123,9 @@ class PackedRows:
     def _mean_seqlen(self, seq_len: int) -> int:
         """Returns the mean document length in tokens, estimated from the first rows.
 
-        In the mean document length, the weight of a document is the document's length. The mean document length
-        determines which attention kernels run. The mean document length must be equal in all steps and on all ranks,
-        because the model is compiled for one choice of attention kernels.
+        The mean is weighted: the weight of a document is its length. The mean document length determines which
+        attention kernels run. The mean document length must be equal in all steps and on all ranks, because the model
+        is compiled for one choice of attention kernels.
         """
         rows = range(min(self.per_epoch, SAMPLED_ROWS))
         if not self.document_mask or not rows:
@@ -136,7 +136,7 @@ class PackedRows:
     def _deal(self, first: int, count: int, size: int, world_size: int) -> np.ndarray:
         """Assigns the rows from `first` to `first + count - 1` to micro-batches and ranks.
 
-        Returns row indices, (accumulation, world_size, size), where `size` is the number of rows in a micro-batch.
+        Returns row indices of shape (accumulation, world_size, size). `size` is the number of rows in a micro-batch.
         Micro-batches have similar attention costs (`attention_pairs`). If all rows have equal costs, the rows keep
         their order and go to the ranks round-robin. Without document_mask, all rows have equal costs.
         """
@@ -206,12 +206,12 @@ class TimedLoader(DataLoader[Batch]):
 class RangeSampler(DistributedSampler[int]):
     """Yields the indices from start to stop - 1.
 
-    All ranks need the same indices, because MicroBatches depends on the rank. With several ranks, Lightning by default
-    replaces the sampler, so that ranks get different indices. RangeSampler is a DistributedSampler, because Lightning
-    does not replace a DistributedSampler.
+    All ranks need the same indices, because MicroBatches itself selects the rows of a rank. With several ranks,
+    Lightning by default replaces the sampler, so that ranks get different indices. RangeSampler is a
+    DistributedSampler, because Lightning does not replace a DistributedSampler.
     The length of the sampler is `stop`, although the sampler yields only `stop - start` indices. Lightning expects the
     length of the whole run, which includes the batches before a resume.
-    Raises: ValueError if `stop` is too large for the length of a sequence.
+    Raises: ValueError if `stop` is larger than sys.maxsize, the maximum length of a sequence.
     """
 
     def __init__(self, start: int, stop: int) -> None:

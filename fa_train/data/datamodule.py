@@ -98,7 +98,7 @@ class PackedDataModule(L.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's vocabulary size. Does not read any data."""
+        """The tokenizer's vocabulary size. Reading this property reads no data."""
         return self.source.vocab_size
 
     def accumulation(self, world_size: int, context: int = 1) -> int:
@@ -118,9 +118,9 @@ class PackedDataModule(L.LightningDataModule):
             self.layouts(held_out=held_out)
 
     def steps_of(self, epochs: float) -> int:
-        """Returns how many steps `epochs` epochs take, rounded up. Tokenises the data if necessary.
+        """Returns the number of optimizer steps in `epochs` epochs, rounded up. Tokenises the data if necessary.
 
-        Raises: ValueError if the data are a mixture. The sources of a mixture have epochs of different lengths.
+        Raises: ValueError if the data are a mixture of sources, because sources have epochs of different lengths.
         """
         if isinstance(self.source, Mixture):
             raise ValueError("epochs needs one dataset; got a mixture. Set max_steps instead")
@@ -131,7 +131,7 @@ class PackedDataModule(L.LightningDataModule):
     def holds_out(self) -> bool:
         """Returns whether a validation has any rows. Tokenises the data if necessary.
 
-        Raises: ValueError if the rows of a validation have no label.
+        Raises: ValueError if no row of a validation has a label.
         """
         self.prepare_data()
         return bool(PackedRows(self, held_out=True, shuffle=True).counted)
@@ -192,7 +192,7 @@ class PackedDataModule(L.LightningDataModule):
                 f"trainer.accumulate_grad_batches must be {accumulation}, the number of micro-batches per step and "
                 f"process for batch_size={self.batch_size}; got {trainer.accumulate_grad_batches}"
             )
-        if trainer.max_epochs == 1:  # there is no second epoch, which could repeat rows
+        if trainer.max_epochs == 1:  # rows could repeat only in a second epoch
             return
         limit = trainer.limit_train_batches
         if isinstance(limit, int) or limit != 1.0:
@@ -230,7 +230,7 @@ class PackedDataModule(L.LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Returns the settings that determine the rows, and the resulting numbers of rows. Checkpoints store both.
 
-        The entry `tokenizer` has hashes of the tokenizer, which an export compares.
+        The entry `tokenizer` has hashes of the tokenizer. An export compares them with the hashes of its own tokenizer.
         For a mixture, the entry `sources` has two numbers for each source: its rows per epoch, and its share of all
         rows in percent. For a single source, the entry `sources` is empty.
         """
