@@ -14,8 +14,9 @@ VAL_STEP = "val/step"  # the step of val/loss in the metrics of a run
 def metrics_of(checkpoint: Path, result: Mapping[str, float]) -> dict[str, float]:
     """Returns the tokens, train/loss and val/loss of a checkpoint's step. Omits metrics that are not known.
 
-    A checkpoint that is written before the validation of its step does not store val/loss. For such a checkpoint,
-    val/loss comes from `result`, but only if all metrics in `result` belong to the checkpoint's step.
+    A checkpoint that is written before the validation of its step does not store val/loss. If the
+    checkpoint does not store val/loss, val/loss comes from `result`, but only if all metrics in `result` belong to the
+    checkpoint's step.
     result: the newest metrics of the checkpoint's run, as in its result.json. The metrics in result.json can belong to
     a later step, or to another run in the same folder.
     Raises: CheckpointError if the checkpoint is damaged.

@@ -155,7 +155,7 @@ class MicroBatches(Dataset[Batch]):
     size: rows per micro-batch.
     step_rows: the number of rows in a step, on all ranks together. By default, a step has one micro-batch per rank.
     context: the number of consecutive ranks that share each micro-batch.
-    shard: a function such as fa_train.models.gpt.GPT.context_shard. It returns another function, which selects a rank's
+    shard: a function such as fa_train.models.gpt.GPT.context_shard. `shard` returns a function that selects a rank's
     part of a micro-batch. `shard` is required if `context` is greater than 1.
     """
 
