@@ -95,7 +95,7 @@ def explain(error: BaseException) -> str:
 
 
 def _of_unknown_key(chain: Sequence[BaseException]) -> str | None:
-    """Returns the message for an override of a key that is not in the config, or None.
+    """Returns the message for an override of a key that is not in the config. Returns None for other errors.
 
     chain: an error and its causes.
     """
@@ -115,7 +115,7 @@ def _of_unknown_key(chain: Sequence[BaseException]) -> str | None:
 
 
 def _of_unknown_option(chain: Sequence[BaseException]) -> str | None:
-    """Returns the message for an override that chooses an option that is not in conf/, or None.
+    """Returns the message for an override that chooses an option that is not in conf/. Returns None for other errors.
 
     chain: an error and its causes.
     """
@@ -159,7 +159,10 @@ def _of_added_group(text: str) -> str | None:
 
 
 def _of_override(error: BaseException) -> str | None:
-    """Returns the message for an override that Hydra cannot read, such as data.path=/home/José, or None."""
+    """Returns the message for an override that Hydra cannot read, such as data.path=/home/José.
+
+    Returns None for other errors.
+    """
     key, _, value = str(getattr(error, "override", "")).partition("=")  # an attribute of OverrideParseException
     if not value or " while evaluating " in str(error):  # Hydra explains errors of its functions, such as range(a)
         return None

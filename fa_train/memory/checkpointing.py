@@ -37,8 +37,8 @@ ATTENTION_OPERATORS = frozenset(
         *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )
-# aten.max computes the largest magnitude of a tensor, which determines the tensor's float8 scale. Keeping the result of
-# aten.max saves reading the whole tensor again in the backward pass.
+# aten.max computes the largest magnitude of a tensor, which determines the tensor's float8 scale. If the result of
+# aten.max is kept, the backward pass does not read the whole tensor again.
 _KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 

@@ -68,7 +68,7 @@ class HFTokenizer:
             # without trust_remote_code=False, transformers asks on the terminal whether to run the tokenizer's own code
             self.hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            if "trust_remote_code" in str(error):  # transformers advises to trust the code
+            if "trust_remote_code" in str(error):  # the error message advises to trust the code
                 raise ValueError(
                     f"{key} must be a tokenizer without Python code of its own; got {name}, whose code is never run"
                 ) from error
@@ -97,7 +97,10 @@ class HFTokenizer:
 
     @cached_property
     def vocabulary_hash(self) -> str:
-        """A hash of the vocabulary, bos and eos. Unlike `identity`, it is the same in all versions of transformers."""
+        """A hash of the vocabulary, bos and eos.
+
+        Unlike `identity`, this hash is the same in all versions of the transformers library.
+        """
         content = sorted(self.hf.get_vocab().items()), self.bos_id, self.eos_id
         return hashlib.blake2b(repr(content).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -127,7 +130,7 @@ class HFTokenizer:
         """
         begin = [] if self.bos_id is None else [self.bos_id]
         if self.hf.is_fast and self.hf("").input_ids not in (begin, [*begin, self.eos_id]):
-            self.hf.add_bos_token = bool(begin)  # replaces the post-processor, which save_pretrained saves
+            self.hf.add_bos_token = bool(begin)  # this replaces the post-processor that save_pretrained saves
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.hf.decode(list(ids), skip_special_tokens=True))
