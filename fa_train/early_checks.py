@@ -148,7 +148,7 @@ def require_shardable(optimizer: str, context: int, *, quantized: bool, samples:
 def require_head_groups(groups: int, context: int, attention: str) -> None:
     """Raises: ValueError if the run does not support strategy.head_groups.
 
-    A value above 1 needs attention=flash and strategy.context above 1.
+    If strategy.head_groups is above 1, attention must be flash, and strategy.context must be above 1.
     attention: the name of the chosen option of conf/attention.
     """
     if groups > 1 and (context == 1 or attention != "flash"):

@@ -48,7 +48,7 @@ class RankFailedError(RuntimeError):
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """If Ctrl-C or an error of a type in `mistakes` occurs, prints one line and ends the program.
 
-    An error for which `is_of_disk` is true also gives one line. HYDRA_FULL_ERROR=1 shows a traceback.
+    An error for which `is_of_disk` is true is also printed in one line. HYDRA_FULL_ERROR=1 shows a traceback.
     """
     try:
         yield
@@ -133,7 +133,7 @@ def _of_group(text: str) -> str | None:
     text: the message of Hydra or OmegaConf. Returns None for messages about other errors.
     """
     group, given = "", "nothing"
-    if text.startswith("Config group override must be a string"):  # Hydra does not name the group
+    if text.startswith("Config group override must be a string"):  # Hydra's message does not name the group
         for argument in sys.argv[1:]:
             name, _, value = argument.partition("=")
             if value and options(name) and not isinstance(yaml.safe_load(value), str | list):

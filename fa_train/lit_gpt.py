@@ -105,7 +105,7 @@ class LitGPT(L.LightningModule):
         self.total_pairs = torch.zeros((), dtype=torch.float64, device=device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=device)  # a validation's loss and labels
         self._start_skips(device)
-        # longest_skip covers this run alone, so that a run can resume after more skips than max_skipped_steps
+        # longest_skip starts at 0 in each run, so that a run can resume after more skips than max_skipped_steps
         self.longest_skip = torch.zeros_like(self.skipped_steps)
 
     def _start_skips(self, device: torch.device) -> None:
@@ -165,8 +165,8 @@ class LitGPT(L.LightningModule):
         self.step_loss = loss / labels  # the loss is NaN in a step without labels
         self.total_pairs = self.total_pairs + pairs
         labels = labels.clamp(min=1)
-        # Lightning has divided the gradients by the number of micro-batches; DDP or FSDP has divided them by the number
-        # of ranks
+        # Lightning has divided gradients by the number of micro-batches, and DDP or FSDP has divided gradients by the
+        # number of ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -95,7 +95,7 @@ def forbid_later_keys(
 ) -> None:
     """Stops compiled code with an error if a query sees the key of the next token, as in a bidirectional block.
 
-    On a GPU, the error is an assertion in a kernel. Call only for causal masks.
+    On a GPU, the error is an assertion in a kernel. Call this function only for causal masks.
     """
     rows, places = torch.arange(batch, device=device)[:, None], torch.arange(seqlen_q - 1, device=device) + q_offset
     later = mask_function(rows, torch.zeros((), dtype=torch.int64, device=device), places, places + 1)

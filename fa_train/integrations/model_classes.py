@@ -10,11 +10,11 @@ from typing import Any
 
 from fa_train.private_names import replace_private
 
-# transformers refuses flash_attention_2 for these classes. fa_train only refuses the inputs that it does not support:
-# image tokens of Gemma 3, and sequences of Llama 4 that are longer than a chunk.
+# The transformers library refuses flash_attention_2 for the listed classes. fa_train only refuses the inputs that it
+# does not support: image tokens of Gemma 3, and sequences of Llama 4 that are longer than a chunk.
 ALSO_SUPPORTED = {"Gemma3Model", "Gemma3ForConditionalGeneration", "Llama4PreTrainedModel"}
 
-# The layers of these classes do not pass their sliding window to the attention function.
+# The layers of the listed classes do not pass their sliding window to the attention function.
 WINDOW_ONLY_IN_MASK = {"PhimoePreTrainedModel", "Qwen2MoePreTrainedModel"}
 
 

@@ -100,7 +100,8 @@ def key_mask(
             f"{NAME} supports at most attention_chunk_size={chunk} keys, because it has no chunked attention; "
             f"got {kv_length + kv_offset}"
         )
-    causal = allow_is_bidirectional_skip is None  # transformers passes this argument only for bidirectional masks
+    # transformers passes allow_is_bidirectional_skip only for bidirectional masks
+    causal = allow_is_bidirectional_skip is None
     refuse_other_masks(mask_function, use_vmap)
     # If a mask can have bidirectional blocks, transformers sets allow_is_causal_skip to False.
     if causal and allow_is_causal_skip is False and mask_function is not None and torch.compiler.is_compiling():

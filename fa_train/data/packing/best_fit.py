@@ -52,8 +52,9 @@ class Pieces:
 def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocuments) -> Pieces:
     """Returns pieces of at most max_doc_len tokens. An empty document has no piece.
 
-    policy: "split" cuts a long document into pieces of max_doc_len tokens and a remainder. "truncate" keeps the first
-    max_doc_len tokens of a long document. "drop" drops long documents.
+    policy: what happens to long documents. With "split", a long document is cut into pieces of max_doc_len tokens and a
+    remainder. With "truncate", only the first max_doc_len tokens of a long document are kept. With "drop", long
+    documents are dropped.
     """
     if policy == "split":
         counts = -(-lengths // max_doc_len)

@@ -2,8 +2,8 @@
 
 Row r consists of seq_len + 1 tokens of the stream, starting with token r * seq_len. The first seq_len tokens are the
 row's inputs. The last seq_len tokens are the row's labels. The last token of a row is also the first token of the next
-row. A document's last token has no label, because the next token belongs to another document. If a row end cuts a
-document, the rest of the document becomes a separate document in the next row. The last row is padded.
+row. A document's last token has no label, because the next token belongs to another document. If the end of a row cuts
+a document, the rest of the document becomes a separate document in the next row. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class ConcatenatedEpoch:
         ]
         stream = np.full(self.seq_len + 1, self.pad_id, dtype=np.int64)
         stream[:n_real] = np.concatenate([self.documents[document][span] for document, span in pieces])
-        cuts = starts[starts > 0]  # the starts of documents; the first token of a document is not a label
+        cuts = starts[starts > 0]  # the starts of documents, whose first tokens are not labels
         if n_real <= self.seq_len:
             cuts = np.append(cuts, n_real)
         labels = stream[1:].copy()

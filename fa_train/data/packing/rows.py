@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 
 
 class LossMask(Protocol):
-    """The loss mask of each document. Item i is (lengths[i],) bool: True for tokens that the model is trained on."""
+    """The loss mask of each document. Item i, (lengths[i],) bool, is True for tokens that the model is trained on."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 

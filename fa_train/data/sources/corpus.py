@@ -58,7 +58,7 @@ def rows_skipped(corpus: Corpus[Any]) -> int:
 
 
 def file_counts(corpus: Corpus[Any]) -> FileCounts | None:
-    """Returns how many files of a corpus are read and skipped, or None if the corpus is not read from files."""
+    """Returns the numbers of files that are read and skipped, or None if the corpus is not read from files."""
     return getattr(corpus, "file_counts", None)
 
 

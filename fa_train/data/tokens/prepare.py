@@ -157,7 +157,10 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
 
 @contextmanager
 def _ctrl_c_later() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block. A process that is started in the block never receives Ctrl-C."""
+    """Delays Ctrl-C until the end of the `with` block.
+
+    A process that is started in the `with` block never receives Ctrl-C.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

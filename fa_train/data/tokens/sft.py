@@ -88,7 +88,7 @@ class ChatEncoder:
 
     @cached_property
     def end_id(self) -> int | None:
-        """The id of the first special token that follows the content of a trained answer, or None without such a token.
+        """The id of the first special token after the content of a trained answer, or None if no special token follows.
 
         The value is also None if the template rejects a chat of one question and one answer.
         """
@@ -149,7 +149,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered = self._render(template, bare, bare.messages).text
-            except ValueError:  # rendering fails without `name`, so the template uses `name`
+            except ValueError:  # if rendering fails without `name`, the template uses `name`
                 continue
             if rendered == text:
                 raise ValueError(

@@ -182,7 +182,7 @@ class TokenizedCorpus:
         self.corpus, self.encoder = corpus, encoder
         self.cache_dir = Path(cache_dir or os.environ.get("FA_TRAIN_CACHE") or "~/.cache/fa_train").expanduser()
         self.vocab_size, self.pad_id = encoder.tokenizer.vocab_size, encoder.tokenizer.pad_id
-        self._path: Path | None = None  # the folder of the shards; None until the corpus is prepared
+        self._path: Path | None = None  # the folder of the shards, or None until the corpus is prepared
 
     def prepare(self, workers: int = 1) -> Path:
         """Tokenises the corpus in `workers` processes, unless the tokens are in the cache. Returns the shards' folder.

@@ -91,7 +91,7 @@ class HFTokenizer:
         backend = getattr(self.hf, "backend_tokenizer", None)  # slow tokenizers have no backend
         content = backend.to_str() if backend is not None else self._saved_files()
         special = (type(self.hf).__name__, self.bos_id, self.eos_id)
-        # backend.to_str() does not contain this flag
+        # backend.to_str() does not contain the flag split_special_tokens
         flag = "split_special_tokens" if getattr(self.hf, "split_special_tokens", False) else ""
         return hashlib.blake2b(f"{special}{content}{flag}".encode(), digest_size=16).hexdigest()
 
@@ -123,10 +123,11 @@ class HFTokenizer:
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def begin_with_bos(self) -> None:
-        """Makes `hf` begin each text with bos, like TextEncoder. If there is no bos, `hf` adds no token before a text.
+        """Makes `hf` put bos at the start of each text, like TextEncoder.
 
-        Does not change a tokenizer that already begins texts in this way. Does not change a slow tokenizer, because it
-        has no post-processor.
+        If there is no bos, `hf` adds no token before a text.
+        A tokenizer that already begins texts correctly is not changed. A slow tokenizer is not changed, because it has
+        no post-processor.
         """
         begin = [] if self.bos_id is None else [self.bos_id]
         if self.hf.is_fast and self.hf("").input_ids not in (begin, [*begin, self.eos_id]):

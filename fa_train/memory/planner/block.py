@@ -24,10 +24,10 @@ class Block:
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
-        # whether blocks leave out their last addition (GPT.may_add_later)
+        # whether each block leaves its last residual addition to the next block (GPT.may_add_later)
         self.adds_later = not self.eager and self.levers.checkpointing == "none" and self.levers.offload is not True
-        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output:
-        # in the dtype of x with activation checkpointing, and otherwise in the dtype of autocast.
+        # An OffsetRMSNorm saves its input in fp32 in eager code, and its output in compiled code. The saved output has
+        # x's dtype with activation checkpointing, and otherwise autocast's dtype.
         is_offset = model.norm == "offset_rmsnorm"
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
         self.converts = self.norm_input > self.x  # whether norms convert their input to fp32

@@ -29,7 +29,7 @@ FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
 # Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. The
-# two costs make the search prefer FFN chunks over equally fast copies to the host, which need pinned memory.
+# two costs make the search prefer FFN chunks over equally fast copies, because copies to the host need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5  # estimates of two costs that are too small to measure
 
 Change = tuple[list[str], dict[str, Any]]  # overrides of train.py, and the fields of RunSize that they set
@@ -156,7 +156,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "fl
     The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, smaller
     chunks of the loss, other levers, attention with one KV head at a time, bf16 weights with fp32 master weights,
     smaller optimizer states, and a lower precision. If no change makes the run fit, the returned overrides also set
-    seq_len to the longest sequence that fits. If no sequence fits, the result is "a smaller model".
+    seq_len to the longest sequence that fits. If no sequence fits, the function returns the text "a smaller model".
     """
     run = plan.run
     if run.ranks > 1 and not run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):

@@ -132,8 +132,8 @@ class _Step:
     def backward_of_blocks(self) -> list[Moment]:
         """Returns one Moment for the backward of each block in `_some_blocks`.
 
-        The backward of a block frees the block's activations. The gradients of the block's weights are allocated,
-        unless their memory already exists.
+        The backward of a block frees the block's activations. The backward also allocates the gradients of the
+        block's weights, unless the memory of all gradients is allocated before the backward pass.
         """
         block = self.block
         backward, in_backward = max(block.backward().items(), key=_nbytes)

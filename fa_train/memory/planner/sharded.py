@@ -16,7 +16,7 @@ the next group. When the gradients of a group have been copied to the averaging 
 gradients except the last one. A loop variable of FSDP2's foreach_reduce keeps the last gradient alive until the average
 is computed.
 
-tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
+tests/memory/planner/test_sharded.py compares the rules above with FSDP2 on fake tensors. peaks_h100.json and
 peaks_h200.json have peaks that were measured on two and on four GPUs. The peak memory of runs with reduce_once,
 adapters or replicas was not measured.
 """
