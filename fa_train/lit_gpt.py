@@ -138,9 +138,8 @@ class LitGPT(L.LightningModule):
         # fraction of the pairs
         pairs = attention_pairs(self.model.windows, batch["cu_seqlens"].diff()) / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), pairs])
-        # The loss is divided by a number of tokens, because the number of labels in the step is not yet known. After
-        # the last micro-batch, `configure_gradient_clipping` rescales the gradients. The divisor must be the same for
-        # all micro-batches of a step on all ranks, because gradients are first added and then rescaled.
+        # The number of labels in the step is not yet known, so all micro-batches divide the loss by the same number of
+        # tokens on all ranks. After the last micro-batch, `configure_gradient_clipping` rescales the gradients.
         if not self.micro_batch_tokens:
             self.micro_batch_tokens = self.trainer.strategy.broadcast(max(labels.numel(), 1))
         return loss / self.micro_batch_tokens
