@@ -60,7 +60,7 @@ def require_checkpoint_name(pretrained: str | None, key: str = "model.pretrained
     """Checks the value of model.pretrained without internet access.
 
     key: the name of the config key, for the error message.
-    Raises: ValueError if the value is neither null, nor a folder with a config.json, nor a possible name on the hub.
+    Raises: ValueError unless the value is null, a folder with a config.json, or a possible name on the hub.
     """
     if pretrained is None:
         return
@@ -146,8 +146,9 @@ def require_shardable(optimizer: str, context: int, *, quantized: bool, samples:
 
 
 def require_head_groups(groups: int, context: int, attention: str) -> None:
-    """Raises: ValueError if strategy.head_groups is above 1, unless attention=flash and strategy.context is above 1.
+    """Raises: ValueError if the run does not support strategy.head_groups.
 
+    If strategy.head_groups is above 1, attention must be flash, and strategy.context must be above 1.
     attention: the name of the chosen option of conf/attention.
     """
     if groups > 1 and (context == 1 or attention != "flash"):
@@ -158,8 +159,9 @@ def require_head_groups(groups: int, context: int, attention: str) -> None:
 
 
 def require_no_upload(logger: Any) -> None:
-    """Raises: ValueError if W&B must upload checkpoints of strategy=fsdp. Lightning uploads only checkpoint files.
+    """Raises: ValueError if W&B must upload checkpoints of strategy=fsdp.
 
+    Lightning uploads only checkpoints that are files, and checkpoints of strategy=fsdp are folders.
     logger: the config of the logger, which may be true, false or null.
     """
     log_model = logger.get("log_model") if isinstance(logger, Mapping) else None

@@ -48,7 +48,7 @@ class RankFailedError(RuntimeError):
 def errors_in_one_line(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
     """If Ctrl-C or an error of a type in `mistakes` occurs, prints one line and ends the program.
 
-    An error for which `is_of_disk` is true also gives one line. HYDRA_FULL_ERROR=1 shows a traceback.
+    An error for which `is_of_disk` is true is also printed in one line. HYDRA_FULL_ERROR=1 shows a traceback.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def explain(error: BaseException) -> str:
 
 
 def _of_unknown_key(chain: Sequence[BaseException]) -> str | None:
-    """Returns the message for an override of a key that is not in the config, or None.
+    """Returns the message for an override of a key that is not in the config. Returns None for other errors.
 
     chain: an error and its causes.
     """
@@ -115,7 +115,7 @@ def _of_unknown_key(chain: Sequence[BaseException]) -> str | None:
 
 
 def _of_unknown_option(chain: Sequence[BaseException]) -> str | None:
-    """Returns the message for an override that chooses an option that is not in conf/, or None.
+    """Returns the message for an override that chooses an option that is not in conf/. Returns None for other errors.
 
     chain: an error and its causes.
     """
@@ -133,7 +133,7 @@ def _of_group(text: str) -> str | None:
     text: the message of Hydra or OmegaConf. Returns None for messages about other errors.
     """
     group, given = "", "nothing"
-    if text.startswith("Config group override must be a string"):  # Hydra does not name the group
+    if text.startswith("Config group override must be a string"):  # Hydra's message does not name the group
         for argument in sys.argv[1:]:
             name, _, value = argument.partition("=")
             if value and options(name) and not isinstance(yaml.safe_load(value), str | list):
@@ -159,7 +159,10 @@ def _of_added_group(text: str) -> str | None:
 
 
 def _of_override(error: BaseException) -> str | None:
-    """Returns the message for an override that Hydra cannot read, such as data.path=/home/José, or None."""
+    """Returns the message for an override that Hydra cannot read, such as data.path=/home/José.
+
+    Returns None for other errors.
+    """
     key, _, value = str(getattr(error, "override", "")).partition("=")  # an attribute of OverrideParseException
     if not value or " while evaluating " in str(error):  # Hydra explains errors of its functions, such as range(a)
         return None

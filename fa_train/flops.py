@@ -54,8 +54,9 @@ def attention_pairs(windows: Sequence[int | None], lengths: Tensor) -> Tensor:
     """Returns the number of pairs of a query and a visible key, summed over all layers and documents.
 
     A document of L tokens has about `L**2 / 2` pairs in a layer without a window. In a layer with a window of W < L
-    tokens, about `(L - W)**2 / 2` of these pairs are outside the window. The exact numbers of pairs are larger by L / 2
-    and by (L - W) / 2. The host does not wait for the GPU.
+    tokens, about `(L - W)**2 / 2` of the `L**2 / 2` pairs are outside the window. The exact numbers of pairs are
+    `L * (L + 1) / 2` in the document, and `(L - W) * (L - W + 1) / 2` outside the window. The host does not wait for
+    the GPU.
     windows: the window of each layer in tokens, or None, as in ModelConfig.windows.
     Shapes: lengths (n_docs,) -> () fp64.
     """

@@ -45,8 +45,8 @@ class LitGPT(L.LightningModule):
     The micro-batches of a step may have different numbers of tokens. A subclass that computes another loss overrides
     `loss_sum`, which training and validation use. Lightning's Tuner needs update_attr=False in lr_find, because
     `optimizer` determines the learning rate.
-    optimizer: a function that takes the model, or an optimizer class such as torch.optim.SGD. A class gets the
-    parameters that require gradients, unless its constructor has a parameter `model`.
+    optimizer: a function that takes the model, or an optimizer class such as torch.optim.SGD. An optimizer class gets
+    the parameters that require gradients, or the model if its constructor has a parameter `model`.
     float8: the float8 recipe of the blocks' linear layers (fa_train.models.float8), or None to use no float8.
     Raises: ValueError if trainer.precision or trainer.gradient_clip_algorithm is not supported. `use_float8` can
     raise further errors.
@@ -105,7 +105,7 @@ class LitGPT(L.LightningModule):
         self.total_pairs = torch.zeros((), dtype=torch.float64, device=device)
         self._val_sums = torch.zeros(2, dtype=torch.float64, device=device)  # a validation's loss and labels
         self._start_skips(device)
-        # longest_skip covers this run alone, so that a run can resume after more skips than max_skipped_steps
+        # longest_skip starts at 0 in each run, so that a run can resume after more skips than max_skipped_steps
         self.longest_skip = torch.zeros_like(self.skipped_steps)
 
     def _start_skips(self, device: torch.device) -> None:
@@ -138,9 +138,8 @@ class LitGPT(L.LightningModule):
         # fraction of the pairs
         pairs = attention_pairs(self.model.windows, batch["cu_seqlens"].diff()) / context_ranks(self.trainer.strategy)
         self._sums += torch.stack([loss.detach().double(), count_labels(labels), pairs])
-        # The loss is divided by a number of tokens, because the number of labels in the step is not yet known. After
-        # the last micro-batch, `configure_gradient_clipping` rescales the gradients. The divisor must be the same for
-        # all micro-batches of a step on all ranks, because their gradients are added before they are rescaled.
+        # The number of labels in the step is not yet known, so all micro-batches divide the loss by the same number of
+        # tokens on all ranks. After the last micro-batch, `configure_gradient_clipping` rescales the gradients.
         if not self.micro_batch_tokens:
             self.micro_batch_tokens = self.trainer.strategy.broadcast(max(labels.numel(), 1))
         return loss / self.micro_batch_tokens
@@ -165,7 +164,8 @@ class LitGPT(L.LightningModule):
         self.step_loss = loss / labels  # the loss is NaN in a step without labels
         self.total_pairs = self.total_pairs + pairs
         labels = labels.clamp(min=1)
-        # Lightning has divided gradients by the number of micro-batches, and DDP or FSDP by the number of ranks
+        # Lightning has divided gradients by the number of micro-batches, and DDP or FSDP has divided gradients by the
+        # number of ranks
         nominal = self.micro_batch_tokens * self.trainer.accumulate_grad_batches * self.trainer.world_size
         scale = (nominal / labels).float()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -215,7 +215,7 @@ class LitGPT(L.LightningModule):
         optimizer: Optimizer | LightningOptimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Updates the weights, and then frees the gradients and removes their scale from the optimizer.
+        """Updates the weights, and then frees the gradients and removes the gradient scale from the optimizer.
 
         Without this method, Lightning would keep the gradients during the next forward pass.
         """
@@ -229,7 +229,8 @@ class LitGPT(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         loss, labels = self._of_all_ranks(self._val_sums)
         self._val_sums.zero_()
-        # val/loss is NaN without labels. In trainer.fit, Monitor logs it. trainer.validate returns only logged metrics.
+        # val/loss is NaN without labels. In trainer.fit, Monitor logs val/loss. trainer.validate returns only logged
+        # metrics.
         self.log("val/loss", loss / labels, logger=not self._is_fitting())
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -246,7 +247,7 @@ class LitGPT(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the frozen base model's weights to the checkpoint, and continues the counts of skipped steps.
 
-        If the checkpoint of an older version lacks these counts, they start at 0.
+        If a checkpoint of an older version has no counts of skipped steps, the counts start at 0.
         Prints the settings of the run that differ from the settings in the checkpoint.
         Raises: CheckpointError if the checkpoint is from another model, or its adapter was trained on another base
         model.
@@ -300,7 +301,7 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
 
     Optimizers with `_step_supports_amp_scaling`, such as torch's fused AdamW, scale the gradients or skip the update
     inside their kernels. For optimizers without `_step_supports_amp_scaling`, the host waits until the GPU has computed
-    `skipped`. The host also waits before a step in which SGD creates a momentum.
+    `skipped`. The host also waits before a step in which SGD creates momentum buffers.
     Shapes: scale () fp32, skipped () bool.
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not starts_momentum(optimizer):
@@ -314,9 +315,9 @@ def scale_or_skip(optimizer: Optimizer, gradients: list[Tensor], scale: Tensor, 
 
 
 def starts_momentum(optimizer: Optimizer) -> bool:
-    """Returns whether the next step of torch's SGD creates a momentum.
+    """Returns whether the next step of torch's SGD creates momentum buffers.
 
-    If fused SGD skipped this step inside its kernel, the momentum would be uninitialized memory.
+    If fused SGD skipped such a step inside its kernel, the momentum buffers would hold uninitialized memory.
     """
     return isinstance(optimizer, SGD) and any(
         optimizer.state.get(parameter, {}).get("momentum_buffer") is None

@@ -79,8 +79,9 @@ def generate(
 
 
 class CachedAttention:
-    """The attention of one layer with a KV cache, called first with the prompt and then with one new token per call.
+    """The attention of one layer with a KV cache.
 
+    The first call gets the prompt, and each later call gets one new token.
     attention: the layer's attention function, used for the prompt. Later tokens use flash_attn_with_kvcache if the
     prompt uses `flash_attention`, and naive_attention otherwise.
     window: how many of the last tokens a query sees, including the query's own token, or None for all tokens.
@@ -135,8 +136,8 @@ class CachedAttention:
 class Sample:
     """Prints the model's answer to one chat, and appends it to samples.jsonl in the run's folder.
 
-    chats, val_path, path: paths of chats, as in data.path. The first path that is not None is used. If text_column is
-    not None, val_path and path are not used, because they hold texts, not chats.
+    chats, val_path, path: the paths to read chats from, in the format of data.path. The first path that is not None is
+    used. If text_column is not None, val_path and path are not used, because they hold texts, not chats.
     The prompt consists of a chat's messages before the first answer that the model is trained on. The prompt comes from
     the first held-out chat, or from the last chat if no chat is held out. Chats without a prompt are skipped. The
     answer has at most max_new_tokens tokens. Each token of the answer is the most likely token.

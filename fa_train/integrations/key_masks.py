@@ -4,9 +4,9 @@ The `generate` method of transformers computes masks itself and passes them to t
 with four dimensions. If a mask has fewer than four dimensions, the model computes a new mask, even in compiled code.
 Masks of this module therefore have four dimensions.
 
-The dtype of a mask tells which attention transformers asked for. A mask with the dtype float64, int64 or int32 asks for
-causal attention. A mask with the dtype int8 or int16 asks for bidirectional attention. If no key is masked, the mask
-has no columns: its shape is (batch, 1, 1, 0).
+The dtype of a mask tells whether the transformers library asked for causal or bidirectional attention. A mask with the
+dtype float64, int64 or int32 asks for causal attention. A mask with the dtype int8 or int16 asks for bidirectional
+attention. If no key is masked, the mask has no columns: its shape is (batch, 1, 1, 0).
 
 The mask of a padded batch is a mask of keys and has the shape (batch, 1, 1, seqlen_k). The element of a masked key is
 0. The element of an unmasked key is 1 in a bidirectional mask, and `n + 1` in a causal mask, where n is the number of
@@ -18,8 +18,8 @@ unmasked keys of each row to the front.
 The mask of rows with several documents has the shape (batch, 1, seqlen, 1) and the dtype int32 (`packed_positions`).
 
 A user's mask has the shape (batch, seqlen_k), and each element is 0 or 1. If a user passes a mask, layers move the
-unmasked keys of each row to the front. From a user's mask, layers cannot tell how many keys are in the cache, and
-assume one key for each column of the mask.
+unmasked keys of each row to the front. A user's mask does not tell how many keys are in the cache, so layers assume one
+key for each column of the mask.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def forbid_later_keys(
 ) -> None:
     """Stops compiled code with an error if a query sees the key of the next token, as in a bidirectional block.
 
-    On a GPU, the error is an assertion in a kernel. Call only for causal masks.
+    On a GPU, the error is an assertion in a kernel. Call this function only for causal masks.
     """
     rows, places = torch.arange(batch, device=device)[:, None], torch.arange(seqlen_q - 1, device=device) + q_offset
     later = mask_function(rows, torch.zeros((), dtype=torch.int64, device=device), places, places + 1)
@@ -132,7 +132,7 @@ def encoded(
         written: the number of keys in the cache. The cache can have additional places for later tokens.
     """
     runs_dtype, holes_dtype = (RUNS, HOLES) if causal else (BIDIRECTIONAL_RUNS, BIDIRECTIONAL_HOLES)
-    # the dtype is not floating, because FSDP2 with mixed precision casts the floating inputs of a layer
+    # the dtype is an integer type, because FSDP2 with mixed precision casts the floating-point inputs of a layer
     nothing_masked = torch.zeros(batch, 1, 1, 0, dtype=holes_dtype, device=device)
     all_written = isinstance(written, int) and written >= seqlen_k
     if attention_mask is None and all_written:
@@ -268,7 +268,7 @@ def _unmasked_queries(mask: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
 
 
 def _places(mask: Tensor, seqlen_q: int) -> Tensor:
-    """Returns for each query the index of the key of the same token, (seqlen_q,)."""
+    """Returns, for each query, the index of the key that belongs to the same token, (seqlen_q,)."""
     value = mask.amax().long()
     written = torch.where(value > 1, value - 1, mask.shape[-1])
     return written - seqlen_q + torch.arange(seqlen_q, device=mask.device)

@@ -1,8 +1,8 @@
 """Refuses model classes of transformers that do not support flash attention.
 
-transformers checks whether a model class supports flash_attention_2, but checks nothing for the attention of another
-package. Many model classes that do not support flash attention have their own attention code. Without a check, the
-masks of these model classes would be lost without an error.
+The transformers library checks whether a model class supports flash_attention_2. The library does not check whether a
+model class supports the attention of another package. Many model classes that do not support flash attention have their
+own attention code. Without a check, the masks of unsupported model classes would be lost without an error.
 """
 
 from functools import wraps
@@ -10,19 +10,19 @@ from typing import Any
 
 from fa_train.private_names import replace_private
 
-# transformers refuses flash_attention_2 for these classes. fa_train only refuses the inputs that it does not support:
-# image tokens of Gemma 3, and sequences of Llama 4 that are longer than a chunk.
+# The transformers library refuses flash_attention_2 for the listed classes. fa_train only refuses the inputs that it
+# does not support: image tokens of Gemma 3, and sequences of Llama 4 that are longer than a chunk.
 ALSO_SUPPORTED = {"Gemma3Model", "Gemma3ForConditionalGeneration", "Llama4PreTrainedModel"}
 
-# The layers of these classes do not pass their sliding window to the attention function.
+# The layers of the listed classes do not pass their sliding window to the attention function.
 WINDOW_ONLY_IN_MASK = {"PhimoePreTrainedModel", "Qwen2MoePreTrainedModel"}
 
 
 def refuse_unsupported_classes(name: str) -> None:
     """Makes transformers check a model's class before the model uses the attention `name`.
 
-    The check runs whenever a model is built or loaded, and in `set_attn_implementation`, also for sub-models. Further
-    calls have no effect.
+    The check runs whenever a model or sub-model is built or loaded, and in `set_attn_implementation`. Further calls
+    have no effect.
     """
     from transformers import PreTrainedModel  # the import takes seconds
 
@@ -45,7 +45,8 @@ def refuse_unsupported_classes(name: str) -> None:
 def require_supported(model_class: type, name: str) -> None:
     """Checks that a model class supports flash attention.
 
-    Raises: ValueError unless model_class declares support, or model_class or a base class is in `ALSO_SUPPORTED`.
+    Raises: ValueError if model_class does not declare support. Classes in `ALSO_SUPPORTED`, and their subclasses, need
+    no declaration.
     """
     declared = any(getattr(model_class, flag, False) for flag in ("_supports_flash_attn", "_supports_flash_attn_2"))
     if declared or ALSO_SUPPORTED & {base.__name__ for base in model_class.__mro__}:

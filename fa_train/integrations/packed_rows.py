@@ -56,8 +56,9 @@ def document_schedule(
     """Returns the schedule of a flattened batch. cu_seqlens_q and cu_seqlens_k hold the document boundaries.
 
     Shapes: q (batch, seqlen_q, n_heads, head_dim); k (batch, seqlen_k, n_kv_heads, head_dim).
-    Raises: ValueError unless both cu_seqlens are (n_docs + 1,) integers on q's device, start at 0, do not decrease and
-    end at the last row or before. Values are checked only where flash_attn_varlen_func also checks values.
+    Raises: ValueError unless cu_seqlens_q and cu_seqlens_k are (n_docs + 1,) integers on q's device, start at 0, do not
+    decrease and end at the last row or before. The values are checked only if flash_attn_varlen_func would also check
+    them.
     """
     for name, x in (("cu_seq_lens_q", cu_seqlens_q), ("cu_seq_lens_k", cu_seqlens_k)):
         if x.dim() != 1 or x.numel() < 2 or x.is_floating_point() or x.device != q.device:

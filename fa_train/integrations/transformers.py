@@ -55,8 +55,8 @@ REFUSED = {  # {unsupported argument of `attention`: its meaning, for the error 
     "sinks": "sinks under this name (s_aux is supported)",
 }
 
-# In these layers, eager attention without causality sees sliding_window tokens on each side. In all other layers, eager
-# attention without causality sees sliding_window - 1 tokens on each side.
+# Without causality, eager attention in the listed layers sees sliding_window tokens on each side. In all other layers,
+# eager attention without causality sees sliding_window - 1 tokens on each side.
 INCLUSIVE_WINDOWS = {"T5GemmaSelfAttention"}
 
 
@@ -100,7 +100,8 @@ def key_mask(
             f"{NAME} supports at most attention_chunk_size={chunk} keys, because it has no chunked attention; "
             f"got {kv_length + kv_offset}"
         )
-    causal = allow_is_bidirectional_skip is None  # transformers passes this argument only for bidirectional masks
+    # transformers passes allow_is_bidirectional_skip only for bidirectional masks
+    causal = allow_is_bidirectional_skip is None
     refuse_other_masks(mask_function, use_vmap)
     # If a mask can have bidirectional blocks, transformers sets allow_is_causal_skip to False.
     if causal and allow_is_causal_skip is False and mask_function is not None and torch.compiler.is_compiling():
@@ -145,8 +146,8 @@ def attention(
         attention_mask: the result of `key_mask`, or (batch, seqlen_k) with 0 for masked keys. If a mask with padding is
             given, position_ids and cu_seqlens are ignored, as in flash_attention_2.
         is_causal: whether attention is causal. An attention_mask that transformers has made says whether attention is
-            causal, so is_causal is ignored, as in eager attention. Without such a mask, is_causal=None means that the
-            attribute `module.is_causal` says whether attention is causal.
+            causal, so is_causal is ignored, as in eager attention. If attention_mask does not say whether attention is
+            causal, is_causal=None stands for the attribute `module.is_causal`.
         scaling: the factor that the scores are multiplied by.
         sliding_window: the number of tokens that a causal query sees, including its own. Without causality, a query
             also sees the next sliding_window - 1 tokens.
@@ -230,8 +231,8 @@ def _require_supported(query: Tensor, attention_mask: Tensor | None, dropout: fl
 def _is_causal(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, seqlen_q: int) -> bool:
     """Returns whether attention is causal.
 
-    Raises: ValueError if there are several queries, and neither `attention_mask` nor `is_causal` nor `module.is_causal`
-    tells whether attention is causal.
+    Raises: ValueError if there are several queries, and `attention_mask`, `is_causal` and `module.is_causal` all leave
+    open whether attention is causal.
     """
     asked = causality(attention_mask)
     if asked is None:

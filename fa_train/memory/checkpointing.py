@@ -37,8 +37,8 @@ ATTENTION_OPERATORS = frozenset(
         *(getattr(torch.ops.aten, name).default for name in _SDPA if hasattr(torch.ops.aten, name)),
     }
 )
-# aten.max computes the largest magnitude of a tensor, which determines the tensor's float8 scale. Keeping the result of
-# aten.max saves reading the whole tensor again in the backward pass.
+# aten.max computes the largest magnitude of a tensor, which determines the tensor's float8 scale. If the result of
+# aten.max is kept, the backward pass does not read the whole tensor again.
 _KEPT = ATTENTION_OPERATORS | {torch.ops.aten.max.default}
 
 
@@ -52,11 +52,11 @@ def require_checkpointing(checkpointing: str) -> None:
 def block_runner(checkpointing: Checkpointing) -> RunBlock:
     """Returns a function `run` such that run(block, x) computes block(x) with activation checkpointing.
 
-    "none" keeps all saved tensors. "full" keeps only x. "selective" keeps x and also attention's output o and logsumexp
-    lse. The backward pass recomputes everything that is not kept. Random states are not saved, because a block has no
-    dropout. If attention is not a single operator, "selective" does the same as "full". Naive attention, chunked
-    attention and SDPA's math fallback are not single operators. Call `run` inside the compiled module, so that
-    torch.compile applies the checkpointing policy.
+    With "none", `run` keeps all saved tensors. With "full", `run` keeps only x. With "selective", `run` keeps x and
+    also attention's output o and logsumexp lse. The backward pass recomputes everything that is not kept. Random states
+    are not saved, because a block has no dropout. If attention is not a single operator, "selective" does the same as
+    "full". Naive attention, chunked attention and SDPA's math fallback are not single operators. Call `run` inside the
+    compiled module, so that torch.compile applies the checkpointing policy.
     """
     return {"none": _keep_all, "selective": _keep_input_and_attention, "full": _keep_input}[checkpointing]
 

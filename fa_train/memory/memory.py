@@ -17,7 +17,8 @@ class Levers:
 
     checkpointing: the activations that blocks save for the backward pass (fa_train.memory.checkpointing).
     offload: with True, the hidden states between blocks are moved to host memory until the backward pass needs them.
-    "all" moves all large tensors that blocks save, and requires checkpointing="none" (fa_train.memory.offload).
+    With "all", all large tensors that blocks save are moved, and checkpointing must be "none"
+    (fa_train.memory.offload).
     mlp_chunk: the number of tokens per chunk of the FFN, or None for no chunks (fa_train.memory.tiled_ffn).
     Raises: ValueError if a setting is unknown or out of range, or if offload="all" is combined with activation
     checkpointing.

@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fa_train.memory.host_pages import own_pages
 
-Offloaded = bool | Literal["all"]  # "all" offloads all large saved tensors, and True only block inputs
+Offloaded = bool | Literal["all"]  # "all" offloads all large saved tensors, and True offloads only block inputs
 IN_FLIGHT = 2  # with offload=all, the number of earlier blocks whose copies to the host may still run
 
 
@@ -351,8 +351,8 @@ def _is_same_tensor(saved: Tensor, x: Tensor) -> bool:
 def _has_row_per_token(saved: Tensor, x: Tensor) -> bool:
     """Returns whether offload=all must offload the tensor `saved`.
 
-    If `saved` is a view of another tensor, that tensor is checked instead. The checked tensor must be large and have
-    one row per token of x. Weights are never offloaded.
+    If `saved` is a view, its base tensor is checked instead. The checked tensor must be large and have one row per
+    token of x. Weights are never offloaded.
     """
     base = saved if saved._base is None else saved._base
     return (

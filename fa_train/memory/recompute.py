@@ -28,7 +28,7 @@ def recomputed(
     result: Result
     if not torch.compiler.is_compiling():
         contexts = partial(_with_default_dtype, contexts, torch.get_default_dtype())
-    if contexts is noop_context_fn:  # torch.compile would treat a given context_fn as a policy
+    if contexts is noop_context_fn:  # torch.compile treats any context_fn as a checkpointing policy
         result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     else:
         result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -22,7 +22,7 @@ from fa_train.models.nf4 import nf4_weight
 class FrozenLinear(NamedTuple):
     """The tensors of a linear layer with frozen weights. The layer computes x W^T + bias + (x A^T) B^T.
 
-    weight: W, (rows, columns), or the 4-bit codes of W.
+    weight: the matrix W, (rows, columns), or the 4-bit codes of W.
     bias: (rows,), or None.
     a: the matrices A of all adapters of the layer, joined into one matrix, (rank, columns). rank is the sum of the
     adapters' ranks. b: the matrices B times LoRA.scale, joined into one matrix, (rows, rank). Without adapters, a and b
@@ -183,7 +183,7 @@ class _Dense(NamedTuple):
 def _dense(
     x: Tensor, up: Sequence[Tensor | None], down: Sequence[Tensor | None], activation: str
 ) -> tuple[_Dense, _Dense]:
-    """Returns both layers with their weights in x's dtype."""
+    """Returns the first and the second layer of the FFN, with weights in x's dtype."""
     first, second = FrozenLinear(*up), FrozenLinear(*down)  # type: ignore[arg-type]
     dim = x.shape[1]
     ffn_dim = second.weight.shape[1] if second.nf4 is None else 2 * second.weight.numel() // dim

@@ -1,4 +1,4 @@
-"""Computes the FFN in chunks of tokens, so that few tensors with ffn_dim channels exist for all tokens.
+"""Computes the FFN in chunks of tokens, so that most tensors with ffn_dim channels hold only one chunk of tokens.
 
 The forward pass of an FFN saves the input and the weights of the FFN. The backward pass recomputes the activations of
 each chunk (ALST, arXiv:2506.13996). With keep=True, the output of the first matmul is also saved, and

@@ -158,7 +158,7 @@ def chunked_attention(
     """
     if chunk_size < 1:
         raise ValueError(f"attention.chunk_size must be at least 1 token; got {chunk_size}")
-    # k and v are split before the loop: for each slice in the loop, autograd would allocate a gradient as large as k
+    # k and v are split once, because autograd would allocate a gradient as large as k for each slice in the loop
     keys, values = k.split(chunk_size), v.split(chunk_size)
     scale = _scale(q, softmax_scale)
     outputs = [

@@ -10,11 +10,10 @@ def deal(costs: np.ndarray, size: int, world_size: int) -> np.ndarray:
 
     costs: the cost of each row. size: rows per micro-batch.
 
-    Rows are assigned by descending cost. Each row goes to the micro-batch that has the lowest cost so far and is not
-    full. Ranks with sharded parameters wait for each other in every micro-batch. Micro-batches of similar cost
-    therefore run at the same time on different ranks. The rank with the lowest cost so far gets the most expensive of
-    the micro-batches that run at the same time. If costs are equal, the lowest index comes first, so the result is
-    deterministic.
+    The most expensive rows are assigned first. Each row goes to the cheapest micro-batch that still has space. Ranks
+    with sharded parameters wait for each other in every micro-batch. Micro-batches of similar cost therefore run at the
+    same time on different ranks. In each round, the rank with the lowest total cost so far gets the most expensive
+    micro-batch. If costs are equal, the lowest index comes first, so the result is deterministic.
     Source: longest processing time first, Graham 1969, doi:10.1137/0117039. The paper assigns jobs to machines, and a
     machine can take any number of jobs. In `deal`, a micro-batch takes exactly `size` rows.
     """

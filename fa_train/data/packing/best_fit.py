@@ -31,7 +31,7 @@ from fa_train.data.packing.rows import (
 from fa_train.data.tokens.cache import whole_file
 from fa_train.errors import is_of_disk
 
-FORMAT = "1"  # the version of the packing plan's format and algorithm, which is part of the cache key
+FORMAT = "1"  # the version of the plan's format and of the packing algorithm; the cache key contains this version
 LongDocuments = Literal["split", "truncate", "drop"]
 ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
 
@@ -40,7 +40,8 @@ ROW, DOCUMENT, START, STOP = range(4)  # columns of a plan
 class Pieces:
     """Documents and parts of documents to pack.
 
-    Piece i consists of the tokens start[i] to stop[i] - 1 of document number document[i]. Shapes: (n_pieces,) int64.
+    Piece i consists of the tokens from start[i] to stop[i] - 1 of the document with the index document[i].
+    Shapes: (n_pieces,) int64.
     """
 
     document: np.ndarray
@@ -51,8 +52,9 @@ class Pieces:
 def cut_long_documents(lengths: np.ndarray, max_doc_len: int, policy: LongDocuments) -> Pieces:
     """Returns pieces of at most max_doc_len tokens. An empty document has no piece.
 
-    policy: "split" cuts a long document into pieces of max_doc_len tokens and a remainder. "truncate" keeps the first
-    max_doc_len tokens of a long document. "drop" drops long documents.
+    policy: what happens to long documents. With "split", a long document is cut into pieces of max_doc_len tokens and a
+    remainder. With "truncate", only the first max_doc_len tokens of a long document are kept. With "drop", long
+    documents are dropped.
     """
     if policy == "split":
         counts = -(-lengths // max_doc_len)
@@ -77,7 +79,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     distinct, counts = np.unique(lengths, return_counts=True)
     rooms: list[int] = []  # the distinct amounts of free space of all rows, sorted
     rows_by_room: dict[int, list[int]] = {}
-    row_of_sorted = array("q")  # an array needs 8 bytes per piece, and a list would need about 40
+    row_of_sorted = array("q")  # an array needs 8 bytes per piece; a list would need about 40 bytes per piece
     n_rows = 0
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         left = count
@@ -131,7 +133,7 @@ def load_plan(
     """Returns the result of `make_plan`, memory-mapped from cache_dir. Writes the plan if it is not in the cache.
 
     The file name is a hash of the arguments. The file gets its final name only when it is complete. If the cache is
-    read-only and has no such file, the plan is kept in memory.
+    read-only and does not contain the plan, the plan is kept in memory.
     cache_dir: the folder of the cache, or None for no cache.
     """
     if cache_dir is None:
@@ -147,7 +149,7 @@ def load_plan(
     try:
         return np.load(path, mmap_mode="r")
     except (ValueError, EOFError, OSError) as error:
-        if is_of_disk(error):  # the file may be intact
+        if is_of_disk(error):  # a disk error does not mean that the file is damaged
             raise
         raise ValueError(f"{path} is damaged: {error}. Delete it, and the next run writes it again") from error
 
@@ -244,7 +246,7 @@ class BestFit:
         return np.append(lengths, padding) if padding else lengths
 
     def row(self, index: int) -> Row:
-        """Returns a row: its documents, longest first, and then padding.
+        """Returns a row, which holds documents in order of descending length, followed by padding.
 
         Positions start at 0 in each document, and all positions of padding are 0. Padding is stored as one more
         document, which has no labels.
@@ -267,6 +269,6 @@ class BestFit:
             boundaries.append(self.seq_len)
         edges = np.array(boundaries)
         position_ids = index_in_group(np.diff(edges))
-        # padding gets only position 0, because padding may have more tokens than the model has learned positions
+        # padding gets only position 0, because padding may be longer than the model's table of learned positions
         position_ids[n_real:] = 0
         return Row(tokens, labels, position_ids, edges)

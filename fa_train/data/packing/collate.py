@@ -20,13 +20,13 @@ class Batch(TypedDict):
     labels: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
-    mean_seqlen: NotRequired[int]  # the mean document length in tokens, which determines the attention kernels
+    mean_seqlen: NotRequired[int]  # the mean document length in tokens, from which the attention kernels are chosen
     first_row: NotRequired[int]  # the index of the batch's first row among all rows of the run
     # The next three fields exist only in a stream that several ranks share. In a shared stream, all tensors except
     # cu_seqlens hold only this rank's tokens.
     context_rank: NotRequired[int]  # this rank's place in its context group
     traffic: NotRequired[dict[int | None, "Traffic"]]  # {attention window: the keys to send and to receive}
-    last_positions: NotRequired[Tensor]  # (total,) int64, the last position in each token's document
+    last_positions: NotRequired[Tensor]  # (total,) int64, for each token the last position in its document
 
 
 def collate(

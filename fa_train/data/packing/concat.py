@@ -2,8 +2,8 @@
 
 Row r consists of seq_len + 1 tokens of the stream, starting with token r * seq_len. The first seq_len tokens are the
 row's inputs. The last seq_len tokens are the row's labels. The last token of a row is also the first token of the next
-row. A document's last token has no label, because the next token belongs to another document. If a row end cuts a
-document, the rest of the document becomes a separate document in the next row. The last row is padded.
+row. A document's last token has no label, because the next token belongs to another document. If the end of a row cuts
+a document, the rest of the document becomes a separate document in the next row. The last row is padded.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ def max_documents_in_row(lengths: np.ndarray, seq_len: int) -> int:
     lengths = lengths[lengths > 0]  # empty documents do not appear in rows
     if not (lengths % seq_len).any():
         return 1  # all lengths are multiples of seq_len, so each row holds tokens of only one document
-    # A row of the shortest documents holds the largest number of whole documents. The row can also hold a part of one
-    # document at its start, a part of another document at its end, and padding, which counts as one document.
+    # A row of the shortest documents holds the largest number of whole documents. Such a row can also hold a part of
+    # one document at its start, a part of another document at its end, and padding. Padding counts as one document.
     whole = int(np.searchsorted(np.cumsum(np.sort(lengths)), seq_len + 1, side="right"))
     return min(whole + 3, seq_len)
 
@@ -70,7 +70,7 @@ class ConcatenatedEpoch:
         ]
         stream = np.full(self.seq_len + 1, self.pad_id, dtype=np.int64)
         stream[:n_real] = np.concatenate([self.documents[document][span] for document, span in pieces])
-        cuts = starts[starts > 0]  # the starts of documents; the first token of a document is not a label
+        cuts = starts[starts > 0]  # the starts of documents, whose first tokens are not labels
         if n_real <= self.seq_len:
             cuts = np.append(cuts, n_real)
         labels = stream[1:].copy()
@@ -90,7 +90,10 @@ class ConcatenatedEpoch:
         return np.diff(row_boundaries(np.append(starts[starts > 0], end - begin), self.seq_len))
 
     def _span(self, index: int, n_tokens: int) -> tuple[int, int]:
-        """Returns the start and the end of a row in the stream. The row has n_tokens tokens, or fewer at the end."""
+        """Returns the start and the end of a row in the stream.
+
+        The row has n_tokens tokens, or fewer at the end of the stream.
+        """
         begin = index * self.seq_len
         return begin, min(begin + n_tokens, int(self.ends[-1]))
 
@@ -143,7 +146,7 @@ class Concatenation:
 
 
 def _count_labels(loss_mask: LossMask, lengths: np.ndarray) -> LabelCounts:
-    counts = labels_of_documents(loss_mask, lengths)  # no label is lost, even if a row ends before the label's token
+    counts = labels_of_documents(loss_mask, lengths)  # cutting a document into rows loses no label
     n_labels = int(counts.sum())
     return LabelCounts(
         labels_in=n_labels, labels_packed=n_labels, pieces_unlearned=int(((counts == 0) & (lengths > 0)).sum())

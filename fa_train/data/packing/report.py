@@ -26,14 +26,15 @@ class LabelCounts:
 class PackingReport:
     """Counts of documents, tokens and rows of an epoch.
 
-    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_split is None if it depends on the epoch.
+    tokens_in = tokens_packed + tokens_truncated + tokens_dropped. documents_split is None if the number of split
+    documents depends on the epoch.
     documents_long: the number of documents longer than max_doc_len tokens. With packing=concat, max_doc_len is seq_len.
     held_out: the report on the held-out documents, or None if unknown. No other field counts held-out documents.
     held_out_tail: whether the end of the longest document is held out, instead of whole documents.
     histogram: the result of `length_histogram`.
-    rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents, or None if
-    unknown.
-    files: a text that says how many files of the whole corpus were read and skipped, or None without files.
+    rows_skipped: the number of rows of the whole corpus that were skipped as invalid documents, or None if unknown.
+    files: a text that says how many files of the whole corpus were read and how many were skipped, or None if the
+    corpus does not come from files.
     """
 
     packing: str
@@ -131,7 +132,7 @@ class PackingReport:
     def _label_lines(self, which: str = "") -> list[str]:
         """Returns lines about the labels of chats.
 
-        which: a prefix of the words "labels" and "chats" in the lines, for example "held-out ".
+        which: a text that is put before the words "labels" and "chats" in the lines, for example "held-out ".
         """
         if self.labels is None:
             return []

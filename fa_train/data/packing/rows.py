@@ -15,12 +15,12 @@ IGNORE_INDEX = -100
 
 
 class LossMask(Protocol):
-    """The loss mask of each document. Item i is (lengths[i],) bool: True for tokens that the model is trained on."""
+    """The loss mask of each document. Item i, (lengths[i],) bool, is True for tokens that the model is trained on."""
 
     def __getitem__(self, index: int) -> np.ndarray: ...
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Returns how many tokens of each of n ranges the model is trained on.
+        """For each of n ranges of tokens, returns the number of tokens that the model is trained on.
 
         Range i has the tokens from start[i] to stop[i] - 1 of the document with the index document[i].
         Shapes: (n,) int64.
@@ -50,7 +50,7 @@ def labels_of_documents(loss_mask: LossMask, lengths: np.ndarray) -> np.ndarray:
 
 
 def index_in_group(sizes: np.ndarray) -> np.ndarray:
-    """Returns 0, 1, ..., size - 1 for each size, concatenated: (2, 3) becomes (0, 1, 0, 1, 2)."""
+    """Concatenates the ranges 0, 1, ..., size - 1 of all sizes: the sizes (2, 3) give (0, 1, 0, 1, 2)."""
     return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 

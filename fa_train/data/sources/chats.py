@@ -23,14 +23,14 @@ from fa_train.private_names import private
 
 HUB = "hf:"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-VALIDITY = "3"  # the version of the rules for valid chats, which is part of the cache key if invalid rows are skipped
+VALIDITY = "3"  # the version of the rules for valid chats; the cache key contains it if invalid rows are skipped
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The columns of each chat format. If a row has the columns of several formats, the first of these formats is used.
 FORMS: tuple[tuple[str, ...], ...] = (
     ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("instruction", "response"),
     ("question", "answer"), ("query", "response"), ("prompt", "response"),
 )  # fmt: skip
-# {column of the answer: optional columns that follow the instruction} in the formats of Alpaca and Dolly
+# In Alpaca and Dolly rows: {column with the answer: optional columns whose texts are added to the instruction}
 INPUTS = {"output": ("input",), "response": ("context", "input")}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # unlisted roles keep their names
 TRAINED = ("weight", "train")  # in the formats of OpenAI and axolotl, 0 or false excludes a message from training
@@ -59,16 +59,16 @@ class ChatCorpus:
 
     path: a .jsonl, .json, .csv or .parquet file; a folder or a glob of such files; or hf:<name>:<split> for a dataset.
     If the dataset has several configs, use hf:<name>:<config>:<split>. <name> is a name on the hub, or a folder.
-    If `path` is a folder that `save_to_disk` of the `datasets` library has written, its split `train` is read.
-    A row has one of these forms:
-      - {"messages": [{"role", "content", ...}, ...]}.
-      - {"conversations": [{"from", "value"}, ...]} (the format of ShareGPT).
-      - {"prompt", "completion"}. Each value is a text or a list of messages. The model is trained only on the
-        completion.
-      - {"prompt", "response"}, which means the same as {"prompt", "completion"}.
-      - {"instruction", "input", "output"} (the format of Alpaca). "input" may be missing or empty.
-      - {"instruction", "context", "response"} (the format of Dolly). "context" may be missing, empty or named "input".
-      - {"question", "answer"} or {"query", "response"}.
+    If `save_to_disk` of the `datasets` library has written the folder `path`, the split `train` is read.
+    A row has one of the following forms.
+      OpenAI: {"messages": [{"role", "content", ...}, ...]}.
+      ShareGPT: {"conversations": [{"from", "value"}, ...]}.
+      Prompt and completion: {"prompt", "completion"} or {"prompt", "response"}. Each value is a text or a list of
+      messages. The model is trained only on the completion or response.
+      Alpaca: {"instruction", "input", "output"}. The value of "input" may be missing or empty.
+      Dolly: {"instruction", "context", "response"}. The value of "context" may be missing or empty. The column
+      "context" may be named "input".
+      Question and answer: {"question", "answer"} or {"query", "response"}.
     The content of a message is a text, or a list of parts {"type": "text", "text"}, whose texts are concatenated.
     A row can also have "tools", which is a list of JSON schemas or the JSON text of such a list. A row can also have
     "system", a text that becomes the first message unless the chat already begins with a system prompt.
@@ -76,8 +76,8 @@ class ChatCorpus:
     .jsonl file is not valid JSON.
     n_skipped: the number of rows that the last complete iteration skipped.
     say: a function that prints one line about the skipped rows.
-    Raises: ValueError if there is nothing to read at `path`. If skip_invalid is false, `documents` raises ValueError if
-    a row is not a valid chat.
+    Raises: ValueError if there is nothing to read at `path`. With skip_invalid=False, `documents` raises ValueError for
+    a row that is not a valid chat.
     """
 
     def __init__(self, path: str, skip_invalid: bool = False, say: Callable[[str], object] = print) -> None:
@@ -102,7 +102,7 @@ class ChatCorpus:
         self.n_skipped = n_skipped
         if n_skipped:
             line = f"skipped {n_skipped:,} rows of {self.name}, which are not valid chats. The first: {reason}"
-            self.say(line.encode("utf-8", "backslashreplace").decode())  # print rejects file names that are not UTF-8
+            self.say(line.encode("utf-8", "backslashreplace").decode())  # print() rejects file names that are not UTF-8
 
     @property
     def file_counts(self) -> FileCounts | None:
@@ -168,9 +168,9 @@ class HubRows:
 
 
 def _without_nulls_below(row: SourceRow) -> SourceRow:
-    """Removes the keys whose value is null from all objects in the columns of a row.
+    """Removes keys with the value null from all objects in the columns of a row.
 
-    A column that is null stays, because the error message of parse_chat lists the name of the column.
+    A column with the value null stays, because the error message of parse_chat lists the column names.
     """
     return replace(row, content={name: without_nulls(value) for name, value in row.value.items()})
 
@@ -270,12 +270,12 @@ def _message(value: Any, where: str) -> Message:
                 "answers, use rows of prompt and completion, which train only on the completion"
             )
     calls = message.pop("tool_calls", None)
-    if calls:  # an empty list means no calls, but some templates reject it
+    if calls:  # an empty list means no tool calls, but some templates reject an empty list
         if role != "assistant":
             raise ValueError(f"only an assistant's message can have tool_calls; {where} has role {role}")
         message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
     if content is None and calls:
-        message["content"] = ""  # templates concatenate the content with text, so it must be a string
+        message["content"] = ""  # templates concatenate the content with text, so the content must be a string
     elif not isinstance(content, str):
         found = "none" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"a message must have text as its content; {where} has {found}")
@@ -339,5 +339,5 @@ def _encodable(value: Any) -> Any:
 def _json(text: str, name: str, where: str) -> Any:
     try:
         return _encodable(json.loads(text))
-    except (ValueError, RecursionError) as error:  # text is not JSON, has a huge integer, or is nested too deeply
+    except (ValueError, RecursionError) as error:  # the text is not JSON, has a huge integer, or is nested too deeply
         raise ValueError(f"{name} must be JSON; {where} has {text[:100]!r}: {error}") from error

@@ -53,12 +53,12 @@ class Corpus(Protocol[Document]):
 
 
 def rows_skipped(corpus: Corpus[Any]) -> int:
-    """Returns how many rows the last complete iteration over a corpus skipped. Only ChatCorpus skips rows."""
+    """Returns the number of rows that the last complete iteration over a corpus skipped. Only ChatCorpus skips rows."""
     return getattr(corpus, "n_skipped", 0)
 
 
 def file_counts(corpus: Corpus[Any]) -> FileCounts | None:
-    """Returns how many files of a corpus are read and skipped, or None if the corpus is not read from files."""
+    """Returns the numbers of files that are read and skipped, or None if the corpus is not read from files."""
     return getattr(corpus, "file_counts", None)
 
 
@@ -100,7 +100,7 @@ class WithValidation(Generic[Document]):
                 raise ValueError(f"{self.shown(prefix == VALIDATION)}: {error}") from error
 
     def shown(self, held_out: bool) -> str:
-        """Returns the setting that names the training documents or the held-out documents, for error messages."""
+        """Returns the text data.path=<name> or data.val_path=<name>, for error messages."""
         prefix = VALIDATION if held_out else TRAINING
         return f"{prefix.rstrip(':')}={self.parts[prefix].name}"
 
@@ -221,7 +221,7 @@ class HFCorpus:
 
 def is_saved_dataset(path: str) -> bool:
     """Returns whether `path` is a folder that `save_to_disk` of the `datasets` library has written."""
-    if not path.strip():  # an empty path would be the current directory
+    if not path.strip():  # an empty path would mean the current directory
         return False
     folder = Path(path).expanduser()
     of_split = (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
@@ -229,7 +229,7 @@ def is_saved_dataset(path: str) -> bool:
 
 
 def load_hf_dataset(name: str, config: str | None, split: str, asked: str) -> Any:
-    """Loads a dataset from the hub or from a folder, which can be a folder that `save_to_disk` has written.
+    """Loads a dataset from the hub, from a folder of data files, or from a folder that `save_to_disk` has written.
 
     asked: the user's settings, for the error message.
     Raises: ValueError if the dataset cannot be loaded.
@@ -297,9 +297,9 @@ def _load_data_files(folder: str, config: str | None, split: str) -> Any:
 
     named = load_dataset_builder(folder, config).config.data_files or {}
     files = sorted({Path(file) for of_split in named.values() for file in of_split})
-    content = hash_files(Path("/"), filter(Path.is_file, files))  # skips URLs from a README.md
-    # `datasets` reuses cached rows if the files' times and the argument `description` have not changed. The argument
-    # `description` is a hash of the files' contents, so the rows of changed files are read again.
+    content = hash_files(Path("/"), filter(Path.is_file, files))  # a README.md can list URLs, which are not hashed
+    # `datasets` reuses cached rows if the files' modification times and the argument `description` have not changed.
+    # The argument `description` is a hash of the files' contents, so the rows of changed files are read again.
     return load_dataset(folder, config, split=split, description=content)
 
 

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-CSV_BLOCK = 2**26  # the number of bytes that are read at a time, and the maximum size of a row of a .csv file
-PARQUET_ROWS = 256  # read at a time; Arrow's default is 65,536 rows, and that many books do not fit in memory
+CSV_BLOCK = 2**26  # a .csv file is read in blocks of this many bytes, and each row must fit into one block
+PARQUET_ROWS = 256  # rows per read; Arrow's default is 65,536 rows, which do not fit in memory if each row is a book
 WILDCARDS = frozenset("*?[")
 KINDS_SHOWN = 6  # FileCounts.text names at most this many kinds of skipped files
 RECOVERED = "lost+found"  # the folder into which fsck puts recovered files; only the user root can read this folder
-# A quoted value of a .csv file, at the start of the file or after a comma, a new line or the file's byte order mark.
+# A quoted value of a .csv file begins at the start of the file, or after a comma, a new line or the byte order mark.
 # The last group of the match is None if the value has no closing quote. White space may follow the closing quote.
 QUOTED = re.compile(rb'"(?:(?<![^,\r\n]")|(?<=\A\xef\xbb\xbf"))[^"]*+(?:""[^"]*+)*+("[ \t]*+(?![^,\r\n]))?')
 
@@ -52,7 +52,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class FileCounts:
-    """How many files are read, and how many files of each kind are skipped, as {kind: number}."""
+    """The number of files that are read, and the number of skipped files of each kind, as {kind: number}."""
 
     read: int
     skipped: Counter[str]
@@ -99,11 +99,11 @@ def find_files(path: str, suffixes: Sequence[str]) -> tuple[Path, list[Path], Fi
     skipped["names that begin with a dot"] += len(hidden)
     files = _once(root, found)
     skipped["links to files that are already read"] += len(found) - len(files)
-    if base.is_dir():  # skip .csv files if there are other files: a .csv file often only describes the others
+    if base.is_dir():  # skip .csv files if there are other files: a .csv file often only describes the other files
         others = [p for p in files if suffix_of(p) != ".csv"] or files
         skipped[".csv"] += len(files) - len(others)
         files = others
-    counts = FileCounts(len(files), +skipped)  # the + removes kinds with a count of 0
+    counts = FileCounts(len(files), +skipped)  # the unary + removes kinds with a count of 0
     if not files:
         raise ValueError(f"{wanted}; {path} contains no such file ({counts.text()})")
     return root, files, counts
@@ -117,7 +117,7 @@ def suffix_of(path: Path) -> str:
 def _sort_out(paths: Iterable[Path], suffixes: Sequence[str]) -> tuple[set[Path], Counter[str]]:
     """Returns the files that have one of the suffixes, and the number of other files of each kind.
 
-    Raises: ValueError if a link leads to nothing, and its name has one of the suffixes or no suffix.
+    Raises: ValueError if a link without a suffix, or with one of the suffixes, leads to nothing.
     """
     found, skipped = set(), Counter[str]()
     for path in set(paths):
@@ -149,7 +149,8 @@ def _once(root: Path, paths: Iterable[Path]) -> list[Path]:
 def _matching(folder: Path, pattern: Sequence[str], hidden: set[Path]) -> Iterator[Path]:
     """Yields the paths below a folder that match a pattern, such as ("**", "*.txt").
 
-    A wildcard does not match a dot at the start of a name. Adds to `hidden` the paths that this rule skips.
+    A wildcard does not match a dot at the start of a name. Paths that are skipped because their names begin with a dot
+    are added to `hidden`.
     Path.glob is not used, because it skips folders that cannot be read, and does not follow links in `**`.
     """
     part, *rest = pattern
@@ -172,7 +173,7 @@ def _matching(folder: Path, pattern: Sequence[str], hidden: set[Path]) -> Iterat
 def _folders(top: Path, hidden: set[Path]) -> Iterator[Path]:
     """Yields a folder and all folders below it. Follows links, but yields each folder only once.
 
-    Adds to `hidden` the folders whose names begin with a dot, which are skipped.
+    Skips folders whose names begin with a dot, and adds the skipped folders to `hidden`.
     """
     seen = set()
     starts = [str(top)]
@@ -208,7 +209,7 @@ def _is_file(path: Path) -> bool:
 def _readable(path: Path) -> Iterator[None]:
     """Converts an OSError to a ValueError that names the file or folder.
 
-    path: what the ValueError names if the OSError names no file.
+    path: the path that the ValueError names if the OSError has no file name.
     """
     try:
         yield
@@ -238,7 +239,7 @@ def read_text(path: Path) -> str:
 
 
 def _require_utf8(path: Path) -> None:
-    """Raises: ValueError, which names the first line that is not valid UTF-8."""
+    """Raises: ValueError if a line is not valid UTF-8. The error message names the first invalid line."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -324,7 +325,7 @@ def _items(path: Path) -> Iterator[SourceRow]:
     text = read_text(path)
     try:
         items = json.loads(text)
-    except (ValueError, RecursionError) as error:  # text is not JSON, has a huge integer, or is nested too deeply
+    except (ValueError, RecursionError) as error:  # the text is not JSON, has a huge integer, or is nested too deeply
         where = f"{path}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(path)
         raise ValueError(f"a .json file must be a list of objects; {where} is not: {error}") from error
     if not isinstance(items, list):
@@ -379,8 +380,11 @@ class _WholeLineEnds(io.FileIO):
 
 
 def _require_closed_quotes(path: Path) -> None:
-    """Raises: ValueError if a quoted value has no end. Arrow would read all later rows as a part of such a value."""
-    if not path.stat().st_size:  # an empty file cannot be mapped
+    """Raises: ValueError if a quoted value has no closing quote.
+
+    Arrow would read all rows after the opening quote as a part of the quoted value.
+    """
+    if not path.stat().st_size:  # an empty file cannot be memory-mapped
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         for match in QUOTED.finditer(content):
@@ -393,7 +397,7 @@ def _require_closed_quotes(path: Path) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns `value`, which comes from an Arrow table, without the dict entries that are None.
+    """Returns `value` without the dict entries that are None. `value` comes from an Arrow table.
 
     Arrow gives all objects in a column the same keys. If an object lacks a key of another row's object, Arrow adds this
     key with the value null. Nulls in the original data look the same as Arrow's nulls, so both are removed.

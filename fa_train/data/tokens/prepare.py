@@ -34,10 +34,10 @@ SKIPPED = "skipped.json"  # in a finished folder, this file holds the number of 
 SHARD = 4096  # the maximum number of documents per shard
 SHARD_CHARACTERS = 2**24  # a shard ends after this many characters, so that it fits in memory
 BATCH = 256  # the maximum number of documents per call of the tokenizer
-BATCH_CHARACTERS = 2**21  # a call ends after this many characters; a tokenizer needs up to 200 bytes for a character
+BATCH_CHARACTERS = 2**21  # a batch ends after this many characters; a tokenizer needs up to 200 bytes per character
 TOKENS = pa.field("tokens", pa.large_list(pa.int32()))
 HELD_OUT = pa.field("held_out", pa.bool_())
-# 1 for each token that the model is trained on, otherwise 0; the column is left out if no token has a 0
+# 1 for each token that the model is trained on, otherwise 0; the column exists only if the encoder has loss masks
 LOSS_MASK = pa.field("learned", pa.large_list(pa.uint8()))
 Keyed = tuple[str, Any]  # (key, document)
 
@@ -51,7 +51,7 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
     After an interruption, the next start continues in the unfinished folder. If two processes prepare the same corpus,
     one of them waits. shards.json lists the size of each shard in bytes, so that a reader can detect a missing or
     truncated shard. If the corpus skipped rows, skipped.json holds their number.
-    fingerprint: the fingerprint of the corpus. The name of `path` depends on it.
+    fingerprint: the fingerprint of the corpus. The name of `path` depends on this fingerprint.
     Raises: ValueError if the corpus has no document with text, if it has changed since the fingerprint was computed, if
     a document cannot be encoded, if the disk is full, or if a worker process is killed. If the disk is full or a
     process is killed, the finished shards are kept. If a ValueError is about the corpus or a document, all shards are
@@ -88,9 +88,9 @@ def write_shards(corpus: Corpus[Any], encoder: Encoder[Any], path: Path, workers
 
 
 def _locked(file: Path) -> AbstractContextManager[object]:
-    """Acquires a lock, which the returned context releases. If another process holds it, prints a line and waits.
+    """Acquires a lock, and returns a context that releases the lock.
 
-    Of the ranks of a run, only the first rank of each machine prints the line.
+    If another process holds the lock, prints a line and waits. Only the first rank of each machine prints the line.
     """
     lock = FileLock(file)
     try:
@@ -135,7 +135,7 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
             yield _write(encoder, shard, file)
         return
     context = multiprocessing.get_context("spawn")  # a forked process would not have the tokenizer's threads
-    # a worker exits when `alive` reaches end-of-file: when `own` is closed, or when this process is killed
+    # when `own` is closed or this process is killed, `alive` reaches end-of-file and the workers exit
     alive, own = context.Pipe(duplex=False)
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder, alive)) as pool:
         try:
@@ -149,7 +149,7 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
             yield from (task.result() for task in as_completed(running))
         except BaseException:
             own.close()
-            if sys.version_info < (3, 11, 5):  # older pools wait until a worker reads the next shard
+            if sys.version_info < (3, 11, 5):  # the pools of older Python versions wait until a worker reads a shard
                 private_pool: Any = pool
                 private_pool._call_queue._reader.close()
             raise
@@ -157,7 +157,10 @@ def _written(corpus: Corpus[Any], encoder: Encoder[Any], folder: Path, workers: 
 
 @contextmanager
 def _ctrl_c_later() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block. A process that is started in the block never receives Ctrl-C."""
+    """Delays Ctrl-C until the end of the `with` block.
+
+    A process that is started in the `with` block never receives Ctrl-C.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

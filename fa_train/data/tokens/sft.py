@@ -27,8 +27,8 @@ FORMAT = "6"  # the version of the conversion from chats to tokens; the cache ke
 GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
-BEGIN, END = "\ue0f0\ue0f1", "\ue0f2\ue0f3"  # private-use characters, which mark a block in a rendered text
-REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields that transformers reads, in its order
+BEGIN, END = "\ue0f0\ue0f1", "\ue0f2\ue0f3"  # private-use characters that mark the start and end of a block in a text
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the fields that transformers reads, in this order
 THINK, END_OF_THINK = "<think>", "</think>"  # the content of an answer can begin with reasoning between these tags
 Spans = list[tuple[int, int]]
 
@@ -41,7 +41,10 @@ class Rendered(NamedTuple):
 
 
 def tokenizer_hashes(encoder: Encoder[Any]) -> dict[str, str]:
-    """Returns hashes of the encoder's vocabulary and, if it encodes chats, of its chat template. Bytes have none."""
+    """Returns a hash of the encoder's vocabulary and, for a ChatEncoder, a hash of the chat template.
+
+    Returns no hashes for a byte tokenizer.
+    """
     if not isinstance(encoder.tokenizer, HFTokenizer):
         return {}
     of_chats = {"chat_template": encoder.tokenizer.template_hash} if isinstance(encoder, ChatEncoder) else {}
@@ -85,7 +88,7 @@ class ChatEncoder:
 
     @cached_property
     def end_id(self) -> int | None:
-        """The id of the first special token that follows the content of a trained answer, or None without such a token.
+        """The id of the first special token after the content of a trained answer, or None if no special token follows.
 
         The value is also None if the template rejects a chat of one question and one answer.
         """
@@ -146,7 +149,7 @@ class ChatEncoder:
                 continue
             try:
                 rendered = self._render(template, bare, bare.messages).text
-            except ValueError:  # rendering fails without `name`, so the template uses `name`
+            except ValueError:  # if rendering fails without `name`, the template uses `name`
                 continue
             if rendered == text:
                 raise ValueError(
@@ -155,7 +158,7 @@ class ChatEncoder:
                 )
 
     def _require_texts(self, template: str, chat: Chat, text: str) -> None:
-        """Raises: ValueError if the template omits a message's content, or the reasoning of an answer at the end.
+        """Raises: ValueError if the template omits a message's content, or the reasoning of the last message.
 
         Templates of reasoning models omit the reasoning of earlier answers on purpose.
         A template may also change a text, for example convert it to JSON. If a text is not found in the rendered chat,
@@ -166,7 +169,7 @@ class ChatEncoder:
         messages, markers = _marked(chat.messages)
         try:
             rendered = self._render(template, chat, messages).text
-        except ValueError:  # the template rejects the markers, so it needs the contents of the texts
+        except ValueError:  # a template that rejects the markers needs the contents of the texts
             return
         for marker, (name, i) in markers.items():
             if marker not in rendered:
@@ -345,8 +348,9 @@ def _marked(messages: list[Message]) -> tuple[list[Message], dict[str, tuple[str
 def overlaps_spans(offsets: np.ndarray, spans: Spans) -> np.ndarray:
     """Returns a mask of the tokens that have a character in one of the spans, (length,) bool.
 
-    A token can begin with the last space of the prompt and contain the first word of the answer. The mask includes such
-    tokens, like the assistant mask of transformers. Without such tokens, an answer of one word could have no label.
+    A token can begin with the last space of the prompt and contain the first word of the answer. The mask also includes
+    tokens that lie only partly in a span, as does the assistant mask of transformers. Without tokens
+    that lie partly in a span, an answer of one word could have no label.
     offsets: the start and the end of each token in characters, (length, 2). Some tokenizers do not include leading
     spaces in the offsets, so each token is assumed to start where the previous token ended.
     """

@@ -42,13 +42,13 @@ class Documents:
     """The training or held-out documents of a tokenised corpus. Item i is a memory-mapped array, (length,) int32.
 
     loss_mask is None if the model is trained on all tokens. The hash of a document's key decides whether the document
-    is held out. If the hashes of a small corpus would hold out all documents or none, one of two rules applies instead:
-    - If the corpus has several chats, the last chat is held out.
-    - If the corpus has one chat, or documents that are not chats, the last part of the longest document is held out. If
-      this last part has fewer than SHORTEST_TAIL tokens, nothing is held out.
+    is held out. In a small corpus, the hashes may select all documents or none. Two rules then replace the hashes.
+    In a corpus of several chats, the last chat is held out.
+    In a corpus of one chat, or of documents that are not chats, the last part of the longest document is held out. If
+    the last part has fewer than SHORTEST_TAIL tokens, nothing is held out.
     If `divided` is true, the user has named the documents to hold out, and only these documents are held out.
     is_tail: whether the held-out document is the last part of a training document.
-    rows_skipped: how many rows of the whole corpus were skipped, because they are not valid documents.
+    rows_skipped: the number of rows of the whole corpus that were skipped as invalid documents.
     Raises: ValueError if a file is missing, truncated or damaged. Reading a document raises ValueError if a token is
     not between 0 and vocab_size - 1.
     """
@@ -99,10 +99,10 @@ class Documents:
 
 
 def _choose_held_out(flags: np.ndarray, length: np.ndarray, masked: bool) -> tuple[np.ndarray, int]:
-    """Applies the rules for small corpora in the docstring of Documents.
+    """Applies the rules for small corpora that the docstring of Documents describes.
 
-    flags: whether the hash of each document's key holds the document out. length: the length of each document.
-    masked: whether the documents are chats.
+    flags: for each document, whether the hash of its key selects it to be held out. length: the length of each
+    document. masked: whether the documents are chats.
     Returns which documents are held out, and the number of held-out tokens at the end of the longest document.
     """
     of_texts = flags[length > 0]  # an empty document can be neither trained on nor evaluated
@@ -119,7 +119,7 @@ def _whole_shards(folder: Path) -> list[Path]:
     try:
         sizes = json.loads((folder / SHARDS).read_text())
     except (OSError, ValueError) as error:
-        if is_of_disk(error):  # the file may be intact
+        if is_of_disk(error):  # a disk error does not mean that the file is damaged
             raise
         raise _damage(folder / SHARDS, f"it cannot be read: {error}") from error
     for name, size in sizes.items():
@@ -134,7 +134,7 @@ def _read_shard(file: Path) -> pa.Table:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
         table.validate(full=True)  # checks the offsets too
     except (pa.ArrowException, OSError) as error:
-        if is_of_disk(error):  # the file may be intact
+        if is_of_disk(error):  # a disk error does not mean that the file is damaged
             raise
         raise _damage(file, f"it cannot be read: {error}") from error
     return table
@@ -155,7 +155,11 @@ class StoredMask:
         return self._values[self._chunk[index]][start : start + self._length[index]]
 
     def count(self, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """For each i, counts the trained tokens in document[i][start[i]:stop[i]]. Shapes: (n,) int64."""
+        """For each of n ranges of tokens, returns the number of tokens that the model is trained on.
+
+        Range i has the tokens from start[i] to stop[i] - 1 of the document with the index document[i].
+        Shapes: (n,) int64.
+        """
         chunk, origin = self._chunk[document], self._start[document]
         counts = np.empty(len(document), np.int64)
         order = np.argsort(chunk, kind="stable")
@@ -178,13 +182,13 @@ class TokenizedCorpus:
         self.corpus, self.encoder = corpus, encoder
         self.cache_dir = Path(cache_dir or os.environ.get("FA_TRAIN_CACHE") or "~/.cache/fa_train").expanduser()
         self.vocab_size, self.pad_id = encoder.tokenizer.vocab_size, encoder.tokenizer.pad_id
-        self._path: Path | None = None  # the folder of the shards; None until the corpus is prepared
+        self._path: Path | None = None  # the folder of the shards, or None until the corpus is prepared
 
     def prepare(self, workers: int = 1) -> Path:
         """Tokenises the corpus in `workers` processes, unless the tokens are in the cache. Returns the shards' folder.
 
-        Only the first call reads the corpus. To find the tokens in the cache, it hashes all files, which takes long for
-        a large corpus.
+        Only the first call reads the corpus. To find the tokens in the cache, the first call hashes all files of the
+        corpus. Hashing a large corpus takes long.
         """
         if self._path is None:
             self._path = prepare(self.corpus, self.encoder, self.cache_dir, workers)

@@ -68,7 +68,7 @@ class HFTokenizer:
             # without trust_remote_code=False, transformers asks on the terminal whether to run the tokenizer's own code
             self.hf = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
-            if "trust_remote_code" in str(error):  # transformers advises to trust the code
+            if "trust_remote_code" in str(error):  # the error message advises to trust the code
                 raise ValueError(
                     f"{key} must be a tokenizer without Python code of its own; got {name}, whose code is never run"
                 ) from error
@@ -91,13 +91,16 @@ class HFTokenizer:
         backend = getattr(self.hf, "backend_tokenizer", None)  # slow tokenizers have no backend
         content = backend.to_str() if backend is not None else self._saved_files()
         special = (type(self.hf).__name__, self.bos_id, self.eos_id)
-        # backend.to_str() does not contain this flag
+        # backend.to_str() does not contain the flag split_special_tokens
         flag = "split_special_tokens" if getattr(self.hf, "split_special_tokens", False) else ""
         return hashlib.blake2b(f"{special}{content}{flag}".encode(), digest_size=16).hexdigest()
 
     @cached_property
     def vocabulary_hash(self) -> str:
-        """A hash of the vocabulary, bos and eos. Unlike `identity`, it is the same in all versions of transformers."""
+        """A hash of the vocabulary, bos and eos.
+
+        Unlike `identity`, this hash is the same in all versions of the transformers library.
+        """
         content = sorted(self.hf.get_vocab().items()), self.bos_id, self.eos_id
         return hashlib.blake2b(repr(content).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -120,14 +123,15 @@ class HFTokenizer:
         return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def begin_with_bos(self) -> None:
-        """Makes `hf` begin each text with bos, like TextEncoder. If there is no bos, `hf` adds no token before a text.
+        """Makes `hf` put bos at the start of each text, like TextEncoder.
 
-        Does not change a tokenizer that already begins texts in this way. Does not change a slow tokenizer, because it
-        has no post-processor.
+        If there is no bos, `hf` adds no token before a text.
+        A tokenizer that already begins texts correctly is not changed. A slow tokenizer is not changed, because it has
+        no post-processor.
         """
         begin = [] if self.bos_id is None else [self.bos_id]
         if self.hf.is_fast and self.hf("").input_ids not in (begin, [*begin, self.eos_id]):
-            self.hf.add_bos_token = bool(begin)  # replaces the post-processor, which save_pretrained saves
+            self.hf.add_bos_token = bool(begin)  # this replaces the post-processor that save_pretrained saves
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.hf.decode(list(ids), skip_special_tokens=True))

@@ -24,10 +24,10 @@ class Block:
         # for each row, an RMSNorm saves one fp32 value, and a LayerNorm saves two
         norm_statistics = 2 if model.norm == "layernorm" else 1
         self.statistics = t * 4 * norm_statistics
-        # whether blocks leave out their last addition (GPT.may_add_later)
+        # whether each block leaves its last residual addition to the next block (GPT.may_add_later)
         self.adds_later = not self.eager and self.levers.checkpointing == "none" and self.levers.offload is not True
-        # In eager code, an OffsetRMSNorm saves its input in fp32. In compiled code, an OffsetRMSNorm saves its output:
-        # in the dtype of x with activation checkpointing, and otherwise in the dtype of autocast.
+        # An OffsetRMSNorm saves its input in fp32 in eager code, and its output in compiled code. The saved output has
+        # x's dtype with activation checkpointing, and otherwise autocast's dtype.
         is_offset = model.norm == "offset_rmsnorm"
         self.norm_input = t * model.dim * 4 if is_offset and self.eager else self.x
         self.converts = self.norm_input > self.x  # whether norms convert their input to fp32
@@ -35,14 +35,15 @@ class Block:
         self.normed = self.x if in_dtype_of_x else self.x_rounded
         if is_offset and self.adds_later:
             self.normed += model.dim * 4  # the sum 1 + weight
-        # Compiled code saves attention's output for other purposes, so that attention's post-norm saves no input.
+        # Compiled code saves attention's output in any case, so attention's post-norm does not save its input.
         of_post_norm = self.norm_input if is_offset and self.eager else self.x_rounded
         self.attention_post_norm = self.ffn_post_norm = 0
         if model.extras.post_norms:
             self.attention_post_norm = (of_post_norm if self.eager else 0) + self.statistics
             self.ffn_post_norm = of_post_norm + self.statistics
             if self.adds_later and (self.levers.mlp_chunk or model.activation == "swiglu"):
-                self.attention_post_norm += self.x_rounded  # simulated; without chunks, only torch 2.11 holds it
+                # found by simulation, not measured; without FFN chunks, only torch 2.11 holds this tensor
+                self.attention_post_norm += self.x_rounded
         self.qk_statistics = t * (model.heads.query + model.heads.kv) * 4 * norm_statistics
         # with FSDP2, a block's gathered weights and their gradients have autocast's dtype
         self.rounds_weights = run.mixed and run.ranks == 1
@@ -69,7 +70,7 @@ class Block:
         return (self.qkv_weight + self.out_weight + ffn) * self.run.compute_bytes
 
     def rounded_down(self) -> int:
-        """Returns the bytes of autocast's copy of the FFN's last weight. The backward pass copies this weight again."""
+        """Returns the bytes of autocast's copy of the FFN's last weight, which the backward pass makes again."""
         if not self.plain_ffn or self.levers.mlp_chunk or not self.rounds_weights:
             return 0
         return self.down_weight * self.run.compute_bytes
@@ -144,7 +145,7 @@ class Block:
         recomputed = {}
         if self.levers.checkpointing != "none":
             waiting = self.x + (self.x_rounded if self.run.mixed else 0)  # the gradient of the block's output
-            waiting += self.norm_input if self.converts and self.ffn_post_norm else 0  # an fp32 copy of that gradient
+            waiting += self.norm_input if self.converts and self.ffn_post_norm else 0  # the output's gradient in fp32
             ffn = self.kept() + self._argument()  # the activations and the last matmul are not recomputed
             if self.model.extras.post_norms:  # the output of the last matmul is the post-norm's input
                 ffn = self._ffn_forward()
@@ -220,7 +221,7 @@ class Block:
             held -= self.attention_kept() - self.saved()  # compiled code recomputes q, k and v after the FFN's backward
             holds_more = True
         if holds_more and not self.eager and self.model.extras.post_norms:
-            # fitted to peaks on an H200 with torch 2.11; with full checkpointing, to one peak
+            # fitted to peaks on an H200 with torch 2.11; only one peak was measured with full checkpointing
             held += 2 * self.x_rounded
         # the size of the gradient of the FFN's output, or 0 if the gradient of the block's output is the same tensor
         rounded = self.x_rounded if self.run.mixed or self.model.extras.post_norms else 0
@@ -232,7 +233,7 @@ class Block:
             recomputed = self.activated() + self.rounded_down()
             d_weight = 0 if self.run.adapters else self.down_weight * self.run.compute_bytes
             of_operand = rounded + recomputed + self.hidden + d_weight
-            # the gradient of the last weight: compiled code holds it until the block's backward ends
+            # compiled code holds the gradient of the FFN's last weight until the block's backward ends
             in_place = self.eager and self.run.gradients_in_place and self.run.ranks == 1
             its_own = 0 if in_place or self.run.adapters else self.down_weight * self.gradient_bytes
             of_factors = self.hidden * (4 if self.eager else 3) + its_own if self.model.gated else 0
@@ -261,12 +262,12 @@ class Block:
         dequantized = self.run.compute_bytes if self.is_quantized else 0  # bytes per element of a dequantized weight
         of_activations = hidden + max(hidden, self.down_weight * dequantized) + (hidden if is_adapted else 0)
         if not self.eager and self.levers.checkpointing == "full" and self.is_quantized:
-            # up(x) is computed again after the gradients of the activations; its sum with LoRA's term is another tensor
+            # up(x) is computed again after the gradients of the activations; adding LoRA's term makes another tensor
             of_activations += hidden if is_adapted and self.saves_input["up"] else 0
         # the gradients of the activations, of the gates and of the values
         of_factors = 3 * hidden if self.model.gated else 0
         if self.model.gated and is_adapted and self.adds_later:
-            # one kernel reads both gradients of the activations, and writes those of the gates and of the values
+            # one kernel reads both gradients of the activations, and writes the gradients of the gates and values
             of_factors += hidden
         of_input = x_rounded + max(x_rounded, self.up_weight * dequantized) - (hidden if self.model.gated else 0)
         return max(of_activations, of_factors, of_input) - (hidden if is_adapted else 0)

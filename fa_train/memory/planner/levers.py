@@ -18,7 +18,7 @@ from fa_train.memory.planner.predict import Prediction, predict
 from fa_train.models.float8 import MULTIPLE
 from fa_train.optim.adamw import OptimizerKind
 
-GATHERED_SHARE = 0.9  # with gathered blocks, a plan may use this share of GPU memory: predictions can be low
+GATHERED_SHARE = 0.9  # a plan with gathered blocks may use this share of GPU memory, because predictions can be too low
 MLP_CHUNK = 16384  # the number of tokens per chunk, enough to fill a GPU
 # Each chunk of the loss reads and writes the fp32 gradient of the last linear layer's weight. If a chunk has fewer than
 # about 600 tokens, an H200 needs more time to read and write this gradient than to compute it.
@@ -28,8 +28,8 @@ LINK = 5e10  # bytes per second between GPU and host, about the rate of an H200
 FLOPS = 7e14
 # FLOP/s of attention's forward, estimated from scripts/results/memory_llama_1b_h200_202611.md
 ATTENTION_FLOPS = 5.5e14
-# Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. These
-# costs make the search prefer FFN chunks to equally fast copies to the host, because copies need pinned memory.
+# Copies to the host lengthen the compute time by the fraction BESIDE_COPIES. Each FFN chunk costs LAUNCH seconds. The
+# two costs make the search prefer FFN chunks over equally fast copies, because copies to the host need pinned memory.
 BESIDE_COPIES, LAUNCH = 0.002, 2e-5  # estimates of two costs that are too small to measure
 
 Change = tuple[list[str], dict[str, Any]]  # overrides of train.py, and the fields of RunSize that they set
@@ -156,7 +156,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "fl
     The function tries these changes in order: blocks that do not stay gathered, fewer rows per micro-batch, smaller
     chunks of the loss, other levers, attention with one KV head at a time, bf16 weights with fp32 master weights,
     smaller optimizer states, and a lower precision. If no change makes the run fit, the returned overrides also set
-    seq_len to the longest sequence that fits. If no sequence fits, the result is "a smaller model".
+    seq_len to the longest sequence that fits. If no sequence fits, the function returns the text "a smaller model".
     """
     run = plan.run
     if run.ranks > 1 and not run.reshard_after_forward and not fits(predict(plan), gpu_bytes, host_bytes):
@@ -173,7 +173,7 @@ def next_lever(plan: Plan, gpu_bytes: int, host_bytes: int, attention: str = "fl
         levers = fastest_that_fits(resized(sized, **change), gpu_bytes, host_bytes)
         if levers is not None:
             return " ".join(in_rows + levers.overrides(plan.levers) + overrides)
-    # With float8, the longest seq_len is a multiple of 16, so that a micro-batch can have one row.
+    # With float8, a micro-batch of one row needs a seq_len that is a multiple of 16.
     one_row, plan = _micro_batches(resized(plan, seq_len=MULTIPLE))[-1]
     longest = {
         longest_seq_len(with_levers(resized(plan, **change), levers), gpu_bytes, host_bytes): (overrides, levers)

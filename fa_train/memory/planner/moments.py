@@ -59,11 +59,11 @@ class _Step:
         earlier = self.sharded.whole_gradients or self.gradients
         self.before = self.buckets + (earlier if run.accumulates else 0)
         self.all_gradients = self.gradients * run.gradient_copies  # bytes of gradients at the end of the backward pass
-        # Bytes that the backward pass allocates for this rank's shards of the embedding's and the positions' gradients.
-        # These bytes are 0 if the memory of all gradients is allocated before the backward pass.
+        # The backward pass allocates this rank's shards of the gradients of the embedding and the positions, unless the
+        # memory of all gradients is allocated before the backward pass.
         self.embedding_shard = 0 if run.gradients_in_place else self.embeddings // run.ranks
         self.positions_shard = 0 if run.gradients_in_place else self.sharded.positions_gradient() // run.ranks
-        # the gradient of the head's weight; if the weight is tied, the embedding's gradient is later added to it
+        # the gradient of the head's weight, to which the embedding's gradient is later added if the weight is tied
         self.of_head = self.embeddings if model.tied or (run.ranks == 1 and not run.gradients_in_place) else 0
         # FSDP2 shards the gradient of an untied head as soon as it exists
         self.head_shard = self.embedding_shard if run.ranks > 1 and not model.tied else 0
@@ -86,7 +86,7 @@ class _Step:
     def around_the_loss(self) -> list[Moment]:
         """Returns the memory use in the last block's forward, in the loss, and in the last norm's backward.
 
-        At all three points in time, the saved tensors of all blocks exist.
+        At each of the three points in time, the saved tensors of all blocks exist.
         """
         block, n_layers, sharded = self.block, self.model.n_layers, self.sharded
         rounded = block.rounded_weights()
@@ -132,8 +132,8 @@ class _Step:
     def backward_of_blocks(self) -> list[Moment]:
         """Returns one Moment for the backward of each block in `_some_blocks`.
 
-        The backward of a block frees the block's activations. The gradients of the block's weights are allocated,
-        unless their memory already exists.
+        The backward of a block frees the block's activations. The backward also allocates the gradients of the
+        block's weights, unless the memory of all gradients is allocated before the backward pass.
         """
         block = self.block
         backward, in_backward = max(block.backward().items(), key=_nbytes)

@@ -63,9 +63,9 @@ class RunSize:
     context: the number of GPUs that share each micro-batch (fa_train.parallel.context). head_groups: the number of
     groups of KV heads (strategy.head_groups).
     buckets: how the run uses DDP's communication buckets, which together have the size of all gradients.
-    "none": the run does not use DDP, and has no buckets. "views": at the end of a step, the gradients are views of the
-    buckets (gradient_as_bucket_view=true). "copies": gradients and buckets are always separate tensors.
-    arch: the GPU's architecture, which determines the attention kernels.
+    With "none", the run does not use DDP, and has no buckets. With "views", the gradients are views of the buckets at
+    the end of a step (gradient_as_bucket_view=true). With "copies", gradients and buckets are always separate tensors.
+    arch: the GPU's architecture, from which the attention kernels are chosen.
     float8: whether the blocks' linear layers compute in float8. With float8, a run can use neither memory.mlp_chunk nor
     memory.offload=all. The formulas ignore float8.
     """

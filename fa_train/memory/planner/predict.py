@@ -77,7 +77,7 @@ COMPONENTS = (
 
 
 def predict(plan: Plan) -> Prediction:
-    """Predicts the peak memory, by component, of every training step after the first."""
+    """Predicts the peak memory of every training step after the first, divided into components."""
     largest = max(moments_of(plan), key=Moment.total)
     weights = weights_bytes(plan)
     optimizer, host = optimizer_bytes(plan)

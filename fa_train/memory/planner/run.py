@@ -46,8 +46,8 @@ def plan_memory(
     """Returns the plan of the run, after the planner has chosen the settings that are "auto".
 
     processes: the number of processes that share this machine's memory.
-    auto: whether the run has memory=auto. If so, the planner chooses the fastest memory levers (settings that reduce
-    memory) that fit.
+    auto: whether the run has memory=auto. With memory=auto, the planner chooses the fastest memory levers (settings
+    that reduce memory) that fit.
     auto_reshard: whether the gathered weights of blocks are kept after the forward pass if they fit in memory
     (strategy.reshard_after_forward=auto). On the CPU, gathered weights are never kept.
     attention: the name of the chosen option of conf/attention.

@@ -1,4 +1,4 @@
-"""Computes what FSDP2 holds on a rank at each moment of a step, in addition to the rank's shards.
+"""Computes the memory that FSDP2 holds on a rank at each moment of a step, in addition to the rank's shards.
 
 fa_train.parallel.fsdp.shard makes these groups of weights: each block, an untied token embedding, an untied head, the
 learned positions, and the root. The root has the last norm, and the token embedding if the head shares the embedding's
@@ -16,7 +16,7 @@ the next group. When the gradients of a group have been copied to the averaging 
 gradients except the last one. A loop variable of FSDP2's foreach_reduce keeps the last gradient alive until the average
 is computed.
 
-tests/memory/planner/test_sharded.py compares these rules with FSDP2 on fake tensors. peaks_h100.json and
+tests/memory/planner/test_sharded.py compares the rules above with FSDP2 on fake tensors. peaks_h100.json and
 peaks_h200.json have peaks that were measured on two and on four GPUs. The peak memory of runs with reduce_once,
 adapters or replicas was not measured.
 """
@@ -82,10 +82,10 @@ class Sharded:
         """Returns the bytes of the averaging buffer during the backward pass.
 
         left: the number of blocks that have not finished their backward.
-        With reduce_once and several micro-batches, the result is 0. FSDP2 then frees gradients of the same size as the
-        buffer, and `whole_gradients` still counts the bytes of these gradients.
+        With reduce_once and several micro-batches, the result is 0, because `whole_gradients` still counts freed
+        gradients of the same size as the buffer.
         """
-        before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before any block's
+        before = 0 if self.tied else self.trained_embedding  # the head's gradient is averaged before blocks' gradients
         elements = before if left == self.n_layers else self.trained_block
         return 0 if self.whole_gradients else elements * REDUCED_BYTES
 
