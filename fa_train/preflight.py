@@ -107,7 +107,8 @@ def plan_of(config: Mapping[str, Any], model: GPT, optimizer: Callable[..., Opti
         reshard_after_forward=not sharded or strategy["reshard_after_forward"] is not False,
         reduce_once=sharded and strategy["reduce_once"],
         buckets=gradient_buckets(strategy, world_size),
-        arch=arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90",  # without a GPU, an H200's
+        # without a GPU, the plan is made for an H200
+        arch=arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90",
         float8=lit_gpt.get("float8") is not None,
     )
     plan = Plan(model.config, model.memory.levers, run)

@@ -168,7 +168,7 @@ class UnknownKeyError(ValueError):
 
 
 def require_given(config: Mapping[str, Any]) -> None:
-    """Checks that no value in a config is `???`. config: may contain unresolved interpolations.
+    """Checks that no value in a config is `???`. config: a config, which may contain unresolved interpolations.
 
     Raises: ValueError, which names all keys whose value is `???`.
     """

@@ -1,5 +1,6 @@
-"""Initial values of parameters. The values depend on the seed and the parameter's name, not on the number of ranks.
+"""Initial values of parameters.
 
+A parameter's values depend on the seed and the parameter's name, not on the number of ranks.
 Parameters are drawn one after another, each as a whole tensor in fp32 and from a separate generator. If a parameter is
 sharded, each rank keeps only its own rows of the tensor. The values are rounded to the parameter's dtype. CPUs and GPUs
 draw different values from the same seed.

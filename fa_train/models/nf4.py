@@ -30,7 +30,8 @@ def nf4_linear(
 ) -> Tensor:
     """Computes x W^T. The backward pass dequantizes W again.
 
-    Shapes: x (..., in_features) -> (..., out_features). The other tensors are the parts of W, as in `nf4_weight`.
+    Shapes: x (..., in_features) -> (..., out_features). The tensors other than x are the parts of W, as in
+    `nf4_weight`.
     """
     parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
     return F.linear(x, nf4_weight(parts, out_features, x.shape[-1], x.dtype))

@@ -28,8 +28,9 @@ class LearningRateSchedule(LambdaLR):
 def steps_in(saved: Mapping[str, Any]) -> int:
     """Returns the number of steps in the state_dict of a scheduler.
 
-    The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
-    Raises: ValueError if `saved` has no number of steps. This can happen with a user's own scheduler.
+    The state_dict of a ChainedScheduler has no number of steps. For a ChainedScheduler, the result is the number of
+    steps of its first scheduler.
+    Raises: ValueError if `saved` has no number of steps, which can happen with a user's own scheduler.
     """
     if "last_epoch" in saved:
         return int(saved["last_epoch"])

@@ -61,6 +61,6 @@ def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimize
 
 
 def _names(module: nn.Module, parameters: Set[nn.Parameter]) -> str:
-    """Returns text with the name of the first parameter and, if there are others, their number."""
+    """Returns a text with the name of the first parameter, and the number of the other parameters if there are any."""
     first, *others = [name for name, parameter in module.named_parameters() if parameter in parameters]
     return f"{first} and {len(others)} more" if others else first

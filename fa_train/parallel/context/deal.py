@@ -18,7 +18,7 @@ from fa_train.parallel.context.whole_documents import owners_of_documents
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
 # also read the keys between the two chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
-MAX_PADDING = 1 / 512  # a chunk size, except the smallest, may pad a stream by at most this fraction of its tokens
+MAX_PADDING = 1 / 512  # padding is at most this fraction of a stream's tokens, except with the smallest chunk size
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # possible numbers of consecutive chunks in a swap
 TRIED = 32  # for each length in `RUN_LENGTHS`, `exchange` compares at most this number of swaps
@@ -134,9 +134,9 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
     A rank may have at most `1 + TOLERANCE` times the mean work. In each swap, the rank with the most work and a second
     rank exchange two runs of consecutive chunks. Both runs have the same number of chunks. The second rank is the one
     with the least work among the ranks for which a swap is possible. If the work of two ranks differs by d, a swap
-    moves at most d / 2. Many swaps are compared. The chosen swap moves the most work per additional chunk of received
-    keys. A swap can include several chunks, because a rank that gets all chunks of a document need not send the
-    document's keys.
+    moves at most d / 2 of the work from one rank to the other. Many swaps are compared. The chosen swap moves the most
+    work per additional chunk of received keys. A swap can include several chunks, because a rank that gets all chunks
+    of a document need not send the document's keys.
 
     owner: (n_chunks,), as in Deal. `exchange` changes the array `owner` in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
@@ -158,7 +158,7 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
         for i, (length, gives, takes) in enumerate(zip(swaps.length, swaps.gives, swaps.takes, strict=True)):
             after[:, i, gives : gives + length] = [[False], [True]]
             after[:, i, takes : takes + length] = [[True], [False]]
-        # the rank that receives more chunks determines the time
+        # of the two ranks, the rank that receives more chunks of keys determines the time of the exchange
         before, received = (received_chunks(x, first).max(axis=0) for x in (held, after))
         useful = np.minimum(swaps.moved, load[most] - mean)
         best = int((useful / np.maximum(received - before + FIXED_COST, 1)).argmax())

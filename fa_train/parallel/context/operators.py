@@ -77,7 +77,7 @@ class Moves(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An exchange that has begun. `leaving` must not be freed before the exchange ends.
+    """An exchange that has begun. `leaving` holds the rows to send, and must not be freed before the exchange ends.
 
     parts: for each exchanged tensor, a tensor whose first rows receive the rows of other ranks.
     """
