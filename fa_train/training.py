@@ -41,7 +41,7 @@ WARMUP_COSINE = "fa_train.optim.schedule.warmup_cosine"  # the _target_ of sched
 
 for library in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(library).setLevel(logging.WARNING)  # importing Lightning sets the log level INFO
-for reporter in ("profilers", "callbacks.model_summary"):  # they log reports that the user has asked for
+for reporter in ("profilers", "callbacks.model_summary"):  # these loggers print reports that the user wants
     logging.getLogger(f"lightning.pytorch.{reporter}").setLevel(logging.INFO)
 # with memory=selective or offload, torch warns that compiled blocks must have no in-place operators. Our blocks have
 # none.
@@ -247,7 +247,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
     config, rebuild = to_container(cfg), partial(rebuild_model, cfg)
-    if done >= cfg.max_steps:  # max_steps is at least 1, so `done` is too, and there is a checkpoint
+    if done >= cfg.max_steps:  # `done` is at least 1 here, so there is a checkpoint
         trainer.print(
             f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
             "Increase max_steps to continue"

@@ -25,7 +25,7 @@ LOWEST_CAPABILITY = (8, 9)  # the compute capability of the first GPUs with floa
 def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
     """Makes the linear layers of all blocks compute in float8. Call `use_float8` before the blocks are compiled.
 
-    The parameters and their names stay the same.
+    The parameters and their names do not change.
     emulate: whether to round operands to float8 but multiply them in fp32. Emulation works on every device.
     Raises: ValueError if torchao is not installed. Also raises the errors of `require_float8_model`.
     """

@@ -51,7 +51,7 @@ class Origin:
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokens that end a text. If generation_config.json names no such tokens, they are those of config.json."""
+        """The tokens that end a text. config.json is read only if generation_config.json names no such tokens."""
         found = (self.generation_config or {}).get("eos_token_id")
         found = self.config.get("eos_token_id") if found is None else found
         if found is None:
@@ -71,7 +71,7 @@ class GPT(nn.Module):
     """
 
     origin: Origin | None = None  # the checkpoint from which the weights were loaded, or None if the weights are random
-    random_base_hash: str | None = None  # LoRA sets this hash of the frozen weights if they are random
+    random_base_hash: str | None = None  # a hash of the frozen weights; LoRA sets the hash if the weights are random
     # the names of the weights that LoRA has frozen; checkpoints omit a weight as long as it is frozen
     base_weights: frozenset[str] = frozenset()
 
@@ -165,7 +165,7 @@ class GPT(nn.Module):
             yield name, drawn(distribution, parameter.shape, drawing_device(parameter), self.seed, name)
 
     def _distributions(self) -> Iterator[tuple[str, Distribution]]:
-        """Yields the distribution of each parameter except those of adapters.
+        """Yields the initial distribution of each parameter, but not of adapter parameters.
 
         init="gpt2": a normal distribution with standard deviation 0.02, or 0.01 for the position embedding
         (github.com/openai/gpt-2, src/model.py). The weights of attention.out and ffn.down are divided by
@@ -307,8 +307,8 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """A decoder block: x + attention(norm(x)), then x + ffn(norm(x)).
 
-    With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before they are
-    added.
+    With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before the
+    residual additions.
 
     rotates: whether the layer has RoPE.
     """
@@ -331,7 +331,7 @@ class Block(nn.Module):
         """Returns two tensors whose sum is the output of the block. The second tensor may be None.
 
         x, added: two tensors whose sum is the input, (total, dim) each. If `added` is None, the block computes all its
-        residual additions, and the second result is also None.
+        residual additions, and the second returned tensor is also None.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)
@@ -354,7 +354,7 @@ class Block(nn.Module):
 class Head(nn.Linear):
     """The last linear layer and the loss.
 
-    FSDP gathers the weight of an untied head when the layer is called, so `forward` also computes the loss.
+    `forward` also computes the loss, because FSDP gathers the weight of an untied head when `forward` is called.
 
     softcap: the soft cap on the logits, or 0.
     """

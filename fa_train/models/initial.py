@@ -45,7 +45,7 @@ _DRAWN_ON: ContextVar[torch.device | None] = ContextVar("drawn_on", default=None
 
 @contextmanager
 def drawn_on(device: torch.device) -> Iterator[None]:
-    """Makes `device` draw all values, including those of parameters on other devices."""
+    """Makes `device` draw all values, including the values of parameters on other devices."""
     token = _DRAWN_ON.set(device)
     try:
         yield

@@ -53,9 +53,9 @@ class LoRA:
     lora_alpha: the product `B A` is multiplied by `lora_alpha / r`, or by `lora_alpha / sqrt(r)` if use_rslora is true
     (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
-    target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
-    linear layers of the blocks. A string other than "all-linear" is a regular expression that full module names must
-    match.
+    target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. The string
+    "all-linear" means all linear layers of the blocks. A string other than "all-linear" is a regular expression that
+    full module names must match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
     path: the folder of a peft adapter to train further, or None for new adapters. The adapter_config.json in the folder
     replaces r, lora_alpha, use_rslora and target_modules.

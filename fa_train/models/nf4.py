@@ -11,7 +11,7 @@ from torch import Tensor
 from fa_kernels.nf4 import dequantize
 from fa_train.private_names import TESTED
 
-BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and the largest number of scales per second-level scale
+BLOCK, SCALER_BLOCK = 64, 256  # the elements that share a scale, and the most scales that share a second-level scale
 # a 4-bit weight consists of its codes and these tensors: three for the scales, and the table of values
 NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
@@ -81,7 +81,7 @@ nf4_linear.register_autograd(_gradient_of_x, setup_context=_save_parts)
 def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
     """Dequantizes a weight to (out_features, in_features) in `dtype`.
 
-    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao dequantizes it.
+    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao dequantizes the weight.
     parts: the 4-bit codes, and the tensors of NF4_PARTS in their order.
     """
     run = _weight_by_kernel if parts[0].is_cuda else _weight_by_torchao

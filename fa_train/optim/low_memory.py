@@ -101,7 +101,7 @@ class _AdamWOfTorchao(CompiledStep):
     """Replaces the `step` of torchao's AdamW with a `step` that computes the same weights and needs less host time.
 
     torchao's `step` calls torch.compile for each parameter in each step, and passes DTensors to the compiled function.
-    _AdamWOfTorchao compiles one function once for each shape, and passes local shards to the function.
+    The new `step` calls one function, which is compiled once for each shape, and passes local shards to this function.
     The learning rate is a float, as in torch's optimizers.
     """
 

@@ -26,7 +26,7 @@ COLUMNS = 16  # if the number of elements is a multiple of 16, Triton uses vecto
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits fp32 values into the bits of the rounded bf16 values and the low bits, both as int16."""
+    """Splits fp32 values into two int16 tensors: the bits of the rounded bf16 values, and the low bits."""
     bits = master.view(torch.int32)
     quiet_nan = (bits >> 16) | 0x40  # rounding could turn a NaN into infinity or zero
     high = torch.where(master.isnan(), quiet_nan, (bits + 0x8000) >> 16)
@@ -46,7 +46,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 def first_low_bits(parameter: Tensor) -> Tensor:
     """Returns the initial low bits of a bf16 parameter, int16, in the shape of this rank's rows.
 
-    The low bits depend only on the element's place in the parameter, so any number of ranks draws the same bits.
+    The low bits depend only on the element's place in the parameter, and not on the number of ranks.
     """
     own, rows = own_rows(parameter.detach())
     result = torch.empty_like(own, dtype=torch.int16)

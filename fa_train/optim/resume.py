@@ -1,7 +1,7 @@
 """Restores optimizers and learning-rate schedules from checkpoints.
 
 A restored optimizer has the settings of the new run, such as lr, and not the settings of the checkpoint. A restored
-schedule has the settings of the new run too, and continues at the checkpoint's step. The optimizers of adamw.py
+schedule has the settings of the new run, and continues at the checkpoint's step. The optimizers of adamw.py
 reject a checkpoint that another kind of optimizer wrote.
 """
 

@@ -68,7 +68,7 @@ def warmup_cosine(
 
 
 def unfinished_warmup(*, warmup_steps: int, max_steps: int, lr: float) -> str | None:
-    """Returns a warning if a run ends before the warm-up of `warmup_cosine`, and otherwise None.
+    """Returns a warning if a run ends before its warm-up ends, and otherwise None.
 
     max_steps: the number of steps of the run. lr: the optimizer's lr.
     """

@@ -34,7 +34,7 @@ def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimize
 
     The check needs no GPU time.
 
-    DDP averages the gradients of the weights that are trained when it wraps the model. DDP ignores weights that are
+    DDP averages the gradients of the weights that are trained when DDP wraps the model. DDP ignores weights that are
     unfrozen later. If a weight is frozen later, DDP averages only a part of the gradients, unless
     find_unused_parameters is true.
     model: the strategy's model. Only a DistributedDataParallel is checked.

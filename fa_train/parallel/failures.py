@@ -84,7 +84,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     elif SHOW_TRACEBACK or kind == "error":
         traceback.print_exception(error)
     elif not has_own_launcher() and (not os.environ.get(ERROR_FILE) or os.environ.get("RANK") == "0"):
-        # otherwise, the launcher prints the error
+        # if this condition is false, the launcher prints the error
         print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -77,7 +77,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 
 
 class _Forwarding:
-    """Forwards signals to all ranks. `signum` is the first signal, or 0.
+    """Forwards signals to all ranks. `signum` is the number of the first signal, or 0 before any signal.
 
     Before `begin`, signals are kept, and `begin` forwards the first one. After `begin`, a second signal raises
     _StoppedError if it comes more than `REPEATED` seconds after the first signal.

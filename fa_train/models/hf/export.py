@@ -127,7 +127,7 @@ def write(
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype that its base model's
     config.json names, if that dtype is a key of DTYPES. In all other cases, the weights are written in the dtype that
     they had in training.
-    adapter: whether to write only the adapter, in fp32, without merging it.
+    adapter: whether to write only the unmerged adapter, in fp32.
     Raises: ValueError if `adapter` is True and `dtype` is set, or if `adapter` is True and the model has no adapter.
     """
     if adapter and dtype is not None:
@@ -301,8 +301,8 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
 def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | None:
     """Returns the tokenizer of a run's data, with its chat template.
 
-    If the run was trained on texts, the tokenizer begins each text as in training: with one bos, or without a special
-    token if it has no bos. A slow tokenizer is returned unchanged.
+    If the run was trained on texts, the tokenizer puts one bos before each text, as in training. A tokenizer without a
+    bos puts no special token before a text. A slow tokenizer is returned unchanged.
     Returns None if the data are random tokens. Also returns None if the user's own function loads the data, and
     data.tokenizer is not a name.
     Raises: ValueError if the tokenizer or the chat template is not found.

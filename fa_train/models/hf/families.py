@@ -84,7 +84,7 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if hasattr(normalised, "rope_parameters"):
         # Only the second call of standardize_rope_params copies original_max_position_embeddings into rope_parameters.
-        # `for_model` has made the first call. Models of transformers also make two calls.
+        # `for_model` has made the first call. Models of transformers also call standardize_rope_params twice.
         normalised.standardize_rope_params()
     for name, supported in family.required.items():
         found = getattr(normalised, name, supported[0]) if config.get(name) is None else config[name]
@@ -167,7 +167,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
-    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has this key and also sliding_window
+    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has sliding_window_size and sliding_window
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
     if config.query_pre_attn_scalar <= 0:

@@ -248,7 +248,7 @@ def _with_rope(
 def _original_length(own: Mapping[str, Any], reach: int) -> int:
     """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
 
-    reach: the number of tokens that the checkpoint supports with this RoPE scaling. A checkpoint with linear scaling
+    reach: the number of tokens that the checkpoint supports with its own RoPE scaling. A checkpoint with linear scaling
     does not store its original length. For linear scaling, the function assumes that `reach` is the original length
     times the factor, as in Gemma 3.
     """
@@ -355,7 +355,8 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
     }
     if model.max_seq_len is not None:
         llama["max_position_embeddings"] = model.max_seq_len
-    if model.dim % model.n_heads == 0:  # otherwise, transformers refuses llama and arcee models, even with head_dim
+    # transformers refuses llama and arcee models whose dim is not a multiple of n_heads, even if head_dim is set
+    if model.dim % model.n_heads == 0:
         with_ffn_bias = llama | {"mlp_bias": model.ffn_bias}
         yield with_ffn_bias | {"model_type": "llama", "hidden_act": "silu"}
         yield with_ffn_bias | {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh"}

@@ -152,7 +152,7 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
 
 
 def _require_equal(head: Tensor, embedding: Tensor, stored: Stored) -> None:
-    """Raises: ValueError if rows of a tied head differ from those of the token embedding.
+    """Raises: ValueError if rows of a tied head differ from the rows of the token embedding.
 
     If the head and the embedding have different dtypes, one of them may be a rounded copy of the other.
     """

@@ -62,8 +62,9 @@ class Context(NamedTuple):
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
-    Torch's dispatcher, and an autograd formula that is registered with it, take host time. shared_attention skips both
-    if no compiler, profiler or other code watches the call (see `observed` in fa_kernels.flash_attention.ops).
+    A call of a registered operator takes host time in torch's dispatcher and in autograd. shared_attention avoids this
+    host time if no compiler, profiler or other code watches the call (see `observed` in
+    fa_kernels.flash_attention.ops).
     """
     if observed(q, k, v, sinks) or may_have_tangents():
         schedules, alibi, moves, options = context

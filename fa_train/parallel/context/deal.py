@@ -1,11 +1,11 @@
 """Decides which tokens of a packed stream each rank of a context group holds.
 
 Only attention connects tokens, so a rank may hold any tokens of the stream. If possible, each rank gets whole documents
-(fa_train.parallel.context.whole_documents), and no keys are sent. Otherwise, the stream is cut into equal chunks, and
-every rank gets the same number of chunks. The assignment of chunks starts with contiguous shares of the stream. With
-contiguous shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need
-different amounts of attention work. Pairs of ranks swap runs of consecutive chunks until the work of all ranks is
-almost equal.
+(fa_train.parallel.context.whole_documents), and no keys are sent. If whole documents cannot be assigned, the stream is
+cut into equal chunks, and every rank gets the same number of chunks. The assignment of chunks starts with contiguous
+shares of the stream. With contiguous shares, most documents lie within one rank, and few keys need to be sent. But
+contiguous shares can need different amounts of attention work. Pairs of ranks swap runs of consecutive chunks until the
+work of all ranks is almost equal.
 """
 
 from dataclasses import dataclass
@@ -187,8 +187,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
 
     In each swap, rank `most` gives a run of consecutive chunks, and receives a run of the same length from rank
     `least`. The work of rank `most` decreases by at least 1 and at most `limit`. For each length in `RUN_LENGTHS`, the
-    result has at most `TRIED` swaps: the swaps that move the most work. No two swaps contain the same run of rank
-    `most`.
+    result has at most `TRIED` swaps: the swaps that move the most work. No two swaps contain the same run of chunks of
+    rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -196,8 +196,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run of the busier rank, find the run of the other rank for which the swap moves the most work, but
-        # not more than `limit`. Skip a run of the busier rank if all its swaps would move more than `limit`.
+        # For each run of chunks of the busier rank, find the run of the other rank for which the swap moves the most
+        # work, but not more than `limit`. Skip a run of the busier rank if all its swaps would move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

@@ -110,8 +110,7 @@ def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Sha
 def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, weight: float) -> bool:
     """Makes the swap that reduces the excess most, and returns whether a swap was made.
 
-    The rank with the largest excess gives a document to another rank, takes a document from another rank, or swaps two
-    documents with it.
+    The rank with the largest excess gives a document to another rank, takes one from it, or does both.
     """
     excess = share.excess(loads, weight)
     if not excess.any():
