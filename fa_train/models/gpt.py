@@ -51,7 +51,7 @@ class Origin:
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokens that end a text. config.json is read only if generation_config.json names no such tokens."""
+        """The tokens that end a text. config.json is read only if generation_config.json names no end tokens."""
         found = (self.generation_config or {}).get("eos_token_id")
         found = self.config.get("eos_token_id") if found is None else found
         if found is None:

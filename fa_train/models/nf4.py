@@ -11,8 +11,8 @@ from torch import Tensor
 from fa_kernels.nf4 import dequantize
 from fa_train.private_names import TESTED
 
-BLOCK, SCALER_BLOCK = 64, 256  # the elements that share a scale, and the most scales that share a second-level scale
-# a 4-bit weight consists of its codes and these tensors: three for the scales, and the table of values
+BLOCK, SCALER_BLOCK = 64, 256  # 64 elements share a scale, and up to 256 scales share a second-level scale
+# the tensors of a 4-bit weight besides its codes: three tensors for the scales, and the table of values
 NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
 

@@ -61,7 +61,7 @@ def adamw_8bit(
 def adamw_bf16(
     model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: PositiveFloat
 ) -> Optimizer:
-    """Returns AdamW for bf16 weights, with bf16 moments. Stochastic rounding replaces fp32 master weights.
+    """Returns AdamW for bf16 weights, with bf16 moments. Stochastic rounding makes fp32 master weights unnecessary.
 
     Raises: ValueError if a trained weight is not bf16. For example, the weights of LoRA adapters are always fp32.
     """

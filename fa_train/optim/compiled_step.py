@@ -104,7 +104,7 @@ class CompiledStep:
     def _update(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
     ) -> None:
-        """Updates one parameter and its state in place. weight, gradient: this rank's parts of these tensors."""
+        """Updates one parameter and its state in place. weight, gradient: this rank's rows."""
         raise NotImplementedError
 
 

@@ -51,8 +51,8 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 
     names: the names of the settings of each parameter group.
     Moments and step counts do not change. In some optimizers, the parameter groups also hold values that every step
-    updates, such as d of Prodigy. Such values are not replaced. They have defaults, but are not arguments of the
-    optimizer's class.
+    updates, such as d of Prodigy. Such values have defaults, but are not arguments of the optimizer's class. The
+    function does not replace them.
     Raises: ValueError if another optimizer wrote the checkpoint, if the number of weights or the shape of a moment
         differs, or if a setting needs a state that the checkpoint lacks.
     """
@@ -81,7 +81,8 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Raises: ValueError if `optimizer` is torch's, and the names of settings show that another class wrote `saved`.
 
-    The error needs a missing and an unknown setting, because the versions of torch differ in their settings.
+    Versions of torch differ in their settings, so the error is raised only if one setting is missing and another is
+    unknown.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return  # a user's subclass may have renamed its own settings

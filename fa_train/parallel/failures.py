@@ -118,7 +118,7 @@ def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> 
 
 
 def reason(rank: object, kind: Kind, message: str) -> str:
-    """Returns one line that says why a rank has failed. kind, message: what the rank has reported."""
+    """Returns one line that says why a rank has failed. kind, message: as the rank has reported them."""
     if kind == "mistake":  # a mistake is usually the same on all ranks, so the line names no rank
         return message
     if kind == "exit":

@@ -53,7 +53,8 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
         "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RUN_ID": "train.py", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "HYDRA_FULL_ERROR": str(int(SHOW_TRACEBACK)),  # the user's value, which train.py has replaced by 1 here
+        # this is the user's value of HYDRA_FULL_ERROR, which train.py has set to 1 in this process
+        "HYDRA_FULL_ERROR": str(int(SHOW_TRACEBACK)),
     }  # fmt: skip
     environments = {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     commands = dict.fromkeys(environments, ("-u", sys.argv[0], *arguments))

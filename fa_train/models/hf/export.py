@@ -341,7 +341,7 @@ def _has_texts(data: Mapping[str, Any]) -> bool:
 
 
 def answer_ends(tokenizer: HFTokenizer | SavesTokenizer | None) -> list[int]:
-    """Returns a list of the token that ends an answer in the chat template, or [] if there is no such token."""
+    """Returns [the token that ends an answer in the chat template], or [] if there is no such token."""
     if not isinstance(tokenizer, HFTokenizer) or not tokenizer.hf.chat_template or not tokenizer.hf.is_fast:
         return []
     end_id = ChatEncoder(tokenizer).end_id

@@ -72,7 +72,7 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
 def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
     """Returns the family and transformers' config object.
 
-    The object has all default values and the names of transformers 5.
+    The config object has all default values, and the field names of transformers 5.
     Raises: ValueError if the family does not know a field of config.json, or does not support its value.
     """
     family = _family(config, path)

@@ -396,7 +396,8 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None, ends: Colle
         stored = dict(origin.generation_config)
         if eos != known or stored.get("eos_token_id") is None:
             stored |= {"eos_token_id": _one_or_all(eos)} if eos else {}
-            stored.pop("_from_model_config", None)  # transformers 4 reads config.json instead if this key is set
+            # with _from_model_config, transformers 4 would read config.json, and not this generation_config.json
+            stored.pop("_from_model_config", None)
         return stored
     of_base = {} if origin is None else origin.config
     ids: dict[str, Any] = {name: of_base.get(name) if own[name] is None else own[name] for name in own}
@@ -425,7 +426,8 @@ def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
 def tensor_places(model: GPT) -> dict[str, Place]:
     """Returns {name of a parameter in transformers: the parameter's place in the model}.
 
-    Names are those in the model that transformers loads. The result has no parameters of an image encoder.
+    The names are the parameter names of the model that transformers loads. The result has no parameters of an image
+    encoder.
     Raises: ValueError if no supported family matches the model.
     """
     places = places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)

@@ -29,7 +29,7 @@ FIXED_COST = 4
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank holds each chunk of a padded stream.
+    """The assignment of the chunks of a padded stream to ranks.
 
     owner: (n_chunks,) int64, the rank of each chunk. Each rank holds the same number of chunks.
     chunk_size: the number of tokens of a chunk. If ranks hold whole documents, chunk_size is 1, because a document can

@@ -107,7 +107,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     owner = deal.owner_of(buffered)
     arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
     arriving = arriving[owner[arriving] != rank]
-    before = np.append(0, needed.cumsum())  # for each stream position, the number of needed keys before it
+    before = np.append(0, needed.cumsum())  # for each stream position, the number of earlier keys that are needed
     kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
     shared, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
