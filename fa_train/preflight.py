@@ -30,8 +30,8 @@ def require_tokenizer(model: GPT, source: str, data: Mapping[str, Any]) -> None:
     """Checks that a pretrained model's vocabulary has the right size for a run that uses bytes as tokens.
 
     source: the name of the chosen option of conf/data. data: the node `data` of the config.
-    Raises: ValueError if the run uses bytes as tokens, and the model's vocabulary is not as large as the byte
-    tokenizer's.
+    Raises: ValueError if the run uses bytes as tokens, and the model's vocabulary does not have the size of the byte
+    tokenizer's vocabulary.
     """
     is_stdlib = source == "stdlib"
     if model.origin is None or model.config.vocab_size == ByteTokenizer.vocab_size:
@@ -85,7 +85,7 @@ def plan_of(config: Mapping[str, Any], model: GPT, optimizer: Callable[..., Opti
     """Returns the memory plan of a run. The plan treats strategy.reshard_after_forward=auto as true.
 
     config: the config of a run. model: the run's model, which may be on the meta device.
-    optimizer: the instantiated node `optimizer`. An unknown optimizer is planned as AdamW.
+    optimizer: the instantiated node `optimizer`. For an unknown optimizer, the plan assumes AdamW.
     Raises: ValueError if the run does not support a setting.
     """
     strategy, data, lit_gpt = config["strategy"], config["data"], config["lit_gpt"]
@@ -107,7 +107,8 @@ def plan_of(config: Mapping[str, Any], model: GPT, optimizer: Callable[..., Opti
         reshard_after_forward=not sharded or strategy["reshard_after_forward"] is not False,
         reduce_once=sharded and strategy["reduce_once"],
         buckets=gradient_buckets(strategy, world_size),
-        arch=arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90",  # without a GPU, an H200's
+        # without a GPU, the plan is made for an H200
+        arch=arch_of(torch.device("cuda")) if torch.cuda.is_available() else "sm90",
         float8=lit_gpt.get("float8") is not None,
     )
     plan = Plan(model.config, model.memory.levers, run)

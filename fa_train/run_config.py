@@ -133,7 +133,7 @@ def check(cfg: DictConfig) -> None:
         )
     chosen = HydraConfig.get().runtime.choices
     for group in settings.ONE_OPTION:
-        if group in cfg and group not in chosen:  # the user has chosen several options, and Hydra has merged them
+        if group in cfg and group not in chosen:  # the user chose several options of a group, and Hydra merged them
             raise ValueError(f"{group} must be one option of conf/{group}; got a list of them")
     for group, option in cfg.choices.items():
         if option != chosen.get(group):
@@ -169,7 +169,7 @@ def require_start(cfg: DictConfig, n_ranks: int) -> None:
 
     require_known_variables()
     setting, mode = "logger.mode", logger.get("mode")
-    if not isinstance(mode, str):  # by default, it is a config node that chooses the mode
+    if not isinstance(mode, str):  # by default, logger.mode is a config node that chooses the mode
         setting, mode = "WANDB_MODE", os.environ.get("WANDB_MODE")
     if mode == "online":
         decided_by_rank_zero("api_key", partial(require_api_key, f"{setting}=online"))

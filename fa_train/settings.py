@@ -121,7 +121,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "lightning.pytorch.strategies.ddp.DDPStrategy": {"gradient_as_bucket_view": bool},
     "wandb.sdk.wandb_settings.Settings": {"init_timeout": NonNegativeFloat},
 }
-# {class: the function or class to which the class's constructor passes its **kwargs}
+# {class: the function or class that gets the **kwargs of the class's constructor}
 PASSED_ON = {
     "fa_train.models.gpt.GPT": "fa_train.models.config.ModelConfig",
     "lightning.pytorch.strategies.ddp.DDPStrategy": "torch.nn.parallel.DistributedDataParallel",
@@ -168,7 +168,7 @@ class UnknownKeyError(ValueError):
 
 
 def require_given(config: Mapping[str, Any]) -> None:
-    """Checks that no value in a config is `???`. config: may contain unresolved interpolations.
+    """Checks that no value in a config is `???`. config: a config, which may contain unresolved interpolations.
 
     Raises: ValueError, which names all keys whose value is `???`.
     """
@@ -342,7 +342,7 @@ def _hidden_error(target: Any) -> ImportError | None:
     try:
         importlib.import_module(str(target).rpartition(".")[0])
     except ModuleNotFoundError as error:
-        # whether the missing module is the target's module, or a package that contains the target's module
+        # true if the missing module is the target's module, or a package that contains the target's module
         is_own = error.name is None or f"{target}.".startswith(f"{error.name}.")
         return None if is_own else error
     except ImportError as error:
@@ -354,7 +354,7 @@ def _hidden_error(target: Any) -> ImportError | None:
 
 def _resolved(node: str, target: Any) -> Any:
     """Returns what `target` names. Raises: ValueError that names the node and the reason if the import fails."""
-    hidden = _hidden_error(target)  # called first, because a second import of a module can fail for another reason
+    hidden = _hidden_error(target)  # called before resolve_name, because a second import can fail for another reason
     try:
         return pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError, TypeError) as error:

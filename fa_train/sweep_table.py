@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 from fa_train.parallel.ranks import given_rank
 
 FILE = "sweep.csv"
-CLOCK_STEP = 0.02  # seconds; a new file's time can be this much too early, because the kernel's clock has coarse steps
+# in seconds; the modification time of a new file can be too early by this much, because the kernel's clock is coarse
+CLOCK_STEP = 0.02
 # maps a metric of result.json to a column of the printed table, and to the format of the column's values
 PRINTED = {
     "train/loss": ("loss", ".4f"),
@@ -28,7 +29,7 @@ PRINTED = {
 Row = dict[str, Any]
 
 
-_unprinted: dict[Path, list[Row]] = {}  # the rows that print_tables has not printed yet, by the path of sweep.csv
+_unprinted: dict[Path, list[Row]] = {}  # {path of a sweep.csv: its rows, which print_tables has not printed yet}
 
 
 class SweepTable(Callback):
@@ -36,8 +37,8 @@ class SweepTable(Callback):
 
     The file has one row per job: the job's number, its overrides, its outcome, and the metrics of its result.json. The
     file is written again after each job, so that it is complete even if a later job fails. If the folder already has a
-    sweep.csv of an earlier multirun, that file gets the first free name of sweep-1.csv, sweep-2.csv and so on. A sweep
-    with `sweep_job`, such as experiment=ablate_attention, writes its own report instead.
+    sweep.csv of an earlier multirun, the old file gets the first free name of sweep-1.csv, sweep-2.csv and so on. A
+    sweep with `sweep_job`, such as experiment=ablate_attention, writes its own report instead.
     """
 
     def __init__(self) -> None:

@@ -40,8 +40,8 @@ SHARDING = ("replicas", "reshard_after_forward", "reduce_once", "context", "head
 WARMUP_COSINE = "fa_train.optim.schedule.warmup_cosine"  # the _target_ of scheduler=warmup_cosine
 
 for library in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(library).setLevel(logging.WARNING)  # Lightning sets the level INFO when it is imported
-for reporter in ("profilers", "callbacks.model_summary"):  # they log the report that the user has asked for
+    logging.getLogger(library).setLevel(logging.WARNING)  # importing Lightning sets the log level INFO
+for reporter in ("profilers", "callbacks.model_summary"):  # these loggers print reports that the user wants
     logging.getLogger(f"lightning.pytorch.{reporter}").setLevel(logging.INFO)
 # with memory=selective or offload, torch warns that compiled blocks must have no in-place operators. Our blocks have
 # none.
@@ -54,7 +54,7 @@ warnings.filterwarnings("ignore", message="You're resuming from a checkpoint tha
 warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging interval")
 # val/loss is already a mean over all ranks
 warnings.filterwarnings("ignore", message="It is recommended to use .*sync_dist=True")
-# the data module itself prints that nothing is held out
+# the data module prints its own message if no data are held out
 warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
 # the CSV logger deletes no files, because keep_earlier_metrics renames them first
 warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted when the new ones")
@@ -105,7 +105,7 @@ def build(cfg: DictConfig) -> tuple[L.Trainer, LitGPT, L.LightningDataModule]:
             f"warning: adapter={cfg.choices.adapter} freezes the model's weights, which are random. To train an "
             "adapter of a checkpoint, set model=pretrained and model.pretrained"
         )
-    # an optimizer may keep a list that it gets, and a checkpoint with OmegaConf's lists cannot be read
+    # OmegaConf's lists are converted: an optimizer may store them, and a checkpoint with such lists cannot be read
     return trainer, instantiate(cfg.lit_gpt, model=model, _convert_="all"), data
 
 
@@ -144,7 +144,7 @@ def fill_in_steps(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModu
 
 
 def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None:
-    """Checks that the run fits in memory, and chooses what the config leaves to the memory planner.
+    """Checks that the run fits in memory, and chooses the settings that the config leaves to the memory planner.
 
     With memory=auto, writes the chosen memory levers to `cfg`. Memory levers are settings that reduce GPU memory
     (fa_train.memory.memory.Levers). With strategy.reshard_after_forward=auto, writes true or false as the value of
@@ -161,7 +161,7 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
     if cfg.model.vocab_size is None:
         preflight.require_tokenizer(model, cfg.choices.data, cfg.data)
     config = {str(key): value for key, value in cfg.items()}
-    if isinstance(trainer.strategy, FullyShardedStrategy):  # a user's subclass may set values itself
+    if isinstance(trainer.strategy, FullyShardedStrategy):  # a user's subclass may change these settings
         config["strategy"] = dict(cfg.strategy) | {name: getattr(trainer.strategy, name) for name in SHARDING}
     plan = preflight.plan_of(config, model, instantiate(cfg.optimizer), trainer.world_size)
     if plan.run.float8:
@@ -184,11 +184,11 @@ def fill_in_levers(cfg: DictConfig, trainer: L.Trainer, vocab_size: int) -> None
 
 
 def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDataModule, done: int) -> None:
-    """Prints a line if the run has no validation. If optimized_metric is a metric of the validation, raises an error.
+    """Prints a line if the run has no validation, or raises an error if optimized_metric needs a validation.
 
-    If optimized_metric is a metric of the validation, the function must know whether any data are held out. To
-    find out, it tokenises the data that are not yet in the cache. With any other optimized_metric, the function does
-    not read the data. If no data are held out, the data module prints a line when it creates the validation dataloader.
+    If optimized_metric is a validation metric, the function tokenises the data that are not yet in the cache, to find
+    out whether any data are held out. With any other optimized_metric, the function does not read the data. If no data
+    are held out, the data module prints a line when it creates the validation dataloader.
     done: the number of optimizer steps in the checkpoint that the run resumes, or 0 for a new run.
     Raises: ValueError if optimized_metric needs a validation, but the run has none.
     """
@@ -213,7 +213,7 @@ def require_validation(cfg: DictConfig, trainer: L.Trainer, data: L.LightningDat
 def without_validation(
     done: int, max_steps: int, val_check_interval: int, *, val_rows: int | None, limit_val_batches: float | None
 ) -> str | None:
-    """Returns a message if a run has no validation, and None if it has one.
+    """Returns a message if a run has no validation, and otherwise None.
 
     done: the number of optimizer steps in the checkpoint that the run resumes, or 0 for a new run.
     val_rows, limit_val_batches: data.val_rows and trainer.limit_val_batches. None means no limit.
@@ -247,7 +247,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     ckpt_path = decided_by_rank_zero("ckpt_path", newest)
     done = decided_by_rank_zero("steps", partial(resume.steps_done, ckpt_path, lit_gpt.model))
     config, rebuild = to_container(cfg), partial(rebuild_model, cfg)
-    if done >= cfg.max_steps:  # `done` is then at least 1, so there is a checkpoint
+    if done >= cfg.max_steps:  # `done` is at least 1 here, so there is a checkpoint
         trainer.print(
             f"nothing to do: {ckpt_path} has done {done} of max_steps={cfg.max_steps} steps. "
             "Increase max_steps to continue"

@@ -1,6 +1,6 @@
 """The feed-forward network (FFN) of a decoder block.
 
-All FFN classes compute the same function, but save different tensors.
+All FFN classes compute the same function, but save different tensors for the backward pass.
 
 | class | chosen if | saved for the backward, besides the input x and the weights |
 |:--|:--|:--|
@@ -34,10 +34,10 @@ class FFN(nn.Module):
         return self.down_of(self.up(x))
 
     def down_of(self, projected: Tensor) -> Tensor:
-        """Applies the activation and `down`. Shapes: (total, up_dim) -> (total, dim).
+        """Applies the activation, and then the linear layer `down`. Shapes: (total, up_dim) -> (total, dim).
 
-        Compiled SwiGLU has a fused backward unless `down` is sharded, frozen or has an adapter. In eager mode, SwiGLU
-        uses torch's operators, because the memory planner assumes torch's operators.
+        Compiled SwiGLU has a fused backward pass, except if `down` is sharded, is frozen or has an adapter. In eager
+        mode, SwiGLU uses torch's operators, because the memory planner assumes torch's operators.
         """
         if self.activation == "swiglu" and torch.compiler.is_compiling() and trains_plainly(self.down):
             return swiglu_down(projected, self.down.weight, self.down.bias)
@@ -45,8 +45,9 @@ class FFN(nn.Module):
 
 
 class DenseFFN(FFN):
-    """Saves up(x) and the activations for the backward pass. An adapter on `down` needs the activations.
+    """Saves up(x) and the activations for the backward pass.
 
+    The gradient of an adapter on `down` needs the activations.
     With float8, torch.compile decides whether to save or to recompute the activations.
     """
 
@@ -67,7 +68,7 @@ class RecomputedFFN(FFN):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, dim) -> (total, dim)."""
-        # With a checkpoint inside a compiled checkpoint, torch 2.11 would save the tensors that pass between the two.
+        # `recomputed` is not nested in a compiled activation checkpoint, because torch 2.11 would then save up(x).
         if self.checkpointed and torch.compiler.is_compiling():
             return self.at_once(x)
         return recomputed(self.down_of, self.up(x))
@@ -89,7 +90,7 @@ class TiledFFN(FFN):
 class TiledAdaptedFFN(FFN):
     """Computes the FFN of chunk_size tokens at a time with fa_train.memory.tiled_adapters.
 
-    The layers' `forward` and hooks do not run.
+    The `forward` methods and hooks of the two linear layers do not run.
     """
 
     def __init__(self, up: nn.Linear, down: nn.Linear, activation: Activation, chunk_size: int) -> None:
@@ -130,7 +131,7 @@ def choose_ffn(up: nn.Linear, down: nn.Linear, activation: Activation, memory: M
 
 
 def frozen_linear(linear: nn.Linear) -> FrozenLinear:
-    """Returns the tensors of a layer that is an nn.Linear or, like LoRALinear, has a method `frozen`."""
+    """Returns the tensors of a layer. The layer is an nn.Linear, or has a method `frozen` like LoRALinear."""
     if type(linear) is nn.Linear:
         return FrozenLinear(linear.weight, linear.bias)
     tensors: FrozenLinear = linear.frozen()  # type: ignore[operator]

@@ -1,9 +1,9 @@
 """Float8 training: torchao computes the matrix products of the blocks' linear layers in float8 (arXiv:2209.05433).
 
-Weights, gradients and optimizer states keep their dtypes. Embeddings, norms, attention itself and the head do not use
-float8. In every product, both operands are multiplied by a scale and rounded to 8 bits: inputs and weights to e4m3,
-gradients of outputs to e5m2. Each tensor has one scale, which is computed from the tensor's largest magnitude at each
-use. Float8 therefore has no state, and checkpoints have the same format as without float8.
+Weights, gradients and optimizer states keep their dtypes. Embeddings, norms, the attention function and the head do not
+use float8. Both operands of every product are multiplied by a scale and rounded to 8 bits. Inputs and weights are
+rounded to e4m3, and gradients of outputs to e5m2. Each tensor has one scale, which is computed from the tensor's
+largest magnitude at each use. Float8 therefore has no state, and checkpoints have the same format as without float8.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ LOWEST_CAPABILITY = (8, 9)  # the compute capability of the first GPUs with floa
 def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
     """Makes the linear layers of all blocks compute in float8. Call `use_float8` before the blocks are compiled.
 
-    The parameters and their names stay the same.
+    The parameters and their names do not change.
     emulate: whether to round operands to float8 but multiply them in fp32. Emulation works on every device.
     Raises: ValueError if torchao is not installed. Also raises the errors of `require_float8_model`.
     """
@@ -45,7 +45,7 @@ def use_float8(model: GPT, recipe: Float8, *, emulate: bool = False) -> None:
 def require_float8_model(model: GPT) -> None:
     """Checks that the model can use float8.
 
-    Raises: ValueError if the model has adapters, linear layers whose sizes are not multiples of 16, or memory levers
+    Raises: ValueError if the model has adapters, linear layers whose sizes are not multiples of 16, or memory settings
     that float8 does not support.
     """
     if next(adapted(model), None) is not None:

@@ -51,7 +51,7 @@ class Origin:
 
     @property
     def eos_ids(self) -> list[int]:
-        """The tokens that end a text, from generation_config.json or, if that file names none, from config.json."""
+        """The tokens that end a text. config.json is read only if generation_config.json names no end tokens."""
         found = (self.generation_config or {}).get("eos_token_id")
         found = self.config.get("eos_token_id") if found is None else found
         if found is None:
@@ -70,9 +70,9 @@ class GPT(nn.Module):
     Raises: ValueError if ModelConfig rejects a value, or `attention` does not support the model's soft cap.
     """
 
-    origin: Origin | None = None  # the checkpoint of the weights, or None if the weights are random
-    random_base_hash: str | None = None  # the hash of the frozen weights, set by LoRA if these weights are random
-    # the names of the weights that LoRA has frozen; checkpoints leave these weights out while they are frozen
+    origin: Origin | None = None  # the checkpoint from which the weights were loaded, or None if the weights are random
+    random_base_hash: str | None = None  # a hash of the frozen weights; LoRA sets the hash if the weights are random
+    # the names of the weights that LoRA has frozen; checkpoints omit a weight as long as it is frozen
     base_weights: frozenset[str] = frozenset()
 
     def __init__(
@@ -86,8 +86,8 @@ class GPT(nn.Module):
         self.is_flash = function_of(attention) is flash_attention
         self.windows, self.ropes, self.head_dim = self.config.windows, self.config.ropes, self.config.heads.dim
         self.embedding_scale, self.logit_softcap = extras.embedding_scale, extras.logit_softcap
-        # If blocks are checkpointed, or their inputs are offloaded, the input of a block must be one tensor. Each block
-        # must then do its last residual addition itself, instead of leaving the addition to the next block.
+        # The input of a block must be one tensor if blocks are checkpointed, or if their inputs are offloaded. Each
+        # block must then do its last residual addition itself, instead of leaving the addition to the next block.
         self.may_add_later = memory.checkpointing == "none" and memory.offload is not True
         self.adds_later = False
         self.offload = Offload(self.config.n_layers, memory.offload == "all") if memory.offload else None
@@ -135,7 +135,10 @@ class GPT(nn.Module):
             source(self)
 
     def _allocate(self, device: torch.device) -> None:
-        """Replaces all parameters by empty ones on the device. torch's `to_empty` refuses fake tensors."""
+        """Replaces all parameters by uninitialised ones on `device`.
+
+        This method exists because torch's `to_empty` refuses fake tensors.
+        """
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 empty = torch.empty_like(parameter, device=device)
@@ -162,7 +165,7 @@ class GPT(nn.Module):
             yield name, drawn(distribution, parameter.shape, drawing_device(parameter), self.seed, name)
 
     def _distributions(self) -> Iterator[tuple[str, Distribution]]:
-        """Yields the distribution of each parameter except those of adapters.
+        """Yields the initial distribution of each parameter, but not of adapter parameters.
 
         init="gpt2": a normal distribution with standard deviation 0.02, or 0.01 for the position embedding
         (github.com/openai/gpt-2, src/model.py). The weights of attention.out and ffn.down are divided by
@@ -200,13 +203,13 @@ class GPT(nn.Module):
         except -100.
         cu_seqlens: the start of each document and the end of the last document, or None for one document.
         position_ids: the position of each token; by default, positions are counted from the start of each document.
-        mean_seqlen: a mean document length in tokens, which determines attention's kernels. By default, mean_seqlen is
-        total / n_docs. The data pipeline passes a mean document length in which each document is weighted by its
+        mean_seqlen: a mean document length in tokens, by which attention chooses its kernels. By default, mean_seqlen
+        is total / n_docs. The data pipeline passes a mean document length in which each document is weighted by its
         length.
         traffic: for each attention window, the keys that this rank of a context group sends and receives. See
         `share_context`. With `traffic`, cu_seqlens describes the whole stream, and the other tensors hold only the
         rank's own tokens.
-        last_positions: the last position in each token's document; by default it is found in position_ids. A rank of a
+        last_positions: the last position in each token's document, by default computed from position_ids. A rank of a
         context group may hold only parts of documents, so last_positions must be given with `traffic`.
         Raises: ValueError if shapes do not match, traffic is given without last_positions, or a single document has
         more tokens than the model has learned positions. If cu_seqlens is given, the lengths of the documents are not
@@ -304,8 +307,8 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """A decoder block: x + attention(norm(x)), then x + ffn(norm(x)).
 
-    With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before they are
-    added.
+    With config.extras.post_norms (Gemma 2 and 3), the outputs of attention and FFN are also normalised before the
+    residual additions.
 
     rotates: whether the layer has RoPE.
     """
@@ -325,10 +328,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns two tensors whose sum is the hidden states. The second result may be None.
+        """Returns two tensors whose sum is the output of the block. The second tensor may be None.
 
         x, added: two tensors whose sum is the input, (total, dim) each. If `added` is None, the block computes all its
-        residual additions, and the second result is also None.
+        residual additions, and the second returned tensor is also None.
         """
         if added is not None:
             return self._adds_later(x, schedule, rotary, added)
@@ -344,14 +347,14 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         x, normed = add_and_norm(x, added, self.attention_norm, keep_sum=True)
         y = self.attention_post_norm(self.attention(normed, schedule, rotary))
-        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first add_and_norm has already saved x
+        x, normed = add_and_norm(x, y, self.ffn_norm, keep_sum=False)  # the first call of add_and_norm has saved x
         return x, self.ffn_post_norm(self.ffn(normed))
 
 
 class Head(nn.Linear):
     """The last linear layer and the loss.
 
-    FSDP gathers the weight of an untied head when the layer is called, so `forward` also computes the loss.
+    `forward` also computes the loss, because FSDP gathers the weight of an untied head when `forward` is called.
 
     softcap: the soft cap on the logits, or 0.
     """
@@ -373,8 +376,8 @@ class Head(nn.Linear):
 class SelfAttention(nn.Module):
     """Self-attention: the projection to queries, keys and values, an attention function, and the output projection.
 
-    One matmul computes queries, keys and values. With three matmuls, autocast would keep three copies of x
-    in 16 bits for the backward pass, instead of one. Queries, keys and values have the same dtype.
+    One matmul computes queries, keys and values. With three separate matmuls, autocast would keep three 16-bit copies
+    of x for the backward pass, instead of one copy. Queries, keys and values have the same dtype.
     rotates: whether the layer has RoPE. checkpointed: whether activation checkpointing recomputes the block.
     """
 
@@ -389,7 +392,7 @@ class SelfAttention(nn.Module):
         self.attention: Callable[..., Tensor] = attention
         self.split_heads = _head_splitter(config.qk_norm, rotates, checkpointed)
         scores = {"softmax_scale": config.extras.softmax_scale, "softcap": config.extras.softcap}
-        self.scores = {name: value for name, value in scores.items() if value}  # pass only options that are set
+        self.scores = {name: value for name, value in scores.items() if value}  # only the options that are set
 
     def forward(self, x: Tensor, schedule: Schedule, rotary: RotaryTable | None) -> Tensor:
         """Shapes: x (total, dim) -> (total, dim)."""
@@ -425,7 +428,7 @@ def _rotated_first(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None
 
 
 def _rotated_in_checkpoint(layer: SelfAttention, qkv: Tensor, rotary: RotaryTable | None) -> QKV:
-    # In a compiled checkpoint, torch 2.11 would save the q, k and v of `_rotated`, which an autograd.Function returns.
+    # In a compiled checkpoint, torch 2.11 would save the tensors that `_rotated` gets from an autograd.Function.
     return (_rotated_first if torch.compiler.is_compiling() else _rotated)(layer, qkv, rotary)
 
 

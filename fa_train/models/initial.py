@@ -1,5 +1,6 @@
-"""Initial values of parameters. The values depend on the seed and the parameter's name, not on the number of ranks.
+"""Initial values of parameters.
 
+A parameter's values depend on the seed and the parameter's name, not on the number of ranks.
 Parameters are drawn one after another, each as a whole tensor in fp32 and from a separate generator. If a parameter is
 sharded, each rank keeps only its own rows of the tensor. The values are rounded to the parameter's dtype. CPUs and GPUs
 draw different values from the same seed.
@@ -44,7 +45,7 @@ _DRAWN_ON: ContextVar[torch.device | None] = ContextVar("drawn_on", default=None
 
 @contextmanager
 def drawn_on(device: torch.device) -> Iterator[None]:
-    """Makes `device` draw all values, including those of parameters on other devices."""
+    """Makes `device` draw all values, including the values of parameters on other devices."""
     token = _DRAWN_ON.set(device)
     try:
         yield

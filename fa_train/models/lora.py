@@ -1,8 +1,8 @@
 """LoRA and QLoRA adapters (arXiv:2106.09685, arXiv:2305.14314).
 
-The model's weights are frozen. QLoRA also quantizes the frozen weights to 4 bits. For each adapted matrix W of a linear
-layer, two low-rank matrices A and B are trained, and a multiple of the product `B A` is added to W. Tensor names and
-files are those of peft, so peft and fa_train can load each other's adapters. The GPT joins some matrices of a
+The model's weights are frozen. QLoRA also quantizes the frozen weights to 4 bits. Each adapted matrix W of a linear
+layer has two low-rank matrices A and B, which are trained. A multiple of the product `B A` is added to W. Tensor names
+and files are those of peft, so peft and fa_train can load each other's adapters. The GPT joins some matrices of a
 checkpoint into one, such as the matrices of queries, keys and values. Each part of a joined matrix has a separate
 adapter, as in peft.
 """
@@ -53,9 +53,9 @@ class LoRA:
     lora_alpha: the product `B A` is multiplied by `lora_alpha / r`, or by `lora_alpha / sqrt(r)` if use_rslora is true
     (arXiv:2312.03732).
     lora_dropout: the dropout probability of adapter inputs.
-    target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. "all-linear" means all
-    linear layers of the blocks. A string other than "all-linear" is a regular expression that full module names must
-    match.
+    target_modules: a list of Hugging Face's module names or of their last parts, such as q_proj. The string
+    "all-linear" means all linear layers of the blocks. A string other than "all-linear" is a regular expression that
+    full module names must match.
     quantization: "nf4" quantizes the weights of all linear layers of the blocks to 4 bits with torchao.
     path: the folder of a peft adapter to train further, or None for new adapters. The adapter_config.json in the folder
     replaces r, lora_alpha, use_rslora and target_modules.
@@ -150,7 +150,7 @@ class LoRA:
             )
 
     def _require_no_recomputation(self, model: GPT) -> None:
-        """Rejects dropout with memory levers that recompute, because recomputation would draw another dropout mask."""
+        """Rejects dropout if a memory setting recomputes activations, because recomputation would draw another mask."""
         memory = model.memory
         if self.lora_dropout and (memory.checkpointing != "none" or memory.mlp_chunk):
             raise ValueError(
@@ -191,7 +191,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (total, in_features) -> (total, out_features)."""
-        x = x.to(compute_dtype(x))  # W and all matrices A use the same rounded copy of x
+        x = x.to(compute_dtype(x))  # W and all matrices A are multiplied by the same rounded copy of x
         y = self._base(x)
         if not self.lora_A:
             return y
@@ -200,7 +200,7 @@ class LoRALinear(nn.Linear):
         return torch.addmm(y, F.linear(seen, down.to(x.dtype)), up.to(x.dtype).T)
 
     def frozen(self) -> FrozenLinear:
-        """Returns the tensors that an FFN in chunks needs from this layer. memory.mlp_chunk refuses dropout."""
+        """Returns the tensors of this layer that TiledAdaptedFFN needs. memory.mlp_chunk refuses dropout."""
         a, b = self._factors() if self.lora_A else (None, None)
         return FrozenLinear(self.weight, self.bias, a, b, *self._nf4_parts())
 
@@ -287,7 +287,7 @@ def adapters_of(model: GPT) -> Adapters | None:
     layers = list(adapted(model))
     if not layers:
         return None
-    blocks: dict[tuple[str, str], list[LoRALinear]] = {}  # {(block, "attention" or "ffn"): the block's LoRA layers}
+    blocks: dict[tuple[str, str], list[LoRALinear]] = {}  # {(block, "attention" or "ffn"): LoRA layers}
     for path, linear in layers:
         _, block, part, _ = path.split(".")
         blocks.setdefault((block, part), []).append(linear)
@@ -360,7 +360,7 @@ def save_adapter(model: GPT, folder: str | Path, base: str | None) -> None:
     settings = next(linear.settings for _, linear in adapted(model))
     targets = settings.target_modules
     if model.origin is not None and model.origin.has_images:
-        # full names, because a module of the image encoder can share the last part of its name with an adapted one
+        # full names, because the last part of an adapted module's name can also occur in the image encoder
         targets = sorted(name for _, linear in adapted(model) for name in linear.names.values())
     elif targets == ALL_LINEAR:
         targets = sorted({part for _, linear in adapted(model) for part in linear.names})
@@ -408,8 +408,8 @@ def load_adapter(model: GPT, folder: Path) -> None:
             own.copy_(tensor[rows])
 
 
-# Fields of adapter_config.json: those in `READ` are used, those in `IRRELEVANT` can have any value, and those in
-# `REQUIRED` must have one of the listed values. A field outside `READ`, `IRRELEVANT` and `REQUIRED` must be unset.
+# In adapter_config.json, fields in `READ` are used, fields in `IRRELEVANT` can have any value, and fields in `REQUIRED`
+# must have one of the listed values. A field outside `READ`, `IRRELEVANT` and `REQUIRED` must be unset.
 READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
 IRRELEVANT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode",
@@ -467,7 +467,7 @@ def _keep_loaded_base(model: GPT, weights: Mapping[str, Tensor], prefix: str, *a
     """
     for name, own in model.named_parameters():
         loaded = weights.get(prefix + name) if name in model.base_weights else None
-        if loaded is None or isinstance(own, DTensor):  # a resumed sharded run loads no other base model
+        if loaded is None or isinstance(own, DTensor):  # when a sharded run resumes, it never loads another base model
             continue
         if own.is_meta or not torch.equal(own, loaded.to(own)):
             model.base_weights = frozenset()

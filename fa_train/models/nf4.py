@@ -11,8 +11,8 @@ from torch import Tensor
 from fa_kernels.nf4 import dequantize
 from fa_train.private_names import TESTED
 
-BLOCK, SCALER_BLOCK = 64, 256  # elements per scale, and the largest number of scales per second-level scale
-# a 4-bit weight consists of its codes and these tensors: three for the scales, and the table of values
+BLOCK, SCALER_BLOCK = 64, 256  # 64 elements share a scale, and up to 256 scales share a second-level scale
+# the tensors of a 4-bit weight besides its codes: three tensors for the scales, and the table of values
 NF4_PARTS = ("quantized_scalers", "quantization_factor", "scaler_mean", "nf4")
 
 
@@ -30,7 +30,8 @@ def nf4_linear(
 ) -> Tensor:
     """Computes x W^T. The backward pass dequantizes W again.
 
-    Shapes: x (..., in_features) -> (..., out_features). The other tensors are the parts of W, as in `nf4_weight`.
+    Shapes: x (..., in_features) -> (..., out_features). The tensors other than x are the parts of W, as in
+    `nf4_weight`.
     """
     parts = codes, quantized_scalers, quantization_factor, scaler_mean, nf4
     return F.linear(x, nf4_weight(parts, out_features, x.shape[-1], x.dtype))
@@ -80,7 +81,7 @@ nf4_linear.register_autograd(_gradient_of_x, setup_context=_save_parts)
 def nf4_weight(parts: Sequence[Tensor], out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
     """Dequantizes a weight to (out_features, in_features) in `dtype`.
 
-    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao dequantizes it.
+    On a GPU, a kernel dequantizes the weight without temporary tensors. On the CPU, torchao dequantizes the weight.
     parts: the 4-bit codes, and the tensors of NF4_PARTS in their order.
     """
     run = _weight_by_kernel if parts[0].is_cuda else _weight_by_torchao

@@ -171,7 +171,7 @@ def rope_scaling(parameters: Mapping[str, Any], original_max_seq_len: int | None
     Raises: ValueError if rope_type is unknown, or a field is missing, unknown or out of range.
     """
     given = dict(parameters)
-    kind = given.pop("type", None)  # before transformers 4.43, rope_type was named type
+    kind = given.pop("type", None)  # before transformers 4.43, the field rope_type was named type
     kind = given.pop("rope_type", kind)
     if kind != "default" and kind not in SCALINGS:
         raise ValueError(f"rope_scaling.rope_type must be one of default, {', '.join(SCALINGS)}; got {kind}")

@@ -1,4 +1,4 @@
-"""Checks the tensors of a packed stream, and builds the schedule, which says which keys each query sees."""
+"""Checks the tensors of a packed stream, and builds the schedule of attention: the keys that each query sees."""
 
 import torch
 from torch import Tensor

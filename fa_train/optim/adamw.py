@@ -61,7 +61,7 @@ def adamw_8bit(
 def adamw_bf16(
     model: nn.Module, *, lr: NonNegativeFloat, weight_decay: NonNegativeFloat, betas: Betas, eps: PositiveFloat
 ) -> Optimizer:
-    """Returns AdamW for bf16 weights, with bf16 moments. Stochastic rounding replaces fp32 master weights.
+    """Returns AdamW for bf16 weights, with bf16 moments. Stochastic rounding makes fp32 master weights unnecessary.
 
     Raises: ValueError if a trained weight is not bf16. For example, the weights of LoRA adapters are always fp32.
     """
@@ -112,9 +112,9 @@ KINDS: dict[OptimizerKind, Callable[..., Optimizer]] = {
 
 
 def kind_of(optimizer: Callable[..., Optimizer]) -> OptimizerKind | None:
-    """Returns which function of this file makes the optimizer. Returns None for a user's own optimizer.
+    """Returns the name of the function in this file that makes the optimizer. Returns None for a user's own optimizer.
 
-    optimizer: one of the functions of this file, a functools.partial of it, or any other callable.
+    optimizer: a function of this file, a functools.partial of such a function, or any other callable.
     """
     function = optimizer.func if isinstance(optimizer, partial) else optimizer
     return next((kind for kind, own in KINDS.items() if function is own), None)

@@ -58,7 +58,7 @@ def update_in_place(skipped: Tensor, updates: list[tuple[Tensor, Tensor]]) -> No
 
 
 class CompiledStep:
-    """Gives an optimizer a `step` that passes the shards of DTensors to a compiled function.
+    """Gives an optimizer a method `step`, which passes the local shards of DTensors to a compiled function.
 
     grad_scale, found_inf: fp32 scalars on the device of the weights. As in torch's fused AdamW, `step` divides the
     gradients by grad_scale, and changes nothing if found_inf is not 0. The host does not wait for grad_scale and
@@ -104,7 +104,7 @@ class CompiledStep:
     def _update(
         self, weight: Tensor, gradient: Tensor, state: dict[str, Any], scalars: Scalars, group: dict[str, Any]
     ) -> None:
-        """Updates one parameter and its state in place. weight, gradient: the tensors of this rank."""
+        """Updates one parameter and its state in place. weight, gradient: this rank's rows."""
         raise NotImplementedError
 
 

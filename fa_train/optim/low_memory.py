@@ -33,7 +33,7 @@ _round_stochastically, _dequantize, _quantize, _divide_blocks = (
 )
 
 
-Moment = tuple[Tensor, ...]  # either one tensor, or three tensors for 8-bit values: codes, scales and code book
+Moment = tuple[Tensor, ...]  # one tensor, or three tensors for a moment of 8-bit values: codes, scales and code book
 
 
 def _update(
@@ -77,10 +77,10 @@ def _value(moment: Moment) -> Tensor:
 def _parts_of(value: Tensor, moment: Moment, *, is_signed: bool, stochastic: bool) -> Moment:
     """Converts an fp32 value to the format of `moment`: one tensor, or the codes and scales of an 8-bit moment.
 
-    is_signed: True for the first moment, and False for the second moment, which is never negative. A positive second
-    moment is never rounded to 0, because a step divides by its square root. stochastic: whether a bf16 second moment is
-    rounded stochastically. Otherwise, a second moment could stop decreasing too early, because small decreases would be
-    rounded away.
+    is_signed: whether `value` is the first moment; the second moment is never negative. A positive second moment is
+    never rounded to 0, because a step divides by its square root. stochastic: whether a bf16 second moment is rounded
+    stochastically. Without stochastic rounding, a second moment could stop decreasing too early, because small
+    decreases would be rounded away.
     """
     if len(moment) == 1:
         rounds = stochastic and not is_signed and moment[0].dtype is torch.bfloat16
@@ -101,7 +101,7 @@ class _AdamWOfTorchao(CompiledStep):
     """Replaces the `step` of torchao's AdamW with a `step` that computes the same weights and needs less host time.
 
     torchao's `step` calls torch.compile for each parameter in each step, and passes DTensors to the compiled function.
-    _AdamWOfTorchao compiles one function once for each shape, and passes local shards to the function.
+    The new `step` calls one function, which is compiled once for each shape, and passes local shards to this function.
     The learning rate is a float, as in torch's optimizers.
     """
 
@@ -195,7 +195,7 @@ class OffloadedAdamW(CPUOffloadOptimizer):
                 on_host.copy_(on_gpu)
 
     def _require_same_weights(self, saved: dict[str, Any]) -> None:
-        """Compares the inner optimizers with the saved ones: one per large parameter, and one for the small ones."""
+        """Checks that the inner optimizers have the same weights as the inner optimizers that wrote `saved`."""
         own = [*self.optim_dict.values(), *([] if self.d_opt is None else [self.d_opt])]
         theirs = [*saved["offloaded"], *([saved["on-device"]] if "on-device" in saved else [])]
         counts = [len(self.optim_dict), _count([] if self.d_opt is None else self.d_opt.param_groups)]
@@ -222,7 +222,10 @@ class OffloadedAdamW(CPUOffloadOptimizer):
 
 
 def _with_states(saved: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns a copy of the state_dict `saved`. `change` is applied to all values in the parameters' states."""
+    """Returns a copy of the state_dict `saved`.
+
+    In the copy, `change` is applied to all values in the parameters' states.
+    """
     states = {
         parameter: {name: change(value) for name, value in state.items()} for parameter, state in saved["state"].items()
     }

@@ -21,12 +21,12 @@ from fa_train.models.shards import local, own_rows
 from fa_train.optim.compiled_step import CompiledStep, Groups, Scalars, adamw_values, update_in_place
 from fa_train.optim.resume import require_same_weights
 
-DRAWN = 2**23  # the number of elements whose low bits are drawn at a time; each element needs up to 16 bytes meanwhile
+DRAWN = 2**23  # the number of elements whose low bits are drawn at a time; drawing takes up to 16 bytes per element
 COLUMNS = 16  # if the number of elements is a multiple of 16, Triton uses vector loads, which are twice as fast
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits fp32 values into the bits of the rounded bf16 values and the low bits, both as int16."""
+    """Splits fp32 values into two int16 tensors: the bits of the rounded bf16 values, and the low bits."""
     bits = master.view(torch.int32)
     quiet_nan = (bits >> 16) | 0x40  # rounding could turn a NaN into infinity or zero
     high = torch.where(master.isnan(), quiet_nan, (bits + 0x8000) >> 16)
@@ -36,7 +36,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 def join(high: Tensor, low: Tensor) -> Tensor:
     """Reverses `split`. A NaN stays NaN, but its bits may change.
 
-    If the bf16 weight is 0 and the low bits are negative, the low bits count as 0. Otherwise, the result would be NaN.
+    If the bf16 weight is 0, negative low bits count as 0, because the result would otherwise be NaN.
     """
     is_zero = (high & 0x7FFF) == 0
     bits = (high.to(torch.int32) << 16) + torch.where(is_zero, low.clamp(min=0), low).to(torch.int32)
@@ -46,7 +46,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
 def first_low_bits(parameter: Tensor) -> Tensor:
     """Returns the initial low bits of a bf16 parameter, int16, in the shape of this rank's rows.
 
-    The low bits depend only on the element's place in the parameter, so any number of ranks draws the same bits.
+    The low bits depend only on the element's place in the parameter, and not on the number of ranks.
     """
     own, rows = own_rows(parameter.detach())
     result = torch.empty_like(own, dtype=torch.int16)
@@ -88,14 +88,13 @@ _compiled_update = torch.compile(_update, fullgraph=True)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Reshapes x to a matrix of `COLUMNS` columns, or to a vector if that is not possible.
+    """Reshapes x to a matrix of `COLUMNS` columns, or to a vector if its size is not a multiple of `COLUMNS`.
 
     Parameters of many shapes become matrices of the same width, so one compiled update serves all of them. The result
     shares the memory of x.
     """
     flat = x.view(-1, COLUMNS) if x.numel() and x.numel() % COLUMNS == 0 else x.view(-1)
-    # Without `.data`, x would be the base of the result, and torch.compile would compile the update again for each base
-    # with other dimensions.
+    # Without `.data`, the result is a view of x, and torch.compile compiles the update again for each shape of x.
     return flat.data
 
 
@@ -106,7 +105,7 @@ class MasterWeightsAdamW(CompiledStep, Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the states in their own dtypes.
+        """Loads the states without changing their dtypes.
 
         Optimizer.load_state_dict of torch would round the states to the dtype of the weights.
         Raises: ValueError as fa_train.optim.resume.require_same_weights.

@@ -1,7 +1,7 @@
 """Restores optimizers and learning-rate schedules from checkpoints.
 
 A restored optimizer has the settings of the new run, such as lr, and not the settings of the checkpoint. A restored
-schedule has the settings of the new run too, and continues at the checkpoint's step. The optimizers of adamw.py
+schedule has the settings of the new run, and continues at the checkpoint's step. The optimizers of adamw.py
 reject a checkpoint that another kind of optimizer wrote.
 """
 
@@ -21,19 +21,19 @@ from fa_train.optim.compiled_step import CompiledStep
 from fa_train.optim.schedule import LearningRateSchedule, steps_in
 
 OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}  # torch's add these
-NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop have more state
+NEED_STATE = ("amsgrad", "centered", "momentum")  # with these settings, torch's Adam and RMSprop store more tensors
 
 
 def keep_own_settings(optimizer: Optimizer, scheduler: LRScheduler) -> None:
     """Makes an optimizer and its scheduler keep their settings when they load a checkpoint.
 
-    A scheduler of torch loads only the number of its steps, and repeats these steps with its own settings. A scheduler
-    with its own load_state_dict is not changed, and continues with the checkpoint's lr. An optimizer that does not call
-    Optimizer.__init__, such as torchao's CPUOffloadOptimizer, is not changed either.
+    A scheduler of torch loads only its number of steps, and repeats these steps with the settings of the new run. A
+    scheduler with its own load_state_dict is not changed, and continues with the checkpoint's lr. An optimizer that
+    does not call Optimizer.__init__, such as torchao's CPUOffloadOptimizer, is not changed.
     """
     kind: Any = type(scheduler)
     is_torch = isinstance(scheduler, LRScheduler) and kind.load_state_dict.__module__ == LRScheduler.__module__
-    repeats = is_torch and not isinstance(scheduler, ReduceLROnPlateau)  # its steps depend on a metric
+    repeats = is_torch and not isinstance(scheduler, ReduceLROnPlateau)  # ReduceLROnPlateau needs a metric
     sets_lr = repeats or isinstance(scheduler, LearningRateSchedule)
     kept_from_checkpoint = {"params"} if sets_lr else {"params", "lr"}
     # before FSDP2 loads a checkpoint, it makes an optimizer step, which can add entries such as a step count
@@ -51,8 +51,8 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 
     names: the names of the settings of each parameter group.
     Moments and step counts do not change. In some optimizers, the parameter groups also hold values that every step
-    updates, such as d of Prodigy. These values are not settings, and do not change: they have defaults, but are not
-    arguments of the class.
+    updates, such as d of Prodigy. Such values have defaults, but are not arguments of the optimizer's class. The
+    function does not replace them.
     Raises: ValueError if another optimizer wrote the checkpoint, if the number of weights or the shape of a moment
         differs, or if a setting needs a state that the checkpoint lacks.
     """
@@ -66,7 +66,7 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
         for group, chosen in zip(optimizer.param_groups, names, strict=False)
     ]
     if len(own) != len(saved["param_groups"]):
-        return saved  # a group was added after keep_own_settings
+        return saved  # a parameter group was added after the call of keep_own_settings
     for group, settings in zip(saved["param_groups"], own, strict=True):
         for name in NEED_STATE if isinstance(optimizer, Adam | RMSprop) else ():
             if settings.get(name) and not group.get(name, True):
@@ -79,9 +79,10 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any], names: Sequen
 
 
 def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: ValueError if `optimizer` is torch's, and the names of settings show that another one wrote `saved`.
+    """Raises: ValueError if `optimizer` is torch's, and the names of settings show that another class wrote `saved`.
 
-    Another version of torch may have added or removed settings, so the error needs a missing and an unknown setting.
+    Versions of torch differ in their settings, so the error is raised only if one setting is missing and another is
+    unknown.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return  # a user's subclass may have renamed its own settings
@@ -98,9 +99,9 @@ def _require_same_class(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Checks that the state_dict `saved` fits the optimizer's weights.
 
-    `saved` has no names of weights, so the check compares the numbers of weights. For our optimizers and most of
-    torch's, it also compares the shapes of the moments. With a moment of another shape, a fused optimizer of torch
-    would write outside its memory.
+    `saved` has no names of weights, so the check compares the numbers of weights. For the optimizers of fa_train and
+    most optimizers of torch, the check also compares the shapes of the moments. With a moment of another shape, a fused
+    optimizer of torch would write outside its memory.
     Raises: ValueError if the number of weights in a group, or the shape of a moment, differs.
     """
     own, theirs = ([len(group["params"]) for group in x] for x in (optimizer.param_groups, saved["param_groups"]))
@@ -124,7 +125,7 @@ def require_same_weights(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 def _moments_like_weights(optimizer: Optimizer, state: Mapping[str, Any]) -> list[Tensor]:
     """Returns those tensors of a weight's state that must have the weight's shape."""
     own_step = not type(optimizer).step.__module__.startswith("torch.optim") and not isinstance(optimizer, CompiledStep)
-    if own_step or isinstance(optimizer, Adafactor | LBFGS):  # these may have tensors of any shape
+    if own_step or isinstance(optimizer, Adafactor | LBFGS):  # such optimizers may store tensors of any shape
         moments = [state.get("exp_avg")] if isinstance(optimizer, Adam) else []
     else:
         moments = [value for name, value in state.items() if name != "step"]
@@ -136,7 +137,7 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
     """Calls scheduler.step() until the scheduler has made as many steps as the scheduler that wrote `saved`.
 
     load: the scheduler's own load_state_dict, which is called if the scheduler must go back to an earlier step. Only
-    Lightning's tuners go back.
+    Lightning's tuners go back to an earlier step.
     """
     missing = steps_in(saved) - steps_in(scheduler.state_dict())
     if missing < 0:
@@ -152,7 +153,8 @@ def _repeat_steps(scheduler: Any, load: Callable[[Any, Any], None], saved: dict[
 def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, Any]) -> None:
     """Checks that the configured optimizer can load the state_dict `saved`.
 
-    configured: what makes the optimizer, as for fa_train.optim.adamw.kind_of. A user's own optimizer is not checked.
+    configured: the function that makes the optimizer, as for fa_train.optim.adamw.kind_of. A user's own optimizer is
+    not checked.
     Raises: ValueError if another optimizer wrote `saved`.
     """
     own = kind_of(configured)
@@ -167,7 +169,7 @@ def require_same_kind(configured: Callable[..., Optimizer], saved: Mapping[str, 
 def kinds_that_write(saved: Mapping[str, Any]) -> Sequence[OptimizerKind]:
     """Returns the optimizers of fa_train.optim.adamw that may have written the state_dict `saved`.
 
-    The result is empty if none of them can have written `saved`.
+    The result is empty if none of these optimizers can have written `saved`.
     """
     if "offloaded" in saved:
         return ["adamw_offload"]

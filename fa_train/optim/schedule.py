@@ -28,8 +28,9 @@ class LearningRateSchedule(LambdaLR):
 def steps_in(saved: Mapping[str, Any]) -> int:
     """Returns the number of steps in the state_dict of a scheduler.
 
-    The state_dict of a ChainedScheduler has no number of steps. The result is then the number of its first scheduler.
-    Raises: ValueError if `saved` has no number of steps. This can happen with a user's own scheduler.
+    The state_dict of a ChainedScheduler has no number of steps. For a ChainedScheduler, the result is the number of
+    steps of its first scheduler.
+    Raises: ValueError if `saved` has no number of steps, which can happen with a user's own scheduler.
     """
     if "last_epoch" in saved:
         return int(saved["last_epoch"])
@@ -67,7 +68,7 @@ def warmup_cosine(
 
 
 def unfinished_warmup(*, warmup_steps: int, max_steps: int, lr: float) -> str | None:
-    """Returns a warning if a run ends before the warm-up of `warmup_cosine`, and otherwise None.
+    """Returns a warning if a run ends before its warm-up ends, and otherwise None.
 
     max_steps: the number of steps of the run. lr: the optimizer's lr.
     """

@@ -22,8 +22,9 @@ class Agreement:
         self._asked: dist.Work | None = None
 
     def largest(self, answer: int) -> int:
-        """Sends this rank's answer, and returns the largest answer of all ranks at the previous call, or 0 at first.
+        """Sends this rank's answer.
 
+        Returns the largest answer that the ranks sent in the previous call, or 0 in the first call.
         Each call starts an all-reduce of the ranks' answers, unless an earlier all-reduce has found a maximum other
         than 0. After a maximum other than 0 is found, each call returns this maximum, and starts no all-reduce.
         """

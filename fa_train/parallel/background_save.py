@@ -22,7 +22,7 @@ from fa_train.checkpoints.files import PARTIAL, CheckpointError, not_written, re
 from fa_train.memory.host_pages import own_pages
 
 PATIENCE = timedelta(hours=1)  # how long a rank waits for the slowest rank to write its part of a checkpoint
-PINNED_FROM = 2**20  # bytes; smaller tensors are copied fast enough without pinning
+PINNED_FROM = 2**20  # in bytes; smaller tensors are copied fast enough without pinned memory
 Key = tuple[Any, ...]
 
 

@@ -1,4 +1,4 @@
-"""Sets NCCL's options: how long ranks wait for each other, the flight recorder, and the priority of ddp's kernels."""
+"""Sets NCCL's timeout, its flight recorder (a log of collectives), and the priority of ddp's kernels."""
 
 import os
 from datetime import timedelta
@@ -19,8 +19,8 @@ def configure(trainer: L.Trainer, *, has_timeout: bool) -> None:
 
     With high priority, NCCL's kernels can begin while kernels of the backward pass wait for free multiprocessors.
     Values that the user has set do not change.
-    has_timeout: whether the config has the key strategy.timeout. The timeout itself does not show this, because the
-    user can set torch's default.
+    has_timeout: whether the config has the key strategy.timeout. The value of the timeout does not show whether the
+    user has set it, because the user can set torch's default.
 
     If a collective times out, the rank writes records of its last collectives to nccl_trace_rank_<rank> in the run's
     folder, and ends. Call `configure` before the process group exists.

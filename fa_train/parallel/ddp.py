@@ -34,7 +34,7 @@ def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimize
 
     The check needs no GPU time.
 
-    DDP averages the gradients of the weights that are trained when it wraps the model. DDP ignores weights that are
+    DDP averages the gradients of the weights that are trained when DDP wraps the model. DDP ignores weights that are
     unfrozen later. If a weight is frozen later, DDP averages only a part of the gradients, unless
     find_unused_parameters is true.
     model: the strategy's model. Only a DistributedDataParallel is checked.
@@ -61,6 +61,6 @@ def require_averaged(model: Any, at_start: Mapping[nn.Parameter, bool], optimize
 
 
 def _names(module: nn.Module, parameters: Set[nn.Parameter]) -> str:
-    """Returns text with the name of the first parameter and, if there are others, their number."""
+    """Returns a text with the name of the first parameter, and the number of the other parameters if there are any."""
     first, *others = [name for name, parameter in module.named_parameters() if parameter in parameters]
     return f"{first} and {len(others)} more" if others else first

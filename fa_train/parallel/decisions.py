@@ -1,5 +1,6 @@
-"""Decisions that must be equal on all ranks, such as the run's folder. Rank 0 decides and tells the other ranks.
+"""Decisions that must be equal on all ranks, such as the run's folder.
 
+Rank 0 makes a decision, and sends it to the other ranks.
 The decisions are needed before the process group exists. Ranks exchange decisions through torch's TCPStore, at the
 address that the process group uses later. The launcher of train.py makes some decisions itself, and tells them to all
 ranks in an environment variable.
@@ -33,7 +34,7 @@ def fresh_folder(wanted: str) -> str:
     """Creates the folder `wanted` and returns its path.
 
     If the folder `wanted` exists, creates the first of `wanted-1`, `wanted-2` and so on that does not exist.
-    Raises: ValueError if the folder above `wanted` cannot be created, for example because `runs` is a broken link.
+    Raises: ValueError if the parent folder of `wanted` cannot be created, for example because `runs` is a broken link.
     """
     folder, number = Path(wanted), 0
     try:

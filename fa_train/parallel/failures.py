@@ -57,7 +57,8 @@ def failures_reported(mistakes: tuple[type[Exception], ...]) -> Iterator[None]:
 def ctrl_c_ends_at_once() -> None:
     """Makes Ctrl-C end this process at once. A process prints one line before it ends, unless its rank is above 0.
 
-    While the program starts, libraries can swallow a KeyboardInterrupt. If Ctrl-C is ignored, it remains ignored.
+    While the program starts, libraries can swallow a KeyboardInterrupt. If the process already ignores Ctrl-C, nothing
+    changes.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end_at_once)
@@ -83,7 +84,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
     elif SHOW_TRACEBACK or kind == "error":
         traceback.print_exception(error)
     elif not has_own_launcher() and (not os.environ.get(ERROR_FILE) or os.environ.get("RANK") == "0"):
-        # if the condition above is false, the launcher prints the error
+        # if this condition is false, the launcher prints the error
         print(f"error: {message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -91,7 +92,7 @@ def end_rank(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -
 
 
 def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> tuple[Kind, str]:
-    """Writes the reason why this rank ends to the error file. Returns the kind of the error and the message.
+    """Writes to the error file why this rank ends. Returns the kind of the error and the message.
 
     mistakes: as in failures_reported.
     """
@@ -109,7 +110,7 @@ def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> 
         try:
             Path(file).write_text(json.dumps(reported), encoding="utf-8")
         except OSError:
-            if Path(file).is_file():  # not if it is a device
+            if Path(file).is_file():  # a device, such as /dev/null, is not deleted
                 with suppress(OSError):
                     Path(file).unlink()  # the launcher would fail to read an unfinished file
             print(f"error: {message}", file=sys.stderr)
@@ -117,7 +118,7 @@ def report(error: BaseException, mistakes: tuple[type[Exception], ...] = ()) -> 
 
 
 def reason(rank: object, kind: Kind, message: str) -> str:
-    """Returns one line that says why a rank has failed. kind, message: what the rank has reported."""
+    """Returns one line that says why a rank has failed. kind, message: as the rank has reported them."""
     if kind == "mistake":  # a mistake is usually the same on all ranks, so the line names no rank
         return message
     if kind == "exit":

@@ -2,10 +2,11 @@
 
 Each rank keeps a shard of every parameter: some of the parameter's rows. Weights are gathered in groups: each block is
 a group, and so are the embeddings and the head. The weights of each group are gathered before the group's forward pass.
-A block is freed after its forward pass and gathered again before its backward pass, unless reshard_after_forward is
-false. As soon as the backward pass of a group has computed the group's gradients, they are averaged and sharded. An
-untied head stays gathered from its forward pass to its backward pass, because the model's backward pass begins with the
-head. The last norm, and the token embedding if it is tied to the head, stay gathered for the whole micro-batch.
+The gathered weights of a block are freed after its forward pass and gathered again before its backward pass, unless
+reshard_after_forward is false. The gradients of a group are averaged and sharded as soon as the group's backward pass
+has computed them. An untied head stays gathered from its forward pass to its backward pass, because the model's
+backward pass begins with the head. The last norm, and the token embedding if it is tied to the head, stay gathered for
+the whole micro-batch.
 
 With replicas > 1 (HSDP), the ranks are divided into replicas of equal size. Each replica holds the whole model, sharded
 over the ranks of the replica. Gradients are also averaged between replicas, once per step.

@@ -53,7 +53,8 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
         "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RUN_ID": "train.py", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "HYDRA_FULL_ERROR": str(int(SHOW_TRACEBACK)),  # the user's value; in this process, train.py has set it to 1
+        # this is the user's value of HYDRA_FULL_ERROR, which train.py has set to 1 in this process
+        "HYDRA_FULL_ERROR": str(int(SHOW_TRACEBACK)),
     }  # fmt: skip
     environments = {rank: shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(n_ranks)}
     commands = dict.fromkeys(environments, ("-u", sys.argv[0], *arguments))
@@ -77,7 +78,7 @@ def launch(n_ranks: int, arguments: Sequence[str], told: Mapping[str, Any]) -> N
 
 
 class _Forwarding:
-    """Forwards signals to all ranks. `signum` is the first signal, or 0.
+    """Forwards signals to all ranks. `signum` is the number of the first signal, or 0 before any signal.
 
     Before `begin`, signals are kept, and `begin` forwards the first one. After `begin`, a second signal raises
     _StoppedError if it comes more than `REPEATED` seconds after the first signal.
@@ -141,7 +142,10 @@ def _exits(ranks: PContext, failed: Mapping[int, ProcessFailure]) -> list[Proces
 
 
 def root(failures: Sequence[ProcessFailure]) -> ProcessFailure:
-    """Returns the failure that caused the others. A lost connection counts as the consequence of another failure."""
+    """Returns the failure that caused all other failures.
+
+    A lost connection counts as the consequence of another failure.
+    """
     return min(failures, key=lambda failure: _kind(failure) == "lost connection")
 
 

@@ -78,8 +78,8 @@ class FolderWriter(dcp.FileSystemWriter):
     """Torch's writer of a sharded folder. When all ranks have written their parts, rank 0 adds the file `META`."""
 
     def __init__(self, folder: Path, meta: dict[str, Any], *, on_host: bool) -> None:
-        # Data in host memory needs no copy. With per_thread_copy_ahead > 0, torch would wait for the current GPU, and a
-        # new thread's current GPU is GPU 0.
+        # Data in host memory needs no copy. With per_thread_copy_ahead > 0, torch would wait for the current GPU, which
+        # is GPU 0 in a new thread.
         super().__init__(folder, per_thread_copy_ahead=0 if on_host else COPY_AHEAD)
         self._meta = meta
 

@@ -51,7 +51,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def shared_memory(device: torch.device) -> int:
     """Returns the most bytes of shared memory that a program can use on a CUDA device."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stub lacks the attribute, hence Any
+    properties: Any = torch.cuda.get_device_properties(device)  # Any, because torch's type stub lacks the attribute
     return int(properties.shared_memory_per_block_optin)
 
 

@@ -28,7 +28,7 @@ from fa_train.models.lora import adapted, adapter_values, merge, save_adapter
 from fa_train.parallel.sharded_checkpoint import load_into, read_parts, require_whole
 
 ROPE_KEYS = ("model.rope_scaling", "model.rope_theta", "model.max_seq_len")
-# the values of data._target_ for texts, and for mixes, which can contain texts; without a tokenizer, bytes are tokens
+# the values of data._target_ for data that can contain texts; without a tokenizer, each byte of a text is a token
 OF_TEXTS = {f"fa_train.data.datamodule.{name}_data" for name in ("stdlib", "text", "hf", "mix")}
 CHATS_OF_MIX = "fa_train.data.mixing.sft_part"  # the value of data.sources.<name>._target_ for chats
 # a function that takes a vocabulary size and builds the run's model and adapter on torch's default device
@@ -54,17 +54,18 @@ Trained with fa_train. The tokens and losses are those of the exported step.
 def export_run(
     checkpoint: Path, run: Path, build: Build, config: Mapping[str, Any], metrics: Mapping[str, float]
 ) -> list[Path]:
-    """Writes the folder run/exported. If the run has an adapter, also writes run/exported_adapter, for peft.
+    """Writes the folder run/exported.
 
-    Each folder is written under a temporary name, and renamed when it is complete. The folder replaces an earlier
-    export of the run. Returns the paths of the written folders.
-    config: see `write`. metrics: the newest metrics of the run. See `metrics_of` for what the model card contains.
+    If the run has an adapter, also writes the folder run/exported_adapter, which peft can load.
+    Each folder is written under a temporary name, and renamed when it is complete. A complete folder replaces an
+    earlier export of the run. Returns the paths of the written folders.
+    config: see `write`. metrics: the newest metrics of the run. `metrics_of` chooses the metrics for the model card.
     Raises: ValueError if the export fails. The message of the error names the checkpoint, which stays intact.
     """
     folder, adapter_folder = run / "exported", run / "exported_adapter"
     unfinished = run / "exported.partial"
     written = []
-    shutil.rmtree(unfinished, ignore_errors=True)  # a folder that an earlier, killed export left
+    shutil.rmtree(unfinished, ignore_errors=True)  # removes the folder of an earlier export that was killed
     try:
         model, step = load(checkpoint, build)
         base = None if model.origin is None else model.origin.folder
@@ -124,8 +125,9 @@ def write(
     config: the run's config, with the keys choices, model, data, seq_len, batch_size and seed.
     metrics: the metrics of the model's step, by name.
     dtype: the dtype of the written weights. By default, a fine-tuned model gets the dtype that its base model's
-    config.json names, if that dtype is a key of DTYPES. In all other cases, the weights keep the dtype of the training.
-    adapter: whether to write only the adapter, in fp32, without merging it.
+    config.json names, if that dtype is a key of DTYPES. In all other cases, the weights are written in the dtype that
+    they had in training.
+    adapter: whether to write only the unmerged adapter, in fp32.
     Raises: ValueError if `adapter` is True and `dtype` is set, or if `adapter` is True and the model has no adapter.
     """
     if adapter and dtype is not None:
@@ -135,7 +137,7 @@ def write(
     tokenizer: SavesTokenizer | None = loaded.hf if isinstance(loaded, HFTokenizer) else loaded
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     ends = answer_ends(loaded)
-    # for the model card, because an adapter has neither config.json nor generation_config.json
+    # An adapter has neither config.json nor generation_config.json, so the model card lists RoPE and end tokens.
     rope = new_rope(model) if adapter else None
     eos = eos_ids(model, tokenizer, ends)
     new_eos = eos if adapter and model.origin is not None and eos != model.origin.eos_ids else []
@@ -157,8 +159,8 @@ def write(
 def load(checkpoint: Path, build: Build, chosen: Collection[str] = ()) -> tuple[GPT, int]:
     """Loads a trained model to the CPU. Returns the model and the number of optimizer steps that trained it.
 
-    A checkpoint with an adapter does not contain the frozen base model. `build` loads or draws the base model's
-    weights.
+    A checkpoint with an adapter does not contain the frozen base model. `build` loads the base model's weights, or
+    draws them at random.
     chosen: the config keys that the user has overridden. An overridden key may have another value than in training.
     Raises: CheckpointError if the checkpoint is damaged, does not fit the model of `build`, was trained with other
     settings, or has weights that are NaN or infinite.
@@ -189,7 +191,7 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
     For example, the config.json of the base model can have changed. chosen: see `load`.
     """
     if any(f"{key}.".startswith(tuple(f"{of_rope}." for of_rope in ROPE_KEYS)) for key in chosen):
-        chosen = {*chosen, *ROPE_KEYS}  # overriding one key of ROPE_KEYS can change the other two
+        chosen = {*chosen, *ROPE_KEYS}  # overriding one key of ROPE_KEYS can change the values of the other two keys
     if (model.config.rope_scaling or {}).get("rope_type", "default") in ("default", "linear"):
         chosen = {*chosen, "model.max_seq_len"}  # with these RoPE types, max_seq_len does not affect results
     changes = differences("model", model.config.values(), content.get(ARCHITECTURE), "the export", chosen)
@@ -202,7 +204,7 @@ def _require_same_settings(model: GPT, content: Mapping[str, Any], checkpoint: P
 
 
 def require_same_tokenizer(checkpoint: Path, config: Mapping[str, Any], chosen: Collection[str] = ()) -> None:
-    """Checks that the vocabulary and the chat template are those of the training, by hashes in the checkpoint.
+    """Checks, by hashes in the checkpoint, that the vocabulary and the chat template have not changed since training.
 
     Older checkpoints have no such hashes, and are not checked.
     config: the run's config, as for `write`. chosen: as for `load`.
@@ -299,9 +301,9 @@ def _loading_code(pretrained: str, has_tokenizer: bool, rope: Mapping[str, Any] 
 def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | None:
     """Returns the tokenizer of a run's data, with its chat template.
 
-    If the run was trained on texts, the tokenizer begins a text as in training: with one bos, or with no special token
-    if there is no bos. Slow tokenizers are not changed.
-    Returns None if the data are random tokens. Also returns None if a function of the user loads the data, and
+    If the run was trained on texts, the tokenizer puts one bos before each text, as in training. A tokenizer without a
+    bos puts no special token before a text. A slow tokenizer is returned unchanged.
+    Returns None if the data are random tokens. Also returns None if the user's own function loads the data, and
     data.tokenizer is not a name.
     Raises: ValueError if the tokenizer or the chat template is not found.
     """
@@ -329,7 +331,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> HFTokenizer | SavesTokenizer | No
 
 
 def _has_texts(data: Mapping[str, Any]) -> bool:
-    """Returns whether some documents of a run are texts, which TextEncoder encodes.
+    """Returns whether a run's data contain texts, which TextEncoder encodes.
 
     data: the run's config group `data`.
     """
@@ -339,7 +341,7 @@ def _has_texts(data: Mapping[str, Any]) -> bool:
 
 
 def answer_ends(tokenizer: HFTokenizer | SavesTokenizer | None) -> list[int]:
-    """Returns the special token that ends an answer in the tokenizer's chat template, or [] if there is none."""
+    """Returns [the token that ends an answer in the chat template], or [] if there is no such token."""
     if not isinstance(tokenizer, HFTokenizer) or not tokenizer.hf.chat_template or not tokenizer.hf.is_fast:
         return []
     end_id = ChatEncoder(tokenizer).end_id

@@ -1,8 +1,8 @@
 """The supported families of Hugging Face checkpoints, and how their config.json and tensors map to a GPT.
 
-A family is one value of model_type in config.json. Each family lists the fields of config.json that are read, those
-that must have certain values, and those that have no effect on the GPT. A field that a family does not list is an
-error.
+A family is one value of model_type in config.json. Each family lists three kinds of fields of config.json: fields that
+are read, fields that must have certain values, and fields that have no effect on the GPT. A field that a family does
+not list is an error.
 """
 
 import copy
@@ -25,8 +25,8 @@ class Layout:
     """The names of the tensors in a family's checkpoints.
 
     layers: the name of a layer in the checkpoint, with {} for its number.
-    outer: for modules outside the layers, maps the GPT's name to the checkpoint's name.
-    inner: for modules within a layer, maps the GPT's name to one or more names of the checkpoint. If a module of the
+    outer: maps the GPT's name of each module outside the layers to the checkpoint's name.
+    inner: maps the GPT's name of each module within a layer to one or more names in the checkpoint. If a module of the
     GPT has several names in the checkpoint, the checkpoint's weights are joined along their rows into one weight.
     transposed: whether the checkpoint stores the weights of linear layers as (in, out).
     """
@@ -56,8 +56,9 @@ class CheckpointFamily:
 
 
 def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns config.json, or the language model's part of it if the model also reads images (Gemma 3 4B and larger).
+    """Returns the fields of config.json that describe the language model.
 
+    Gemma 3 models of 4B and larger also read images.
     The part of config.json that describes the image encoder is ignored. An export contains only the language model.
     """
     if config.get("model_type") != WITH_IMAGES:
@@ -69,8 +70,9 @@ def text_part(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily, Any]:
-    """Returns the family and transformers' config object, which has all defaults and the field names of transformers 5.
+    """Returns the family and transformers' config object.
 
+    The config object has all default values, and the field names of transformers 5.
     Raises: ValueError if the family does not know a field of config.json, or does not support its value.
     """
     family = _family(config, path)
@@ -81,8 +83,8 @@ def understood(config: Mapping[str, Any], path: Path) -> tuple[CheckpointFamily,
     except (StrictDataclassError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     if hasattr(normalised, "rope_parameters"):
-        # `for_model` has already called this method, but only a second call copies original_max_position_embeddings
-        # into rope_parameters. Models of transformers also call this method twice.
+        # Only the second call of standardize_rope_params copies original_max_position_embeddings into rope_parameters.
+        # `for_model` has made the first call. Models of transformers also call standardize_rope_params twice.
         normalised.standardize_rope_params()
     for name, supported in family.required.items():
         found = getattr(normalised, name, supported[0]) if config.get(name) is None else config[name]
@@ -165,7 +167,7 @@ def _smollm3(config: Any) -> dict[str, Any]:
 
 def _gemma2(config: Any) -> dict[str, Any]:
     arguments = _llama(config)
-    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has both sliding_window and sliding_window_size
+    size = getattr(config, "sliding_window_size", None)  # Gemma 2 9B has sliding_window_size and sliding_window
     if size not in (None, config.sliding_window):
         raise ValueError(f"sliding_window_size must equal sliding_window, {config.sliding_window}; got {size}")
     if config.query_pre_attn_scalar <= 0:
@@ -275,7 +277,7 @@ IRRELEVANT = frozenset(
         "_name_or_path", "name_or_path", "_model_name_or_path", "_commit_hash", "architectures", "model_type", "dtype",
         "torch_dtype", "transformers_version", "is_llama_config", "transformers.js_config", "unsloth_version",
         "unsloth_fixed", "max_sequence_length",
-        # initialisation and dropout, which have no effect: the weights are loaded, and the GPT has no dropout
+        # initialisation and dropout have no effect, because weights are loaded and the GPT has no dropout
         "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
         # options for running the model in transformers
         "use_cache", "cache_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp",
@@ -376,7 +378,7 @@ FAMILIES = {
             "activation_function": GELU_TANH,
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
-            "n_special": (0,),  # very old checkpoints can have extra tokens, and n_special is their number
+            "n_special": (0,),  # the number of extra tokens, which only very old checkpoints have
         },
         frozenset({"n_ctx", "gradient_checkpointing"}),
     ),

@@ -66,16 +66,16 @@ def load_pretrained(
     vocab_size: the minimum size of the checkpoint's vocabulary in tokens, or None for no minimum.
     dtype: the dtype of the weights (float32, bfloat16, float16), or None to keep the stored dtype.
     rope_scaling: the RoPE scaling, or None to keep the checkpoint's scaling. The keys of rope_scaling are those of
-    `rope_parameters` in config.json. rope_type="default" removes the scaling. Without rope_type, the new scaling has
-    the checkpoint's rope_type, or yarn if the checkpoint has no scaling.
+    `rope_parameters` in config.json. rope_type="default" removes the scaling. Without rope_type, rope_scaling gets the
+    checkpoint's rope_type, or yarn if the checkpoint has no scaling.
     rope_theta: the base of RoPE's frequencies, or None to keep the checkpoint's base.
     max_seq_len: the number of tokens that the model must support. If rope_scaling has no factor, the factor is computed
-    from max_seq_len, and is at least the checkpoint's factor. If the checkpoint already supports max_seq_len tokens, a
-    rope_scaling without a factor has no effect, unless its rope_type is "default". If rope_scaling, rope_theta or
-    max_seq_len changes RoPE, an export writes the new RoPE to config.json. Weights are read one by one, to torch's
-    default device. If torch's default device is the meta device, `materialise` reads the weights later, and converts
-    them to the parameters' dtype. If `dtype` is None, the parameters have the stored dtype, or fp32 if the files are
-    not on this machine yet.
+    from max_seq_len, and is at least the checkpoint's factor. A rope_scaling without a factor has no effect if the
+    checkpoint already supports max_seq_len tokens. But rope_type="default" always removes the scaling of the
+    checkpoint. If rope_scaling, rope_theta or max_seq_len changes RoPE, an export writes the new RoPE to config.json.
+    Weights are read one by one to torch's default device. If torch's default device is the meta device, `materialise`
+    reads the weights later, and converts them to the parameters' dtype. If `dtype` is None, the parameters have the
+    stored dtype, or fp32 if the checkpoint is not on this machine yet.
     Raises: ValueError if the checkpoint is incomplete, its vocabulary is too small, or a tensor or a field of
     config.json is not supported. ValueError if the resulting RoPE does not support max_seq_len tokens.
     """
@@ -197,7 +197,7 @@ def _with_rope(
     """Returns config.json with a new RoPE scaling, a new RoPE base and a new max_position_embeddings.
 
     max_position_embeddings becomes the number of tokens that the new RoPE supports. Old and new versions of
-    transformers use different names for the fields of RoPE. The result uses the same names as `config`.
+    transformers use different names for the fields of RoPE. The result uses the field names that `config` uses.
     """
     _, normalised = understood(config, path)
     if not hasattr(normalised, "rope_parameters"):
@@ -236,7 +236,7 @@ def _with_rope(
     # transformers ignores original_max_position_embeddings in `fields` if `config` has this key at the top level
     config.pop("original_max_position_embeddings", None)
     theta = own_theta if theta is None else float(theta)
-    if config.get("rope_parameters") is None:  # the field names before transformers 5
+    if config.get("rope_parameters") is None:  # transformers before version 5 reads rope_scaling and rope_theta
         config["rope_scaling"], config["rope_theta"] = None if parsed is None else fields, theta
     else:
         config.pop("rope_scaling", None)  # transformers prefers rope_scaling to rope_parameters
@@ -248,9 +248,9 @@ def _with_rope(
 def _original_length(own: Mapping[str, Any], reach: int) -> int:
     """Returns the number of tokens that the checkpoint would support without its RoPE scaling `own`.
 
-    reach: the number of tokens that the checkpoint supports with this RoPE scaling. A checkpoint with linear scaling
-    does not store its original length. The function then assumes that `reach` is the original length times the factor,
-    which is true for Gemma 3.
+    reach: the number of tokens that the checkpoint supports with its own RoPE scaling. A checkpoint with linear scaling
+    does not store its original length. For linear scaling, the function assumes that `reach` is the original length
+    times the factor, as in Gemma 3.
     """
     if own["rope_type"] != "linear":
         return own.get("original_max_position_embeddings", reach)
@@ -265,8 +265,8 @@ def _asked_scaling(
     """Returns a copy of `scaling`, and adds rope_type and factor if they are missing.
 
     `own` is the checkpoint's scaling. The result is `own` if the checkpoint already supports max_seq_len tokens, and
-    `scaling` contains neither a factor nor rope_type="default". An added factor is at least the factor in `own`,
-    because the checkpoint was trained with the factor in `own`.
+    `scaling` has no factor. But the result is never `own` if `scaling` has rope_type="default". An added factor is at
+    least the factor in `own`, because the checkpoint was trained with the factor in `own`.
     original: the number of tokens that the checkpoint would support without RoPE scaling. own_reach: the number of
     tokens that the checkpoint supports with its own scaling.
     """
@@ -355,7 +355,8 @@ def _candidates(model: ModelConfig, token_ids: Mapping[str, int | None]) -> Iter
     }
     if model.max_seq_len is not None:
         llama["max_position_embeddings"] = model.max_seq_len
-    if model.dim % model.n_heads == 0:  # transformers refuses other llama and arcee models, even with head_dim
+    # transformers refuses llama and arcee models whose dim is not a multiple of n_heads, even if head_dim is set
+    if model.dim % model.n_heads == 0:
         with_ffn_bias = llama | {"mlp_bias": model.ffn_bias}
         yield with_ffn_bias | {"model_type": "llama", "hidden_act": "silu"}
         yield with_ffn_bias | {"model_type": "arcee", "hidden_act": "gelu_pytorch_tanh"}
@@ -395,7 +396,8 @@ def _generation_config(model: GPT, tokenizer: SavesTokenizer | None, ends: Colle
         stored = dict(origin.generation_config)
         if eos != known or stored.get("eos_token_id") is None:
             stored |= {"eos_token_id": _one_or_all(eos)} if eos else {}
-            stored.pop("_from_model_config", None)  # with this key, transformers 4 reads config.json
+            # with _from_model_config, transformers 4 would read config.json, and not this generation_config.json
+            stored.pop("_from_model_config", None)
         return stored
     of_base = {} if origin is None else origin.config
     ids: dict[str, Any] = {name: of_base.get(name) if own[name] is None else own[name] for name in own}
@@ -424,7 +426,8 @@ def _token_ids(tokenizer: SavesTokenizer | None) -> dict[str, int | None]:
 def tensor_places(model: GPT) -> dict[str, Place]:
     """Returns {name of a parameter in transformers: the parameter's place in the model}.
 
-    Names are those of the model that transformers loads from the checkpoint, so the result omits an image encoder.
+    The names are the parameter names of the model that transformers loads. The result has no parameters of an image
+    encoder.
     Raises: ValueError if no supported family matches the model.
     """
     places = places_of(model, FAMILIES[_config(model, None)["model_type"]].layout)

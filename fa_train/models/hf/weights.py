@@ -152,9 +152,9 @@ def read_weights(model: GPT, tensors: Sequence[Stored]) -> None:
 
 
 def _require_equal(head: Tensor, embedding: Tensor, stored: Stored) -> None:
-    """Raises: ValueError if rows of a tied head differ from those of the token embedding.
+    """Raises: ValueError if rows of a tied head differ from the rows of the token embedding.
 
-    If the two tensors have different dtypes, one tensor may be a rounded copy of the other.
+    If the head and the embedding have different dtypes, one of them may be a rounded copy of the other.
     """
     expected = embedding.cpu()
     if not torch.equal(head.to(expected.dtype), expected) and not torch.equal(head, expected.to(head.dtype)):
@@ -190,7 +190,7 @@ def _require_fit(header: Any, place: Place, shape: Sequence[int], what: str) -> 
 
 
 def _dtype_name(stored: str) -> str:
-    """Returns torch's name of a signed integer dtype, such as int64 for I64. Does not change any other name."""
+    """Returns torch's name of a signed integer dtype, such as int64 for I64. Any other name is returned unchanged."""
     return f"int{stored[1:]}" if stored.startswith("I") else stored
 
 
@@ -342,7 +342,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.parent} must hold {path.name}; it does not") from error
     except OSError as error:
         raise ValueError(f"{path} must be a readable file; {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # RecursionError: the file is nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: the JSON is nested too deeply
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object; got {type(content).__name__}")

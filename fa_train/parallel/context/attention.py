@@ -101,7 +101,10 @@ class ContextAttention:
 
 
 def _alibi(slopes: Tensor, q: Tensor, schedule: Schedule) -> list[Tensor]:
-    """Returns the tensors that Features.alibi needs. The last key that a query sees is the key of the query's token."""
+    """Returns the tensors that Features.alibi needs.
+
+    The last key that a query sees is the key of the query's own token.
+    """
     if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.device != q.device:
         raise ValueError(f"alibi_slopes must be ({q.shape[1]},) float32 on {q.device}; got {described(slopes)}")
     return [slopes[None].contiguous(), schedule.key_end - 1, torch.zeros_like(schedule.key_end)]

@@ -1,13 +1,13 @@
 """Operators for flash attention over a stream that several ranks share.
 
-fa_train.parallel.context.traffic chooses one of three ways to compute attention:
-- One run without an exchange: if no query sees keys of other ranks, attention runs once over the rank's own keys.
-- Two runs: if few queries of each rank see keys of other ranks (crossing queries), and the stream has enough attention
-  work per rank, attention runs twice. The first run processes the queries that see only the rank's own keys, while the
-  rank receives keys of other ranks. The second run processes the crossing queries, after the keys have arrived.
-- One run after an exchange: in all other cases, attention runs once for all queries, after the rank has received keys
-  of other ranks. The first and the last kernel of the backward pass run during exchanges, if memory allows it
-  (`overlaps`).
+Queries that see keys of other ranks are called crossing queries. fa_train.parallel.context.traffic chooses one of three
+ways to compute attention:
+1. If no query is a crossing query, attention runs once over the rank's own keys.
+2. If each rank has few crossing queries, and the stream has enough attention work per rank, attention runs twice. The
+   first run processes the queries that see only the rank's own keys, while the rank receives keys of other ranks. The
+   second run processes the crossing queries, after the keys have arrived.
+3. In all other cases, attention runs once for all queries, after the rank has received keys of other ranks. The first
+   and the last kernel of the backward pass run during exchanges, if memory allows it (`overlaps`).
 
 The operators are registered with torch.library, for the reasons that operators.py gives.
 """
@@ -62,8 +62,9 @@ class Context(NamedTuple):
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, context: Context) -> Tensor:
     """Returns o, differentiable in q, k, v and sinks. The arguments are those of `context_forward`.
 
-    Torch's dispatcher and registered autograd take host time. shared_attention skips the dispatcher and registered
-    autograd if no compiler, profiler or other code watches the call (see `observed` in fa_kernels.flash_attention.ops).
+    A call of a registered operator takes host time in torch's dispatcher and in autograd. shared_attention avoids this
+    host time if no compiler, profiler or other code watches the call (see `observed` in
+    fa_kernels.flash_attention.ops).
     """
     if observed(q, k, v, sinks) or may_have_tangents():
         schedules, alibi, moves, options = context
@@ -204,8 +205,8 @@ def context_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gathers keys and values again, and returns dq, dk, dv and dsinks of this rank.
 
-    Each rank sends its parts of dk and dv to the ranks that hold the keys, where they are summed. dsinks is (n_heads,),
-    or empty without sinks. The arguments are those of context_forward.
+    Each rank sends its parts of dk and dv to the ranks that hold the keys, and these ranks sum the parts. dsinks is
+    (n_heads,), or empty without sinks. The arguments are those of context_forward.
     """
     # the length class ("short" to "very_long") selects only forward kernels, so a backward pass can use any class
     options = Options(group, softmax_scale, softcap, "medium", head_groups)
@@ -293,7 +294,10 @@ def _backward_in_one_run(
     group: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes `_backward` if all queries read gathered keys. If memory allows it, kernels run during the exchanges."""
+    """Returns dq, dk, dv and dsinks of one head group if all queries read the buffer of gathered keys.
+
+    Kernels run during the exchanges if memory allows it.
+    """
     during_gathering, during_returning = overlaps(moves, counts)
     exchange = start_gathering([k, v], moves, group)
     keys, values = with_own_rows([k, v], moves, counts.rows)
@@ -390,8 +394,9 @@ def overlaps(moves: Moves, counts: Counts) -> tuple[bool, bool]:
     """Returns whether kernels of the backward pass may run while keys are gathered, and while gradients are returned.
 
     During an exchange, memory also holds the rows that this rank sends and receives. Kernels may run during an exchange
-    only if all these rows fit into the memory that the memory plan counts. The plan assumes one document that fills the
-    stream. Several documents usually need a smaller buffer, which leaves memory for the exchanged rows.
+    only if the buffers and the exchanged rows fit into the memory that the memory plan counts. The plan assumes one
+    document that fills the stream. Several documents usually need a smaller buffer, which leaves memory for the
+    exchanged rows.
     """
     exchanged, spare = int(moves.sizes.sum()), moves.taken.shape[0] - counts.rows
     # The plan counts two full buffers: one of keys and values, one of their gradients. `counts.rows + exchanged` rows

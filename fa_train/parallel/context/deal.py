@@ -1,11 +1,11 @@
 """Decides which tokens of a packed stream each rank of a context group holds.
 
 Only attention connects tokens, so a rank may hold any tokens of the stream. If possible, each rank gets whole documents
-(fa_train.parallel.context.whole_documents), and no keys are sent. Otherwise, the stream is cut into equal chunks, and
-every rank gets the same number of chunks. The assignment of chunks starts with contiguous shares of the stream. With
-contiguous shares, most documents lie within one rank, and few keys need to be sent. But contiguous shares can need
-different amounts of attention work. Pairs of ranks swap runs of consecutive chunks until the work of all ranks is
-almost equal.
+(fa_train.parallel.context.whole_documents), and no keys are sent. If whole documents cannot be assigned, the stream is
+cut into equal chunks, and every rank gets the same number of chunks. The assignment of chunks starts with contiguous
+shares of the stream. With contiguous shares, most documents lie within one rank, and few keys need to be sent. But
+contiguous shares can need different amounts of attention work. Pairs of ranks swap runs of consecutive chunks until the
+work of all ranks is almost equal.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from fa_train.parallel.context.whole_documents import owners_of_documents
 # Chunk sizes in tokens. A tile of 128 or 192 queries should lie in one chunk. A tile with queries of two chunks would
 # also read the keys between the two chunks.
 CHUNK_SIZES = (384, 128, 64, 32, 8)
-MAX_PADDING = 1 / 512  # a chunk size, except the smallest, may pad a stream by at most this fraction of its tokens
+MAX_PADDING = 1 / 512  # padding is at most this fraction of a stream's tokens, except with the smallest chunk size
 TOLERANCE = 0.002  # the busiest rank may have at most `1 + TOLERANCE` times the mean work
 RUN_LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96  # possible numbers of consecutive chunks in a swap
 TRIED = 32  # for each length in `RUN_LENGTHS`, `exchange` compares at most this number of swaps
@@ -29,7 +29,7 @@ FIXED_COST = 4
 
 @dataclass(frozen=True)
 class Deal:
-    """Which rank holds each chunk of a padded stream.
+    """The assignment of the chunks of a padded stream to ranks.
 
     owner: (n_chunks,) int64, the rank of each chunk. Each rank holds the same number of chunks.
     chunk_size: the number of tokens of a chunk. If ranks hold whole documents, chunk_size is 1, because a document can
@@ -134,9 +134,9 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
     A rank may have at most `1 + TOLERANCE` times the mean work. In each swap, the rank with the most work and a second
     rank exchange two runs of consecutive chunks. Both runs have the same number of chunks. The second rank is the one
     with the least work among the ranks for which a swap is possible. If the work of two ranks differs by d, a swap
-    moves at most d / 2. Many swaps are compared. The chosen swap moves the most work per additional chunk of received
-    keys. A swap can include several chunks, because a rank that gets all chunks of a document need not send the
-    document's keys.
+    moves at most d / 2 of the work from one rank to the other. Many swaps are compared. The chosen swap moves the most
+    work per additional chunk of received keys. A swap can include several chunks, because a rank that gets all chunks
+    of a document need not send the document's keys.
 
     owner: (n_chunks,), as in Deal. `exchange` changes the array `owner` in place.
     work: (n_chunks,), the number of keys that each query of a chunk sees, summed over the chunk's queries.
@@ -158,7 +158,7 @@ def exchange(owner: np.ndarray, work: np.ndarray, first: np.ndarray, ranks: int)
         for i, (length, gives, takes) in enumerate(zip(swaps.length, swaps.gives, swaps.takes, strict=True)):
             after[:, i, gives : gives + length] = [[False], [True]]
             after[:, i, takes : takes + length] = [[True], [False]]
-        # the rank that receives more chunks determines the time
+        # of the two ranks, the rank that receives more chunks of keys determines the time of the exchange
         before, received = (received_chunks(x, first).max(axis=0) for x in (held, after))
         useful = np.minimum(swaps.moved, load[most] - mean)
         best = int((useful / np.maximum(received - before + FIXED_COST, 1)).argmax())
@@ -187,8 +187,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
 
     In each swap, rank `most` gives a run of consecutive chunks, and receives a run of the same length from rank
     `least`. The work of rank `most` decreases by at least 1 and at most `limit`. For each length in `RUN_LENGTHS`, the
-    result has at most `TRIED` swaps: the swaps that move the most work. No two swaps contain the same run of rank
-    `most`.
+    result has at most `TRIED` swaps: the swaps that move the most work. No two swaps contain the same run of chunks of
+    rank `most`.
     """
     before = np.append(0, work.cumsum())
     found = []
@@ -196,8 +196,8 @@ def possible_swaps(owner: np.ndarray, work: np.ndarray, most: int, least: int, l
         gives, takes = (_runs(owner == rank, length) for rank in (most, least))
         given, taken = (before[runs + length] - before[runs] for runs in (gives, takes))
         order = np.argsort(taken, kind="stable")
-        # For each run of the busier rank, find the run of the other rank for which the swap moves the most work, but
-        # not more than `limit`. Skip a run of the busier rank if all its swaps would move more than `limit`.
+        # For each run of chunks of the busier rank, find the run of the other rank for which the swap moves the most
+        # work, but not more than `limit`. Skip a run of the busier rank if all its swaps would move more than `limit`.
         index = np.searchsorted(taken[order], given - limit)
         exists = index < len(takes)
         gives, partner = gives[exists], order[index[exists]]

@@ -77,7 +77,7 @@ class Moves(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An exchange that has begun. `leaving` must not be freed before the exchange ends.
+    """An exchange that has begun. `leaving` holds the rows to send, and must not be freed before the exchange ends.
 
     parts: for each exchanged tensor, a tensor whose first rows receive the rows of other ranks.
     """
@@ -113,8 +113,9 @@ def _(x: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
 
 @torch.library.custom_op("fa_train::return_gradients", mutates_args=())
 def return_gradients(d: Tensor, moves: Sequence[Tensor], group: str) -> Tensor:
-    """Returns the gradients of this rank's rows, summed over all ranks. This operator is the gradient of gather_keys.
+    """Returns the gradients of this rank's rows, summed over all ranks.
 
+    This operator computes the gradient of gather_keys.
     Shapes: d (capacity, heads, head_dim) -> (local, heads, head_dim).
     """
     return summed_gradients([d], Moves(*moves), group)[0]

@@ -30,8 +30,8 @@ class ContextShard:
     def __call__(self, batch: Batch) -> Batch:
         """Returns the batch with only this rank's tokens, and with this rank's traffic for each window.
 
-        last_positions says at which position each token's document ends. cu_seqlens still describes the whole stream.
-        If needed, the stream is padded at its end, so that all ranks hold the same number of tokens. Padding has no
+        last_positions holds the last position in each token's document. cu_seqlens still describes the whole stream. If
+        needed, the stream is padded at its end, so that all ranks hold the same number of tokens. Padding has no
         labels, and no query sees padding.
         """
         boundaries = batch["cu_seqlens"].numpy().astype(np.int64)

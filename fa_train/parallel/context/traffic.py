@@ -1,17 +1,17 @@
 """Plans which keys a rank of a context group receives, and which of its own keys the rank sends.
 
-A rank receives only the keys that its queries see. For the queries that see keys of other ranks (crossing queries), a
-buffer holds all keys that these queries see: the keys that the rank receives, and some of the rank's own keys. The
-buffer holds the keys in stream order, so each query that reads the buffer sees one contiguous range of rows. Buffer
+A rank receives only the keys that its queries see. Queries that see keys of other ranks are called crossing queries. A
+buffer holds all keys that the crossing queries see: the keys that the rank receives, and some of the rank's own keys.
+The buffer holds the keys in stream order, so each query that reads the buffer sees one contiguous range of rows. Buffer
 rows that hold no key are 0. A query that is not a crossing query sees only the rank's own keys, which attention reads
 without copying them to the buffer.
 
 Attention can run twice: first for the queries that see only the rank's own keys, and then for the crossing queries.
-A single run for all queries is faster than two runs if many queries of any rank see keys of other ranks, or if there
-is little attention work. Attention then runs only once. If ranks exchange keys and run attention only once, all queries
-read their keys from the buffer. If no query of any rank sees keys of other ranks, nothing is sent, and flash attention
-runs once over each rank's own keys. All ranks run attention the same number of times. If only some ranks ran attention
-twice, a rank with a single run could wait for keys while another rank computes its first run.
+Attention runs only once if a single run for all queries is faster than two runs. A single run is faster if many queries
+of any rank see keys of other ranks, or if there is little attention work. If ranks exchange keys and run attention only
+once, all queries read their keys from the buffer. If no query of any rank sees keys of other ranks, nothing is sent,
+and flash attention runs once over each rank's own keys. All ranks run attention the same number of times. If only some
+ranks ran attention twice, a rank with a single run could wait for keys while another rank computes its first run.
 
 The first call with a new buffer size or a new number of queries costs more host time. Buffer sizes and numbers of
 queries are therefore rounded up, so that only a few values occur.
@@ -54,9 +54,9 @@ class Traffic(NamedTuple):
     kept: Tensor  # (local,) int32, the indices of this rank's tokens whose keys are in the buffer, ascending
     kept_rows: Tensor  # (local,) int32, the buffer row of each token in `kept`
     taken: Tensor  # (capacity,) int32, the buffer row of each received key
-    shared: Tensor  # (local,) int32, ascending; the indices of this rank's tokens that rows in `entries` are added to
-    # entries: (total,) int32, indices of gradient rows, which are added to the tokens in `shared`. `_returns` lists the
-    # gradient rows. All indices for the first token in `shared` come before the indices for the second token.
+    shared: Tensor  # (local,) int32, the indices of this rank's tokens that get gradients from `entries`, ascending
+    # entries: (total,) int32, the indices of the gradient rows (see `_returns`) that are added for the tokens in
+    # `shared`. All indices for the first token in `shared` come before the indices for the second token.
     entries: Tensor
     offsets: Tensor  # (local + 1,) int32, the start of each token's group in `entries`, then the end of the last group
     sizes: list[list[int]]  # two lists: the number of tokens sent to each rank, and the number received from each rank
@@ -69,8 +69,8 @@ class Counts(NamedTuple):
     rows: the number of rows of the buffer. keys: the number of rows that hold a key; all other rows are 0.
     shared: the number of tokens in the tensor Traffic.shared. kept: the number of tokens in the tensor Traffic.kept.
     crossing: the number of queries that read the buffer. queries: `crossing` rounded up.
-    splits: 0 if all queries read the buffer, and 1 if only queries that see keys of other ranks read the buffer.
-    exchanges: 1 if ranks exchange keys, otherwise 0. Ranks exchange keys if `may_split` is false or any query sees keys
+    splits: whether only the queries that see keys of other ranks read the buffer (1), or all queries read it (0).
+    exchanges: whether ranks exchange keys (1 or 0). Ranks exchange keys if `may_split` is false or any query sees keys
     of other ranks. If `exchanges` is 0, flash attention runs once, over the rank's own keys. If `splits` is 1 and
     `exchanges` is 1, attention runs twice: first over the rank's own keys, and then over the keys in the buffer.
     """
@@ -107,7 +107,7 @@ def traffic(deal: Deal, boundaries: np.ndarray, rank: int, window: int | None, *
     owner = deal.owner_of(buffered)
     arriving = np.argsort(owner, kind="stable")  # the buffer row of each key, grouped by the rank that holds the key
     arriving = arriving[owner[arriving] != rank]
-    before = np.append(0, needed.cumsum())  # for each stream position, the number of needed keys before it
+    before = np.append(0, needed.cumsum())  # for each stream position, the number of earlier keys that are needed
     kept = np.flatnonzero(needed[mine])
     sent = [_needed_by(deal, other, mine, start, end) if other != rank else mine[:0] for other in range(deal.ranks)]
     shared, entries, offsets = _returns(np.concatenate(sent), kept if splits else kept[:0])
@@ -175,8 +175,9 @@ def own_ranges(
 def _returns(sent: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns `shared`, `entries` and `offsets` of Traffic.
 
-    One tensor holds all rows that must be added. Its first rows are the gradients that other ranks send back, in the
-    order of `sent`. The other rows are the gradients in this rank's own buffer, in the order of `kept`.
+    One tensor holds all gradient rows that must be added. The first rows of this tensor are the gradients that other
+    ranks send back, in the order of `sent`. The remaining rows are the gradients in this rank's own buffer, in the
+    order of `kept`.
     """
     tokens = np.concatenate([sent, kept])
     shared, numbers = np.unique(tokens, return_counts=True)
@@ -194,7 +195,7 @@ def buffer_rows(n_keys: int, total: int) -> int:
 
 
 def query_rows(n_queries: int, limit: int) -> int:
-    """Returns n_queries rounded up to a multiple of `STEP`, or `limit` if that is smaller. 0 counts as 1.
+    """Returns n_queries rounded up to a multiple of `STEP`, or `limit` if `limit` is smaller. 0 counts as 1.
 
     If n_queries is at least 8 * `STEP`, n_queries is rounded up to a multiple of the power of two that lies between
     n_queries / 8 and n_queries / 4. From one power of two to the next, at most four different results are possible.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAX_DOCUMENTS = 2**14  # a stream with more documents is not tried, because the greedy assignment would take too long
-MAX_LENGTHS = 256  # a swap is chosen from at most this number of documents of each rank, one for each length
+MAX_LENGTHS = 256  # a swap considers at most this number of documents of each rank, which all have different lengths
 MAX_SWAPS = 32  # owners_of_documents makes two rounds of swaps, each with at most max(MAX_SWAPS, 2 * ranks) swaps
 AIM = 0.001  # swaps end when no rank has more than `1 + AIM` times the mean work
 TOLERANCE = 0.01  # an assignment is rejected if a rank's work is above `1 + TOLERANCE` times the mean (see SMALL_WORK)
@@ -89,9 +89,10 @@ def _loads(owner: np.ndarray, lengths: np.ndarray, ranks: int) -> Loads:
 def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Share) -> np.ndarray:
     """Assigns documents from the longest to the shortest, each to the rank with the smallest load so far.
 
-    The load is the dot product of two vectors: the tokens and the work of the rank, and the tokens and the work of the
-    next document. Tokens are divided by share.tokens, and work is divided by share.mean_work. For a long document, the
-    load depends mainly on the rank's work. For a short document, the load depends mainly on the rank's tokens.
+    The load of a rank is the dot product of two vectors. The first vector holds the tokens and the work of the rank,
+    and the second vector holds the tokens and the work of the next document. Tokens are divided by share.tokens, and
+    work is divided by share.mean_work. For a long document, the load depends mainly on the rank's work. For a short
+    document, the load depends mainly on the rank's tokens.
     """
     owner = np.empty(len(lengths), np.int64)
     # tokens_held: each rank's tokens divided by share.tokens. work_held: each rank's work divided by share.mean_work.
@@ -109,7 +110,7 @@ def _greedy_owners(lengths: np.ndarray, work: np.ndarray, ranks: int, share: Sha
 def _swap(owner: np.ndarray, lengths: np.ndarray, loads: Loads, share: Share, weight: float) -> bool:
     """Makes the swap that reduces the excess most, and returns whether a swap was made.
 
-    The rank with the largest excess swaps a document with another rank, or gives or takes a document.
+    The rank with the largest excess gives a document to another rank, takes one from it, or does both.
     """
     excess = share.excess(loads, weight)
     if not excess.any():

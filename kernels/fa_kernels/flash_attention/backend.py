@@ -34,12 +34,13 @@ Call = tuple[tuple[Hashable, ...], Sequence[Tensor | None]]  # the key and the i
 def _call(
     name: str, q: Tensor, tensors: Sequence[Tensor | None], schedule: Schedule, features: Features, *options: Hashable
 ) -> Call:
-    """Returns the key of a recorded call (launch/record.py) and its inputs: `tensors` and the schedule's tensors.
+    """Returns the key and the inputs of a recorded call (launch/record.py).
 
+    The inputs are `tensors` and the schedule's tensors.
     The key contains all values that determine the kernel launches and the checks of checks.py. The tensors of a
-    schedule are always int32, contiguous and on one device. Of these tensors, the key therefore holds only the device
-    and the numbers of tokens and tiles. The key does not hold the strides of contiguous tensors, because these strides
-    follow from the shape or do not matter.
+    schedule are always int32, contiguous and on one device. The key therefore holds only the schedule's device and its
+    numbers of tokens and tiles. The key does not hold the strides of contiguous tensors, because these strides follow
+    from the shape or do not matter.
     """
     key = (
         name,
