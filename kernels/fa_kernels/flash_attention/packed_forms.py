@@ -154,7 +154,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _views(name: str, joined: Tensor, tokens: str, n_tensors: int) -> tuple[Tensor, ...]:
-    """Returns the views of `joined` along its third-last dimension.
+    """Splits `joined` along its third-last dimension, and returns the parts as views.
 
     Autograd stacks the gradients of the views in one operation.
     """

@@ -128,8 +128,8 @@ def repair_backward(
 ) -> None:  # fmt: skip
     """Computes gradients again, in place, for the tiles that are marked (nan_isolation.new_marks).
 
-    of_queries: dq and the NaN marks of dq, or None to leave out dq. of_keys: dk, dv and the NaN marks that both share,
-    or None to leave out dk and dv. dq, dk and dv are contiguous.
+    of_queries: dq and the NaN marks of dq, or None to leave out dq. of_keys: dk, dv and their common NaN marks, or None
+    to leave out dk and dv. dq, dk and dv are contiguous.
     """
     (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
     dkdv_tiles = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
