@@ -10,8 +10,8 @@ from fa_kernels.device import interpreted
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
-# In fp16 and fp32, kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. The relative error
-# of this formula is large for small x.
+# In fp16 and fp32, kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. This formula for
+# tanh(x) has a large relative error for small x.
 MAX_SOFTCAP = 1000.0
 
 
@@ -68,7 +68,7 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 
 def require_schedule_of(q: Tensor, k: Tensor, key_start: Tensor, query_start: Tensor, *, gradients: bool) -> None:
-    """Raises ValueError unless a schedule was built for as many queries and keys as q and k have.
+    """Raises ValueError unless a schedule has as many queries as q and as many keys as k.
 
     key_start, query_start: tensors of the schedule. If `gradients` is False, query_start may be empty.
     Shapes: as in require_consistent.

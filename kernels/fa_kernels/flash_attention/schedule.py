@@ -27,7 +27,7 @@ LengthClass = Literal["short", "medium", "long", "very_long"]
 
 
 class Schedule(NamedTuple):
-    """The range that each token of a packed batch sees, and the order of tiles.
+    """The range of keys that each query sees, the range of queries that see each key, and the order of tiles.
 
     All tensors are int32, on the device of q, k and v. Token indices are positions in the whole batch.
 
@@ -319,8 +319,9 @@ def length_class_of(keys_in_sight: int) -> LengthClass:
 def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tensor:
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
-    With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. If a tile holds several documents, the longer of its first and last document determines the tile's place.
+    In the returned order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest
+    document run last. If a tile holds several documents, the longer of its first and last document determines the
+    tile's place.
 
     Args:
         length: (total,), the length of each token's document. For tiles of queries, `length` holds the number of keys

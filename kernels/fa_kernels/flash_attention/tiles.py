@@ -1,4 +1,4 @@
-"""The tile sizes of the portable kernels for each architecture, head_dim and pass, and the shared memory of tiles."""
+"""The tile sizes of the portable kernels by architecture, head_dim and pass, and the shared memory that tiles need."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -196,7 +196,7 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
 def fit(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int, limit: int
 ) -> TileConfig:
-    """Returns `tiles`, reduced by fewer stages and halved blocks until `limit` bytes of shared memory are enough.
+    """Returns `tiles`, with fewer stages and smaller blocks if `tiles` need more than `limit` bytes of shared memory.
 
     Tiles that are halved to 64 rows get at most four warps, because a warpgroup of four warps computes 64 rows on
     Hopper. With eight warps and two column blocks per head, ptxas 12.8 would generate wrong code for tiles of 64 rows.

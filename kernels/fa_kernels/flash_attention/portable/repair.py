@@ -1,7 +1,7 @@
 """Recomputes tiles whose results contain NaN, because the NaN may have come from another document.
 
-The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if a NaN mark of any
-of its rows is set.
+The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if the NaN mark of
+any of its rows is 1.
 """
 
 import torch
@@ -154,7 +154,7 @@ def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
     """Returns two numbers: how many programs check `n_items` tiles, and how many tiles a program checks at a time.
 
     There is at most one program per multiprocessor. Usually no tile is marked, so a launch that finds no mark must be
-    short.
+    fast.
     """
     if interpreted():
         return min(n_items, 3), 4  # small numbers, so that each program checks several tiles even if inputs are short

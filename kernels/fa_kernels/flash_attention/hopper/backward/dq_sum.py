@@ -46,7 +46,7 @@ def _prepare_kernel(
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     inside = rows < total
-    if unit * BLOCK < total:  # the sum of dQ and the semaphores have no place for blocks of padding
+    if unit * BLOCK < total:  # blocks that hold only padding have no dQ and no semaphores
         if dq_ptr is not None:
             dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):

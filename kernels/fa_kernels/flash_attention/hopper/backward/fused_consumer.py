@@ -97,7 +97,7 @@ class Gradients:
 class Probabilities:
     """P^T [64, M] of one step, in the two forms that the gradients dV and dS need."""
 
-    low: gl.tensor  # P^T in 16 bits, the operand for dV
+    low: gl.tensor  # P^T in 16 bits, the operand of the matmul dV
     factor: gl.tensor  # P^T times the derivative of the soft cap (1 without a soft cap); dS^T = factor * (dP - delta)^T
 
 

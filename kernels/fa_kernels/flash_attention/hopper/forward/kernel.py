@@ -2,8 +2,8 @@
 
 A work item is a tile of queries of one head. The producer warp draws items, posts them for the consumers (queue.py),
 and loads Q, K and V into ring buffers by TMA. Each of two or three consumer warpgroups owns 64 queries of the tile.
-A consumer starts two matmuls at once: Q K^T of one block of keys, and P V of the previous block. The consumer computes
-the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
+A consumer starts the matmul Q K^T of one block of keys, and at the same time the matmul P V of the previous block. The
+consumer computes the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
 
 Each place of a ring buffer has two mbarriers. `full` means that the data has arrived by TMA. `empty` means that the
 consumers have read the data. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
