@@ -10,8 +10,8 @@ from fa_kernels.device import interpreted
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
-# In fp16 and fp32, kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. The relative error
-# of this formula is large for small x.
+# In fp16 and fp32, kernels compute tanh(x) as 1 - 2 / (e^(2 * x) + 1), where x is score / softcap. This formula for
+# tanh(x) has a large relative error for small x.
 MAX_SOFTCAP = 1000.0
 
 
@@ -30,7 +30,7 @@ def require_backend(device: torch.device, dtype: torch.dtype | None = None) -> N
 
 
 def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    """Raises ValueError unless q, k, v and sinks fit together, have supported dtypes and are on a supported device.
+    """Raises ValueError unless q, k, v and sinks have matching shapes, supported dtypes and a supported device.
 
     If a call repeats recorded launches (launch/record.py), require_consistent does not run. The key of a recording
     (backend._call) must contain everything that require_consistent checks.
@@ -68,9 +68,9 @@ def require_consistent(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) ->
 
 
 def require_schedule_of(q: Tensor, k: Tensor, key_start: Tensor, query_start: Tensor, *, gradients: bool) -> None:
-    """Raises ValueError unless a schedule fits the numbers of queries and keys in q and k.
+    """Raises ValueError unless a schedule has as many queries as q and as many keys as k.
 
-    key_start, query_start: tensors of the schedule. query_start may be empty unless `gradients` is True.
+    key_start, query_start: tensors of the schedule. If `gradients` is False, query_start may be empty.
     Shapes: as in require_consistent.
     """
     n_queries, n_keys = q.shape[:-2].numel(), k.shape[:-2].numel()
@@ -94,7 +94,7 @@ def require_differentiable(q: Tensor, k: Tensor, v: Tensor) -> None:
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
     """Returns the factor that multiplies the scores Q K^T: softmax_scale, or head_dim**-0.5 if softmax_scale is None.
 
-    Raises: ValueError if the factor is not positive and finite, or requires a gradient.
+    Raises: ValueError if the factor is zero, negative, infinite or NaN, or if it requires a gradient.
     """
     require_constant("softmax_scale", softmax_scale)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
@@ -109,7 +109,8 @@ def softcap_of(softcap: float) -> float:
     Raises: ValueError if the soft cap is above MAX_SOFTCAP, infinite or NaN, or requires a gradient.
     """
     require_constant("softcap", softcap)
-    # In compiled code, softcap can be symbolic. Comparisons then work, but torch cannot trace math.isfinite.
+    # In compiled code, softcap can be symbolic. Torch can trace comparisons of a symbolic number, but not
+    # math.isfinite.
     if not -math.inf < softcap <= MAX_SOFTCAP:
         raise ValueError(
             f"softcap must be finite and at most {MAX_SOFTCAP:g}, and 0 means no soft cap; got {float(softcap)}"

@@ -66,7 +66,7 @@ def attention_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Computes the gradient of sinks: for each head, sums -delta * (probability of the sink) over all queries.
+    """Computes the gradient of sinks: for each head, the sum of -delta * (probability of the sink) over all queries.
 
     Shapes: sinks (n_heads,), lse and delta (n_heads, total) -> (n_heads,).
     """

@@ -12,10 +12,10 @@ class Features(NamedTuple):
     sinks: (n_heads,) fp32, contiguous, in nats, or None.
     alibi: an empty sequence, or three tensors that are called `slopes`, `aligned` and `document`.
         slopes: (n_docs or 1, n_heads) fp32, contiguous.
-        aligned: (total_q,) int32, for each query the index of the key whose ALiBi bias is 0.
-        document: (total_q,) int32, for each query the index of its row in `slopes`.
-    descale: (2, n_heads) fp32, or None. Row 0 of descale holds the factor of each head's scores, and row 1 the factor
-    of each head's output. Only the forward pass supports descale.
+        aligned: (total_q,) int32, the index of the key for which each query's ALiBi bias is 0.
+        document: (total_q,) int32, the index of the row of `slopes` that each query uses.
+    descale: (2, n_heads) fp32, or None. Row 0 of descale holds a factor for each head's scores. Row 1 holds a factor
+    for each head's output. Only the forward pass supports descale.
     """
 
     softmax_scale: float

@@ -65,9 +65,9 @@ def flash_attn_func(
 ) -> Outputs:
     """Computes attention over a batch of sequences that all have the same length.
 
-    The last query is aligned with the last key. A query that sees no key has output 0, and its lse is the sink of its
-    head, or -inf without sinks. Both o and lse are differentiable in q, k, v and sinks. On GPUs of compute capability
-    8.9 or higher, q, k and v may be float8_e4m3fn if they do not require gradients.
+    The last query is aligned with the last key. If a query sees no key, its output is 0, and its lse is the sink of its
+    head (-inf without sinks). Both o and lse are differentiable in q, k, v and sinks. On GPUs of compute capability 8.9
+    or higher, q, k and v may be float8_e4m3fn if they do not require gradients.
 
     Args:
         q: (batch, seqlen_q, n_heads, head_dim).
@@ -78,7 +78,7 @@ def flash_attn_func(
         causal: if True, a query sees no keys after the key that the query is aligned with.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
-            A softcap above 1000 is refused, because the kernels lose precision.
+            A softcap above 1000 raises ValueError, because the kernels would lose precision.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. If a key is n tokens away from the key that the query is
             aligned with, slope * n is subtracted from the score.
         deterministic: whether gradients are bitwise repeatable. torch.use_deterministic_algorithms also makes gradients
@@ -155,7 +155,7 @@ def flash_attn_varlen_func(
     """Computes attention over documents packed end to end.
 
     Document i is the slice cu_seqlens[i]:cu_seqlens[i + 1] of the rows. Documents may be empty. Rows after the last
-    document have output 0, and their lse is the sink of the head, or -inf without sinks. flash_attn_func describes the
+    document have output 0, and their lse is the sink of the head (-inf without sinks). flash_attn_func describes the
     arguments that are not listed here.
 
     Args:
@@ -164,10 +164,10 @@ def flash_attn_varlen_func(
         v: (total_k, n_kv_heads, v_head_dim), or (n_pages, page_size, n_kv_heads, v_head_dim) with a block_table.
         cu_seqlens_q: (n_docs + 1,) int32, the first query of each document, then the end of the last document.
         cu_seqlens_k: (n_docs + 1,) int32, the first key of each document, then the end of the last document.
-        max_seqlen_q: an upper bound of the queries per document, used only to check cu_seqlens_q.
-        max_seqlen_k: an upper bound of the keys per document. If max_seqlen_k is an int of at least 4096, kernels are
-            chosen for documents of max_seqlen_k keys. A max_seqlen_k that is far too large may therefore make
-            attention slower. Kernels are chosen for the mean length of documents if max_seqlen_k is below 4096, if
+        max_seqlen_q: an upper bound of the number of queries per document, used only to check cu_seqlens_q.
+        max_seqlen_k: an upper bound of the number of keys per document. If max_seqlen_k is an int of at least 4096,
+            kernels are chosen for documents of max_seqlen_k keys. A max_seqlen_k that is far too large may therefore
+            make attention slower. Kernels are chosen for the mean length of documents if max_seqlen_k is below 4096, if
             max_seqlen_k is a tensor, or if the code is compiled.
         alibi_slopes: (n_heads,) or (n_docs, n_heads) float32.
         block_table: (n_docs, pages per document) int32. Key j of document i is in page block_table[i, j // page_size].
@@ -183,7 +183,7 @@ def flash_attn_varlen_func(
             with FLASH_ATTENTION_DEBUG=1, because this check makes the host wait for the GPU. Compiled code never checks
             values. cu_seqlens must start at 0, must not decrease and must not end after the last row. A document may
             have at most max_seqlen_q queries and max_seqlen_k keys. Every page of a document must exist. Wrong values
-            that are not checked give wrong results, but no access out of bounds.
+            that are not checked give wrong results, but never cause an access out of bounds.
     """
     paged = block_table is not None
     for name, x, in_pages in (("q", q, False), ("k", k, paged), ("v", v, paged)):
@@ -206,7 +206,7 @@ def flash_attn_varlen_func(
         causal=causal,
         window_size=window_of(window_size),
         # If compiled code used max_seqlen_k, torch would compile again for each new length class
-        # (schedule.LengthClass). With torch 2.11, each new value of max_seqlen_k would cause a compilation.
+        # (schedule.LengthClass). With torch 2.11, torch would even compile again for each new value of max_seqlen_k.
         seqlen=None if torch.compiler.is_compiling() else _seqlen_that_decides(max_seqlen_k),
         gradients=needs_gradients(q, k, v, sinks),
     )
@@ -387,16 +387,16 @@ def _descale(descales: tuple[Tensor | None, Tensor | None, Tensor | None], q: Te
 def _seqlen_that_decides(max_seqlen: int) -> int | None:
     """Returns the argument `seqlen` of build_schedule: max_seqlen if it is at least `LONG_DOCUMENT`, else None.
 
-    A long document causes most of the batch's work, so the kernels are chosen for the length of the long document.
+    A long document causes most of a batch's work, so kernels are chosen for the length of the longest document.
     """
-    # A tensor max_seqlen is ignored, because reading its value could make the host wait for the GPU.
+    # If max_seqlen is a tensor, it is ignored, because reading its value could make the host wait for the GPU.
     return max_seqlen if isinstance(max_seqlen, int) and max_seqlen >= LONG_DOCUMENT else None
 
 
 def may_read(cu_seqlens: Tensor) -> bool:
     """Returns whether the host is allowed to read the values of cu_seqlens.
 
-    To read values on a GPU, the host must wait for the GPU.
+    Reading values on a GPU makes the host wait for the GPU.
     """
     if torch.compiler.is_compiling():
         return False

@@ -65,15 +65,14 @@ def flash_attn_with_kvcache(
         rotary_sin: like rotary_cos.
         cache_seqlens: an int or (batch,) int32, the number of cached tokens before k is appended; by default the whole
             length of the cache.
-        cache_batch_idx: (batch,) int32, for each sequence the index of its row in the cache.
-        cache_leftpad: (batch,) int32, for each sequence the first position that queries are allowed to see.
-        block_table: (batch, pages per sequence) int32. Entries of block_table after a sequence's last page are
-            ignored.
+        cache_batch_idx: (batch,) int32, the index of each sequence's row in the cache.
+        cache_leftpad: (batch,) int32, the first position of each sequence that queries are allowed to see.
+        block_table: (batch, pages per sequence) int32. Entries of block_table after a sequence's last page are ignored.
         softmax_scale: the factor of the scores; head_dim**-0.5 by default.
         causal: if True, a query sees no keys after the key that the query is aligned with.
         window_size: (left, right), how many keys a query sees to the left and right of its aligned key; -1 means all.
         softcap: replaces each score by softcap * tanh(score / softcap). A softcap of 0 or less means no capping.
-            A softcap above 1000 is refused, because the kernel loses precision.
+            A softcap above 1000 raises ValueError, because the kernel would lose precision.
         rotary_interleaved: whether rotary embedding pairs columns 0 and 1, 2 and 3, and so on. If rotary_interleaved is
             False, column i is paired with column i + rotary_dim / 2.
         alibi_slopes: (n_heads,) or (batch, n_heads) float32. If a key is n tokens away from the query's aligned key,
@@ -236,7 +235,7 @@ def _rows_dense(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _require_shapes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
-    """Raises ValueError unless q, the cache, k and v fit together."""
+    """Raises ValueError unless q, the cache, k and v have matching shapes, one dtype, one device and valid strides."""
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together; got only {'v' if k is None else 'k'}")
     new = {} if k is None or v is None else {"k": k, "v": v}

@@ -20,13 +20,13 @@ ROWS_PER_MARK = tl.constexpr(64)
 def isolate_nan(x):
     """Returns x [N, D] with 0 in place of inf and NaN, and a vector [N] that says which rows of x contained inf or NaN.
 
-    The vector has one element per row of x: NaN if the row contains inf or NaN, and 0 otherwise.
+    An element of the vector is NaN if the row of x contains inf or NaN, and 0 otherwise.
 
     In the forward pass, x is a block of V, and the next matmul computes P V. P is 0 where a query does not see a key.
-    Because 0 * NaN is NaN, NaN would reach other documents without `isolate_nan`. In each query's row of P, the caller
-    can add the elements of the vector that belong to keys that the query sees. With the vector added to P, a query's
-    output o is NaN if the query sees a key whose row of V contains inf or NaN. `isolate_nan` doubles the instructions
-    of a masked loop, so kernels for one document are compiled without `isolate_nan`.
+    Because 0 * NaN is NaN, NaN would reach other documents without `isolate_nan`. For each key that a query sees, the
+    caller can add the key's element of the vector to P of the query and the key. If the caller adds the vector to P,
+    the output o of a query is NaN whenever the query sees a key whose row of V contains inf or NaN. `isolate_nan`
+    doubles the instructions of a masked loop, so kernels for one document are compiled without `isolate_nan`.
     """
     zeros = x * 0.0  # x * 0 is 0 where x is finite, and NaN where x is inf or NaN
     return tl.where(zeros == 0.0, x, 0.0), tl.sum(zeros.to(tl.float32), axis=1)

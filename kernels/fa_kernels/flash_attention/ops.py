@@ -227,8 +227,8 @@ class _Attention(torch.autograd.Function):
         o, lse = _forward(q, k, v, schedule, features, out_dtype, deterministic, is_observed)
         ctx.save_for_backward(q, k, v, o, lse, sinks, *features.alibi)
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-        # All layers share the schedule, so it is not passed to save_for_backward: hooks may offload the tensors that
-        # save_for_backward receives.
+        # The schedule is not passed to save_for_backward, because hooks may offload saved tensors, but all layers share
+        # the schedule.
         ctx.options = schedule, features.softmax_scale, features.softcap, deterministic
         ctx.set_materialize_grads(False)
         return (o, lse) if wants_lse else o
@@ -337,7 +337,7 @@ def flash_attention_forward(
 
 @register_flop_formula(torch.ops.flash_attention.forward)
 def _forward_flops(q_shape, k_shape, v_shape, *args, out_shape=None, **kwargs) -> int:
-    """Counts two matmuls over all pairs of a query and a key (see `_pairs`)."""
+    """Counts the FLOPs of two matmuls over all pairs of a query and a key (see `_pairs`)."""
     return 2 * _pairs(q_shape, k_shape) * (q_shape[-1] + v_shape[-1])
 
 

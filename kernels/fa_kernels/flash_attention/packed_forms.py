@@ -102,7 +102,7 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: (total, 3, n_heads, head_dim).
         cu_seqlens: (n_docs + 1,) int32, the first token of each document, then the end of the last document.
-        max_seqlen: an upper bound of the tokens per document.
+        max_seqlen: an upper bound of the number of tokens per document.
 
     Returns:
         o (total, n_heads, head_dim).
@@ -154,7 +154,7 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _views(name: str, joined: Tensor, tokens: str, n_tensors: int) -> tuple[Tensor, ...]:
-    """Returns the views of `joined` along its third-last dimension.
+    """Splits `joined` along its third-last dimension, and returns the parts as views.
 
     Autograd stacks the gradients of the views in one operation.
     """

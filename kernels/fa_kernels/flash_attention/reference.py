@@ -22,8 +22,8 @@ def attention_reference(
     """Computes attention over packed documents in `dtype`, with all scores in memory.
 
     The arguments are those of flash_attn_varlen_func. Returns o (total_q, n_heads, v_head_dim) and lse
-    (n_heads, total_q); both are differentiable. A query that sees no key has output 0, and its lse is the sink of
-    its head, or -inf without sinks. Queries after the last document see no key.
+    (n_heads, total_q); both are differentiable. If a query sees no key, its output is 0, and its lse is the sink of its
+    head (-inf without sinks). Queries after the last document see no key.
     """
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     total_q, n_heads, head_dim = q.shape

@@ -17,17 +17,17 @@ from fa_kernels.flash_attention import schedule_cache, schedule_kernel
 
 WORK_TILE = 128  # tokens per tile in query_tiles and key_tiles; must be a multiple of the kernels' block sizes
 WIDE_TILE = 192  # tokens per tile in wide_query_tiles, for Hopper's forward kernels with tiles of 192 rows
-# Bounds between length classes. The length is the largest number of keys that a query can see. docs/hopper.md says
-# which kernels run for each length class.
+# Bounds between the length classes. Here, the length of a document is the largest number of keys that a query can see.
+# docs/hopper.md says which kernels run for each length class.
 SHORT_DOCUMENT = 2**9  # for shorter documents, key_tiles is ascending, so that neighbouring tiles share queries in L2
-LONG_DOCUMENT = 2**12  # for packed documents of this length, Hopper's forward processes only a few heads at a time
+LONG_DOCUMENT = 2**12  # Hopper's forward processes few heads at a time for packed documents of this length or more
 VERY_LONG_DOCUMENT = 2**16
 
 LengthClass = Literal["short", "medium", "long", "very_long"]
 
 
 class Schedule(NamedTuple):
-    """The range that each token of a packed batch sees, and the order of tiles.
+    """The range of keys that each query sees, the range of queries that see each key, and the order of tiles.
 
     All tensors are int32, on the device of q, k and v. Token indices are positions in the whole batch.
 
@@ -91,9 +91,10 @@ def build_schedule(
         window_size: (left, right), the numbers of keys that a query sees before and after the key with which the query
             is aligned. A negative `left` or `right` means all keys on that side.
         padded: whether there can be tokens after the last document.
-        seqlen: the number of keys per document. It determines the length class. The default is the mean number.
-        gradients: whether the schedule must also serve backward passes. If gradients is False, the fields that
-            only backward passes read (query_start, query_end, key_tiles) may be empty.
+        seqlen: the number of keys per document, which determines the length class. The default is the mean number of
+            keys per document.
+        gradients: whether the schedule must also serve backward passes. If gradients is False, the fields that only
+            backward passes read (query_start, query_end, key_tiles) may be empty.
     """
     left, right = window_size
     if causal:
@@ -318,14 +319,15 @@ def length_class_of(keys_in_sight: int) -> LengthClass:
 def document_by_document(length: Tensor, tile: int, *, last_first: bool) -> Tensor:
     """Returns the order of tiles of `tile` tokens: all tiles of the longest document come first.
 
-    With this order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest document
-    run last. If a tile holds several documents, the longer of its first and last document determines the tile's place.
+    In the returned order, tiles that run at the same time share keys (or queries) in L2. The tiles of the shortest
+    document run last. If a tile holds several documents, the longer of its first and last document determines the
+    tile's place.
 
     Args:
         length: (total,), the length of each token's document. For tiles of queries, `length` holds the number of keys
             in each query's document. For tiles of keys, `length` holds the number of queries in each key's document.
-        last_first: whether a document's last tile comes first. Under a causal mask, a document's last tile of queries
-            has the most work, and so has its first tile of keys.
+        last_first: whether a document's last tile comes first. Under a causal mask, the last tile of queries and the
+            first tile of keys of a document have the most work.
     """
     of_last = length[tile - 1 :: tile]
     if length.numel() % tile:

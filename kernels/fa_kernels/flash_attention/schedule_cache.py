@@ -69,6 +69,6 @@ def find_or_build(key: Hashable, build: Callable[[], _T]) -> _T:
             value = build()
         if len(_KEPT) >= MAX_SCHEDULES:
             oldest, *_ = _KEPT
-            _KEPT.pop(oldest, None)  # with None, pop raises no KeyError if another thread has removed the key
+            _KEPT.pop(oldest, None)  # the default None avoids a KeyError if another thread has removed the key
         _KEPT[key] = value
     return value

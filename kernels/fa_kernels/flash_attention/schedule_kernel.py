@@ -24,7 +24,7 @@ from fa_kernels.flash_attention.structure import structure
 from fa_kernels.launch.record import launch_unspecialised
 from fa_kernels.torch_private import may_be_traced
 
-TOKENS = 512  # a program computes the ranges of this number of tokens
+TOKENS = 512  # the number of tokens whose ranges a program computes
 TILES = 32  # a program computes the positions of this number of tiles in query_tiles, wide_query_tiles or key_tiles
 OTHERS = 256  # a program compares its own tiles with this number of tiles at a time
 WARPS = 8  # per program
@@ -54,7 +54,7 @@ class _Side:
 
 @structure
 class _Ranges:
-    """For each query, the range of keys that it sees, or for each key, the range of queries that see it."""
+    """The range of keys that each query sees, or the range of queries that see each key."""
 
     start: tl.tensor
     end: tl.tensor
@@ -80,7 +80,7 @@ def _document_of(tokens, cu_ptr, n_edges, stride):
 
 @triton.jit
 def _edge(index, cu_ptr, n_edges, total):
-    """Returns element `index` of cu_seqlens. A wrong cu_seqlens cannot give a result below 0 or above `total`."""
+    """Returns element `index` of cu_seqlens. The result is from 0 to `total`, even if cu_seqlens is wrong."""
     edge = tl.load(cu_ptr + tl.minimum(tl.maximum(index, 0), n_edges - 1))
     return tl.minimum(tl.maximum(edge, 0), total)
 
@@ -158,7 +158,7 @@ def _schedule_kernel(
 ):  # fmt: skip
     """Each program computes a part of the tensors of a schedule.
 
-    In the order of their ids, programs compute query_tiles, wide_query_tiles, the ranges of queries, key_tiles, and the
+    Programs compute, in the order of their ids, query_tiles, wide_query_tiles, the ranges of queries, key_tiles and the
     ranges of keys. A launch without gradients has no programs for key_tiles and for the ranges of keys.
     out_ptr: the buffer that holds all tensors, with the layout of `_layout`.
     """
@@ -256,8 +256,8 @@ def schedule_tensors(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: (n_docs + 1,) int32, contiguous.
-        window: (left, right). A query sees the key with which it is aligned, `left` keys before it and `right` keys
-            after it. -1 means all keys on that side.
+        window: (left, right). A query sees its aligned key, `left` keys before the aligned key and `right` keys after
+            the aligned key; -1 means all keys on one side.
         keys_in_order: whether key_tiles is in ascending order.
         gradients: whether to compute query_start, query_end and key_tiles, which only backward passes read. If
             gradients is False, query_start, query_end and key_tiles are empty.

@@ -14,10 +14,10 @@ def tanh(x, dtype: tl.constexpr):
     """Computes tanh(x) in fp32, where x is score / softcap. `dtype` is the dtype of q and k.
 
     The forward and the backward pass use the same formula, so that the recomputed P is consistent with lse. bf16 and
-    narrower dtypes use the approximate instruction `tanh.approx`. Its relative error of 2^-11 is below the rounding
-    error of bf16 scores. For fp16 and fp32, tanh(x) is computed as `1 - 2 / (e^(2 * x) + 1)`. With `tanh.approx` in
-    fp16, the error of dK could exceed twice the error of torch if all scores of a key are close to the soft cap. Each
-    term of dK has the factor `1 - tanh(x)^2`, which is small for scores close to the soft cap.
+    narrower dtypes use the approximate instruction `tanh.approx`. The relative error of `tanh.approx`, 2^-11, is below
+    the rounding error of bf16 scores. For fp16 and fp32, tanh(x) is computed as `1 - 2 / (e^(2 * x) + 1)`. With
+    `tanh.approx` in fp16, the error of dK could exceed twice the error of torch if all scores of a key are close to the
+    soft cap. Each term of dK has the factor `1 - tanh(x)^2`, which is small for scores close to the soft cap.
     """
     if _INTERPRETED:  # the interpreter cannot run PTX
         t = 1.0 - 2.0 / (tl.math.exp2(x * 2.8853900817779268) + 1.0)
@@ -51,8 +51,8 @@ def cap(scores, softmax_scale, softcap, dtype: tl.constexpr):
 def alibi_bias(slope, aligned, keys):
     """Computes ALiBi's bias in log2 units: -slope * |aligned - key| (arXiv:2108.12409).
 
-    aligned: for each query, the index of the key that the query is aligned with. A document's last query is aligned
-    with the document's last key.
+    aligned: the index of the key with which each query is aligned. A document's last query is aligned with the
+    document's last key.
     Shapes, for M queries and N keys: `slope` [M, 1], `aligned` [M, 1], `keys` [1, N] -> [M, N]. All shapes can also be
     transposed: `slope` [1, M], `aligned` [1, M], `keys` [N, 1] -> [N, M].
     """

@@ -8,10 +8,10 @@ import triton.language as tl
 def online_softmax_step(scores, row_max, row_sum, scale_log2, MASKED: tl.constexpr):
     """Updates the running maximum and sum of M rows with one block of scores [M, N].
 
-    Returns (p, rescale, new_max, new_sum). p is 2^(scores * scale_log2 - new_max) [M, N]. The caller must
-    multiply its sum of P V over earlier blocks by `rescale` [M], because the maximum may have changed. new_sum [M] is
-    already relative to new_max. new_max [M] is in log2 units. Scores can be -inf only if the argument `MASKED` is
-    true. The sum of a row stays 0 while all scores of the row are -inf.
+    Returns (p, rescale, new_max, new_sum). p is 2^(scores * scale_log2 - new_max) [M, N]. The caller must multiply its
+    sum of P V over earlier blocks by `rescale` [M], because the maximum may have changed. new_sum [M] is the sum of
+    2^(scores * scale_log2 - new_max) over all blocks so far. new_max [M] is in log2 units. Scores can be -inf only if
+    the argument `MASKED` is true. The sum of a row stays 0 while all scores of the row are -inf.
     """
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
     if MASKED:

@@ -1,4 +1,4 @@
-"""Maps programs to tiles and heads, so that the tiles with the most work start first and K and V stay in L2.
+"""Maps programs to tiles and heads, so that the tiles with the most work start first, and K and V stay in L2.
 
 The heads are divided into groups, called sections. All tiles of one section run before the tiles of the next section,
 so that the data in use fits in L2.
@@ -22,8 +22,8 @@ def tile_and_head(program, tiles_ptr, n_tiles, n_heads, section, TILES_PER_WORK_
     Consecutive programs process one tile for all heads of a section, then the next tile for the same heads, and so on.
     After the last tile, the programs continue with the next section of heads. The argument `section` is the number of
     heads per section. tiles_ptr holds the schedule's order of tiles; if it is None, tiles are processed in ascending
-    order. One tile of the schedule consists of `TILES_PER_WORK_TILE` tiles of the kernel. The last of these tiles is
-    processed first.
+    order. The kernel divides each tile of the schedule into `TILES_PER_WORK_TILE` smaller tiles, and processes the last
+    smaller tile first.
     """
     section_index = program // (n_tiles * section)
     within = program % (n_tiles * section)
@@ -64,8 +64,9 @@ def kv_heads_per_section(q: Tensor, n_kv_heads: int, n_tiles: int, programs: int
 
     A section is a group of heads that are processed together. A section has at least `fewest` KV heads, and at least
     about two tiles per program, unless there are too few KV heads. If the last section had fewer than two tiles per
-    program, its longest tiles would start late. Most multiprocessors would then be idle while these tiles run.
-    `programs` is the number of programs that run at the same time. n_tiles is the number of tiles per KV head.
+    program, its longest tiles would start late. Most multiprocessors would be idle while the longest tiles of the last
+    section run. `programs` is the number of programs that run at the same time. n_tiles is the number of tiles per KV
+    head.
     """
     total, n_heads, head_dim = q.shape
     bytes_per_kv_head = total * head_dim * (2 * q.element_size() + 4) * (n_heads // n_kv_heads)
@@ -83,9 +84,9 @@ def fewest_kv_heads(total_k: int, total_q: int, crosses_documents: bool) -> int:
 
     With one KV head at a time, all running tiles of a document compete for the same rows of dQ. Packed documents are
     faster with sections of at least two KV heads (scripts/results/key_order_h100_202611.md). In context parallelism,
-    each GPU processes a part of a long document. For such a part, sections of two KV heads were up to 25% slower than
-    sections of one KV head (scripts/results/context_shares_h100_202611.md). A likely reason is that most tiles of keys
-    use the same queries, and that Q, dO and dQ of two KV heads do not fit in L2.
+    each GPU processes a part of a long document. For a part of a document, sections of two KV heads were up to 25%
+    slower than sections of one KV head (scripts/results/context_shares_h100_202611.md). A likely reason is that most
+    tiles of keys use the same queries, and that Q, dO and dQ of two KV heads do not fit in L2.
     """
     is_part_of_document = 2 * total_k >= 3 * total_q
     return 2 if crosses_documents and not is_part_of_document else 1

@@ -1,4 +1,4 @@
-"""The tile sizes of the portable kernels for each architecture, head_dim and pass. Computes tiles' shared memory."""
+"""The tile sizes of the portable kernels by architecture, head_dim and pass, and the shared memory that tiles need."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -112,7 +112,8 @@ _TILES_OF_4_BYTES: dict[tuple[Arch, int, Pass], TileConfig] = {
     ("sm80", 256, "dq"): TileConfig(16, 16, 8, 1),
 }
 
-# Shared memory per program in bytes. The values are those of the architecture's GPU with the least shared memory.
+# Shared memory per program in bytes. Each value is the limit of the GPU with the least shared memory in the
+# architecture.
 SHARED_LIMIT: dict[Arch, int] = {"sm80": 99 * 1024, "sm90": 227 * 1024, "sm100": 227 * 1024}
 
 
@@ -149,8 +150,8 @@ def key_passes(arch: Arch, head_dim: int, itemsize: int) -> tuple[Pass, ...]:
 def launch_tiles(device: torch.device, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int) -> TileConfig:
     """Returns the tiles for one launch: the table's tiles, or smaller tiles if `device` has too little shared memory.
 
-    Tiles that the user measured on the device replace those of the table (tuned_tiles.py). Warns once per device if the
-    table does not list the device, or if the tiles of the table do not fit.
+    Tiles that the user measured on the device replace the tiles of the table (tuned_tiles.py). Warns once per device if
+    the table does not list the device, or if the tiles of the table do not fit.
     """
     if interpreted():
         return tile_config("interpreter", max(head_dim, v_head_dim), direction, itemsize)
@@ -195,7 +196,7 @@ def _warn_of_guesses(device: torch.device, limit: int) -> None:
 def fit(
     arch: Arch, tiles: TileConfig, head_dim: int, v_head_dim: int, direction: Pass, itemsize: int, limit: int
 ) -> TileConfig:
-    """Returns `tiles`, with fewer stages and halved blocks if they need more than `limit` bytes of shared memory.
+    """Returns `tiles`, with fewer stages and smaller blocks if `tiles` need more than `limit` bytes of shared memory.
 
     Tiles that are halved to 64 rows get at most four warps, because a warpgroup of four warps computes 64 rows on
     Hopper. With eight warps and two column blocks per head, ptxas 12.8 would generate wrong code for tiles of 64 rows.
@@ -279,7 +280,7 @@ def _shared_of_one_product(
     block = read_rows * (qk_width + v_width) * itemsize
     row_values = 8 * read_rows if of_keys else 0  # lse and delta are prefetched with Q and dO
     scores = tiles.block_m * tiles.block_n * itemsize
-    if arch == "sm80" or kept_rows < 64:  # mma.sync: registers hold the current block, shared memory holds the next
+    if arch == "sm80" or kept_rows < 64:  # mma.sync: registers hold one block, and shared memory holds the next block
         in_flight = max(1, tiles.num_stages - 1)
         rewritten = scores if max(head_dim, v_head_dim) >= 128 else 0
     else:  # wgmma and tcgen05 read a block from shared memory while the next blocks arrive
@@ -316,15 +317,15 @@ def precision_of(x: Tensor) -> str:
     """Returns tl.dot's input_precision for x's dtype. The precision has no effect for 2-byte dtypes.
 
     For fp32, the default is "tf32x3": the sum of three TF32 products of the upper and lower parts of the inputs.
-    Torch's own attention also uses three TF32 products. "tf32x3" is as accurate as FMA instructions ("ieee"), and three
-    times as fast. If the user allowed TF32 in torch's matmuls, the precision is "tf32": one TF32 product instead of
-    three. With "tf32x3", infinities and NaN give the same results as with FMA instructions. Values in the top 1/4096 of
-    the fp32 range round to infinity in TF32, and count as infinite.
+    Torch's own attention also uses three TF32 products. The precision "tf32x3" is as accurate as FMA instructions
+    ("ieee"), and three times as fast. If the user allowed TF32 in torch's matmuls, the precision is "tf32": one TF32
+    product instead of three. With "tf32x3", infinities and NaN give the same results as with FMA instructions. Values
+    in the top 1/4096 of the fp32 range round to infinity in TF32, and count as infinite.
     """
     if x.dtype != torch.float32 or (x.is_cuda and not _has_tf32(x.device)):
         return "ieee"
-    # Torch has two settings for TF32, and fp32_precision reflects both. Reading allow_tf32 fails if fp32_precision was
-    # set.
+    # Torch has two settings for TF32, and fp32_precision reflects both settings. Reading allow_tf32 fails if
+    # fp32_precision was set.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 

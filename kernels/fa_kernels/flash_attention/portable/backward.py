@@ -44,8 +44,8 @@ def _probabilities(
 ):  # fmt: skip
     """Returns p = 2^(logits - lse), and the derivative of the soft cap (1 without a soft cap).
 
-    `scores` is Q K^T. The logits are the scores after the scale, the soft cap and ALiBi. The logits and lse are in log2
-    units.
+    `scores` is Q K^T. The logits are the scores after the softmax scale, the soft cap and ALiBi. The logits and lse are
+    in log2 units.
     """
     growth = 1.0
     if HAS_SOFTCAP:
@@ -67,7 +67,7 @@ def _accumulate_dk_dv(
     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, D: tl.constexpr, D_COLUMNS: tl.constexpr,
     DV: tl.constexpr, DV_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Processes the queries `start` to `end - 1` of one head: adds their contribution to dK and dV of a tile of keys.
+    """Adds the contribution of the queries from `start` to `end - 1` of one head to dK and dV of a tile of keys.
 
     Scores are [N, M].
     """
@@ -78,7 +78,7 @@ def _accumulate_dk_dv(
             q_ptr, do_ptr, m, stride_qt, stride_dot, total_q, D_COLUMNS, D, DV_COLUMNS, DV, BLOCK_M, MASKED
         )
         if ISOLATE_NAN and HAS_DK:
-            q = isolate_nan_columns(q)[0]  # a NaN in q still reaches dK of the keys that q sees, because lse is NaN
+            q = isolate_nan_columns(q)[0]  # a NaN in q still reaches dK of keys that the query sees, because lse is NaN
         if ISOLATE_NAN and HAS_DV:
             do, nan_rows = isolate_nan_columns(do)
         if MASKED:
@@ -131,7 +131,7 @@ def dkdv_tile(
 
     The program loops over the query heads of the KV head. With `PHASES=3`, three loops process the blocks of queries,
     and only the first and the last loop use a mask. With `PHASES=1`, a single loop processes all blocks of queries and
-    masks every block, which makes the compiled code shorter. Without `ISOLATE_NAN`, NaN of one document can reach all
+    masks every block, which makes the compiled code shorter. Without `ISOLATE_NAN`, NaN in one document can reach all
     keys of the tile.
     """
     keys = first + tl.arange(0, BLOCK_N)  # [N]
@@ -226,7 +226,7 @@ def _accumulate_dq(
         v = load_block(v_ptr, n, stride_vt, total_k, 0, DV_COLUMNS, DV, BLOCK_N, MASKED)
         k = with_rest(k, k_ptr, n, stride_kt, total_k, D_COLUMNS, D, BLOCK_N, MASKED)
         if ISOLATE_NAN:
-            k = isolate_nan_columns(k)[0]  # a NaN in k still reaches dQ of the queries that see k: their lse is NaN
+            k = isolate_nan_columns(k)[0]  # a NaN in k still reaches dQ of queries that see the key: their lse is NaN
         scores = dot_of_columns(q, k, PRECISION)  # [M, N]
         keys = n + tl.arange(0, BLOCK_N)
         bias = alibi_bias(slope[:, None], aligned[:, None], keys[None, :]) if HAS_ALIBI else scores

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-APPEND_ROWS = 16  # new tokens that one program appends
+APPEND_ROWS = 16  # the number of new tokens that one program appends
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Cache:
 
     k: Tensor  # (n_pages, page_size, n_kv_heads, head_dim)
     v: Tensor  # (n_pages, page_size, n_kv_heads, v_head_dim)
-    seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new ones
+    seqlens: Tensor  # (batch,) int32, the number of cached tokens before this call appends new tokens
     table: Tensor | None  # (batch, pages per sequence) int32, or None if page i holds sequence i
     leftpad: Tensor | None  # (batch,) int32, the first position after the padding, or None without padding
 
@@ -57,8 +57,8 @@ def load_rotated(
 ):  # fmt: skip
     """Loads the rows at row_ptrs [M] and rotates them by the angles of `positions` [M]. Returns [M, BLOCK_D].
 
-    The first `ROTARY` columns are rotated. In the result, rows that are not `inside` and columns after the first `D`
-    are 0. If the table of angles ends before a row's position, the row is not rotated.
+    The first `ROTARY` columns are rotated. The result is 0 in rows where `inside` is false, and in columns after the
+    first `D`. If the table of angles ends before a row's position, the row is not rotated.
     """
     cols = tl.arange(0, BLOCK_D)
     tile = tl.load(row_ptrs[:, None] + cols[None, :], mask=inside[:, None] & (cols[None, :] < D), other=0.0)

@@ -1,9 +1,9 @@
 """Tiles of a head as column blocks: a head of 96 columns has a block of 64 and a block of 32.
 
 The width of a Triton block must be a power of two, but a head may have any width. The columns of a head are divided
-into one or two blocks. `WIDTH` is the number of columns of a head. The tuple `COLUMNS` holds the width of each block,
-from columns_of_head.py. A tile is a tuple of blocks, one for each width in `COLUMNS`. Kernels that read two tensors
-load block 0 of both, then block 1 of both. The compiler keeps the order of the loads.
+into one or two blocks. `WIDTH` is the number of columns of a head. The tuple `COLUMNS` holds the width of each block
+(see columns_of_head.py). A tile is a tuple of blocks, one for each width in `COLUMNS`. Kernels that read two tensors
+load block 0 of both tensors, then block 1 of both tensors. The compiler keeps the order of the loads.
 """
 
 import triton
@@ -28,7 +28,7 @@ def load_columns(ptr, first, stride, total, COLUMNS: tl.constexpr, WIDTH: tl.con
 @triton.jit
 def load_both(a_ptr, b_ptr, first, stride_a, stride_b, total, A_COLUMNS: tl.constexpr, A_WIDTH: tl.constexpr,
               B_COLUMNS: tl.constexpr, B_WIDTH: tl.constexpr, ROWS: tl.constexpr, MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Loads the same rows of two tensors (see `load_columns`): block 0 of both tensors, then block 1 of both."""
+    """Loads the same rows of two tensors: block 0 of each tensor, then block 1 of each tensor. See `load_columns`."""
     a = ()
     b = ()
     for i in tl.static_range(2):

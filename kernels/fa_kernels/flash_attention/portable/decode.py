@@ -92,8 +92,8 @@ def _merge_kernel(
     partial_ptr, partial_lse_ptr, o_ptr, lse_ptr, seqlen_q, n_heads, n_rows, n_splits,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program merges the splits of one query of one head: it adds their outputs, weighted by their softmax sums."""
-    row = tl.program_id(0).to(tl.int64)  # an index into (batch, seqlen_q, n_heads)
+    """One program merges the outputs of all splits for one query of one head, weighted by the splits' softmax sums."""
+    row = tl.program_id(0).to(tl.int64)  # a flat index into a tensor of shape (batch, seqlen_q, n_heads)
     head, token, sequence = row % n_heads, row // n_heads % seqlen_q, row // n_heads // seqlen_q
     lse_row = (sequence * n_heads + head) * seqlen_q + token
     splits = tl.arange(0, MAX_SPLITS).to(tl.int64)
@@ -152,7 +152,7 @@ def decode_attention(
         return o, lse
     group = n_heads // n_kv_heads
     rows = seqlen_q * group
-    limit = 0 if interpreted() else shared_memory(q.device)  # the interpreter has no limit
+    limit = 0 if interpreted() else shared_memory(q.device)  # the interpreter does not limit shared memory
     tiles = decode_tiles(arch_of(q.device), head_dim, v_head_dim, q.element_size(), rows, cache.paged, limit)
     # A block of keys must not extend over two pages.
     block_n = min(tiles.block_n, page_size & -page_size) if cache.paged else tiles.block_n
@@ -204,7 +204,7 @@ def padded_width(width: int) -> int:
 def decode_tiles(
     arch: Arch, head_dim: int, v_head_dim: int, itemsize: int, n_rows: int, paged: bool, limit: int
 ) -> TileConfig:
-    """Returns the tiles for n_rows rows of a KV head.
+    """Returns the tile sizes for n_rows rows of a KV head.
 
     If n_rows is small, the tiles have few rows. If n_rows is large, the tiles are those of the forward pass.
 

@@ -21,7 +21,7 @@ class Item:
     """A work item: one tile of rows, and one of the parts into which the keys are split."""
 
     sequence: tl.tensor
-    sequence_64: tl.tensor  # `sequence` in int64, for offsets
+    sequence_64: tl.tensor  # `sequence` as int64, to compute offsets
     kv_head: tl.tensor
     kv_head_64: tl.tensor
     tile: tl.tensor
@@ -30,9 +30,9 @@ class Item:
 
 @structure
 class Keys:
-    """The keys of a sequence. The positions from `first` to `end - 1` can be visible."""
+    """The keys of a sequence. Only the keys at positions `first` to `end - 1` can be visible."""
 
-    cached: tl.tensor  # the number of cached tokens, without the new ones
+    cached: tl.tensor  # the number of cached tokens, without the new tokens
     first: tl.tensor
     end: tl.tensor
 

@@ -55,7 +55,7 @@ def _attend(
         p, rescale, row_max, row_sum = online_softmax_step(scores, row_max, row_sum, to_log2, MASKED)
         v = load_columns(v_ptr, n, stride_vt, total_k, DV_COLUMNS, DV, BLOCK_N, MASKED)
         if v_ptr.dtype.element_ty == tl.float8e4nv:
-            v = in_fp16(v)  # fp16 represents fp8 exactly, and rounds p to 11 significant bits instead of 4
+            v = in_fp16(v)  # fp16 represents fp8 values exactly, and rounds p to 11 significant bits instead of 4
         if ISOLATE_NAN:
             v, nan_rows = isolate_nan_columns(v)
             p = tl.where(p > 0, p + nan_rows[None, :], p)
@@ -84,7 +84,7 @@ def forward_tile(
     (columns.py).
     With `PHASES=3`, three loops process the blocks of keys, and only the first and the last loop use a mask. With
     `PHASES=1`, one loop processes all blocks with a mask, which makes the compiled code shorter. Without `ISOLATE_NAN`,
-    NaN of one document can reach all rows of the tile.
+    NaN in one document can reach all rows of the tile.
     """
     rows = first + tl.arange(0, BLOCK_M)  # [M]
     inside = rows < total_q
@@ -105,7 +105,7 @@ def forward_tile(
     slope, aligned = load_alibi(slopes_ptr, aligned_ptr, document_ptr, stride_slopes, rows, head, inside, HAS_ALIBI)
 
     acc = zero_columns(DV_COLUMNS, BLOCK_M)
-    if HAS_SINKS:  # the sink is a score that every row sees; it has no row in v
+    if HAS_SINKS:  # every row sees the sink, which is a score without a row in v
         row_max = tl.full([BLOCK_M], LOG2_E, tl.float32) * tl.load(sinks_ptr + head)
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
     else:

@@ -1,7 +1,7 @@
 """Recomputes tiles whose results contain NaN, because the NaN may have come from another document.
 
-The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if a NaN mark of any
-of its rows is set.
+The attention kernels write one NaN mark for every 64 rows (nan_isolation.py). A tile is recomputed if the NaN mark of
+any of its rows is 1.
 """
 
 import torch
@@ -128,8 +128,8 @@ def repair_backward(
 ) -> None:  # fmt: skip
     """Computes gradients again, in place, for the tiles that are marked (nan_isolation.new_marks).
 
-    of_queries: dq and the NaN marks of dq, or None to leave out dq. of_keys: dk, dv and the NaN marks that both share,
-    or None to leave out dk and dv. dq, dk and dv are contiguous.
+    of_queries: dq and the NaN marks of dq, or None to leave out dq. of_keys: dk, dv and their common NaN marks, or None
+    to leave out dk and dv. dq, dk and dv are contiguous.
     """
     (total_q, n_heads, head_dim), (total_k, n_kv_heads, v_head_dim) = q.shape, v.shape
     dkdv_tiles = launch_tiles(q.device, head_dim, v_head_dim, "dkdv", q.element_size())
@@ -154,7 +154,7 @@ def repair_grid(device: torch.device, n_items: int) -> tuple[int, int]:
     """Returns two numbers: how many programs check `n_items` tiles, and how many tiles a program checks at a time.
 
     There is at most one program per multiprocessor. Usually no tile is marked, so a launch that finds no mark must be
-    short.
+    fast.
     """
     if interpreted():
         return min(n_items, 3), 4  # small numbers, so that each program checks several tiles even if inputs are short

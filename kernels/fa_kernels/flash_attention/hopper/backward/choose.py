@@ -90,7 +90,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes dk and dv like `attention_backward`, but not dq.
 
-    tensors: the result of Prepared.tensors. `gradients_of_keys` changes dq_sum and semaphores, if they exist.
+    tensors: the result of Prepared.tensors. `gradients_of_keys` changes the tensors dq_sum and semaphores in place, if
+    `tensors` contains them.
     """
     prepared, do = Prepared.of(tensors, _needs(q, schedule, features, deterministic)), _readable(do, q.dtype)
     dk, dv, marks = _gradients_of_keys(do, q, k, v, prepared, schedule, features)
@@ -106,7 +107,7 @@ def gradient_of_queries(
 ) -> Tensor:  # fmt: skip
     """Computes dq like `attention_backward`, but not dk and dv.
 
-    tensors: the result of Prepared.tensors, after `gradients_of_keys` has used it.
+    tensors: the result of Prepared.tensors. Call `gradients_of_keys` with the same `tensors` first.
     """
     prepared, do = Prepared.of(tensors, _needs(q, schedule, features, deterministic)), _readable(do, q.dtype)
     dq, marks = _gradient_of_queries(do, q, k, v, lse, prepared, schedule, features)
@@ -124,7 +125,7 @@ def _needs(q: Tensor, schedule: Schedule, features: Features, deterministic: boo
 
 
 def _readable(do: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `do` in `dtype`, copied if TMA could not load it."""
+    """Returns `do` in `dtype`. If TMA cannot load `do`, the result is a contiguous copy."""
     do = do.to(dtype)
     return do if loadable(do) else do.clone(memory_format=torch.contiguous_format)
 

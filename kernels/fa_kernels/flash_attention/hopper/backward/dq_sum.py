@@ -39,14 +39,14 @@ def _prepare_kernel(
 ):  # fmt: skip
     """One program writes lse and delta of `BLOCK` queries of one head to rows_ptr.
 
-    The program also writes to dq_ptr, semaphore_ptr and delta_ptr, unless they are None. The sum of dQ (dq_ptr) is set
-    to 0, `WORDS` elements at a time. The semaphores at semaphore_ptr, which order the additions to dQ (see order.py),
-    are set to `NO_TILE`. delta_ptr receives delta as (n_heads, total).
+    The program also writes to each of dq_ptr, semaphore_ptr and delta_ptr that is not None. The sum of dQ (dq_ptr) is
+    set to 0, `WORDS` elements at a time. The semaphores at semaphore_ptr, which order the additions to dQ (see
+    order.py), are set to `NO_TILE`. delta_ptr receives delta with the shape (n_heads, total).
     """
     unit, head = tl.program_id(0) // n_heads, (tl.program_id(0) % n_heads).to(tl.int64)
     rows = unit * BLOCK + tl.arange(0, BLOCK)
     inside = rows < total
-    if unit * BLOCK < total:  # dq_ptr and semaphore_ptr have no blocks that start at `total` or later
+    if unit * BLOCK < total:  # blocks that hold only padding have no dQ and no semaphores
         if dq_ptr is not None:
             dq_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * HEAD_DIM)
             for word in tl.static_range(0, BLOCK * HEAD_DIM, WORDS):
@@ -66,7 +66,7 @@ def _prepare_kernel(
 
 
 class Needs(NamedTuple):
-    """Which tensors of `Prepared` the backward kernels need."""
+    """Says which optional tensors of `Prepared` the backward kernels need."""
 
     delta: bool
     dq_sum: bool
@@ -91,7 +91,7 @@ class Prepared(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], needs: Needs) -> "Prepared":
-        """Returns a Prepared from the result of its method `tensors`. needs: as for `prepare`."""
+        """Rebuilds a Prepared from the result of Prepared.tensors. needs: as for `prepare`."""
         rows, *others = tensors
         delta = others.pop() if needs.delta else None
         dq_sum = others.pop(0) if needs.dq_sum else None
@@ -100,7 +100,7 @@ class Prepared(NamedTuple):
 
 def prepare(o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, needs: Needs) -> Prepared:
     """Creates the tensors of `Prepared` in one kernel launch.
-    needs: which optional tensors the result holds. The tensor `rows` is always there.
+    needs: which optional tensors the result holds. The result always holds the tensor `rows`.
 
     Shapes: o and do (total_q, n_heads, head_dim), in any dtype; lse and dlse (n_heads, total_q) fp32. o is contiguous,
     and the last dimension of do has stride 1.
@@ -128,9 +128,9 @@ def prepare(o: Tensor, do: Tensor, dlse: Tensor | None, lse: Tensor, needs: Need
 def _finish_columns(
     sum_ptr, dq_ptr, rows, column, total, row_stride, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Multiplies `COLUMNS` columns of the sum by `scale`, and stores them in the given rows of dq.
+    """Multiplies `COLUMNS` columns of the sum of dQ by `scale`, and stores the products in the given rows of dq.
 
-    Returns NaN if the sum of dQ has an element that is not finite in the given rows and columns, else 0.
+    Returns NaN if a multiplied element is infinite or NaN, else 0.
     """
     sums = tl.load(sum_ptr + tl.arange(0, ROWS * COLUMNS))
     # This permutation inverts registers.in_order_of_threads.
@@ -169,7 +169,7 @@ def _finish_kernel(
 def finish(dq_sum: Tensor, softmax_scale: float, marks: Tensor | None, like: Tensor) -> Tensor:
     """Returns dq = softmax_scale * dq_sum in the shape and dtype of `like`. dq is contiguous.
 
-    marks: receives the NaN marks of dq (nan_isolation.new_marks), or None.
+    marks: the tensor to which the NaN marks of dq are written (nan_isolation.new_marks), or None.
     Shapes: `like` (total_q, n_heads, head_dim).
     """
     total, n_heads, head_dim = like.shape

@@ -5,21 +5,21 @@ of two consumer warpgroups computes S^T = K Q^T, P^T, dP^T = V dO^T and dS^T for
 add P^T dO to dV and dS^T Q to dK, with P^T and dS^T in registers. The consumers also write dS^T to a ring buffer in
 shared memory (ring.py). The dQ warpgroup reads dS from this ring buffer, and computes dQ = dS K for all 128 keys, in
 tiles of at most 64 x 64. TMA adds each dQ tile to an fp32 sum in global memory (dq_sum.py). The order in which dQ tiles
-are added varies, unless order.py fixes it. The producer warp loads K, V, Q, dO, lse and delta by TMA. If there is a
-queue (queue.py), the producer warp also draws items from it.
+are added varies, unless order.py fixes the order. The producer warp loads K, V, Q, dO, lse and delta by TMA.
 
-The kernel cannot deadlock. Steps are numbered over all items of a program. dS of step j waits for Q and dO of step j,
-and for dQ of step `j - DS_STAGES`. With the option `ahead`, dS of step j also waits for Q of step j + 1. dQ of step j
-waits for dS of step j. dQ of step j also waits until TMA has read earlier dQ tiles from shared memory. The loads of
-step j wait until the consumers have finished step `j - STAGES`. The loads of K and V of item i wait until TMA has read
-dK and dV of item i - 2 from the same buffers. `STAGES` is at least 2, so Q of step j + 1 can be loaded before step j is
-finished. The first unfinished step never waits for another unfinished step, so it can always continue.
+The kernel cannot deadlock. Steps are numbered over all items of a program. dS of step j is computed after Q and dO of
+step j have arrived, and after dQ of step `j - DS_STAGES`. With the option `ahead`, Q of step j + 1 must also have
+arrived before dS of step j is computed. dQ of step j is computed after dS of step j. A dQ tile is written to shared
+memory after TMA has read the previous tile from the same buffer. The loads of step j start after the consumers have
+finished step `j - STAGES`. The loads of K and V of item i start after TMA has read dK and dV of item i - 2 from the
+same buffers. `STAGES` is at least 2, so Q of step j + 1 can be loaded before step j is finished. The first unfinished
+step therefore never waits for another unfinished step.
 
 A thread has 208 registers in consumers, 72 in the dQ warpgroup and 24 in the producer. ptxas puts accumulators at R24
 and above, and leaves the last two registers unused, so a thread needs 26 registers in addition to its accumulators. At
 head_dim 128, the accumulators dK, dV, S and dP together take 192 registers, so a thread of a consumer would need 218
-registers. If accumulators do not fit, ptxas serialises all matmuls (warning C7512). To save registers, the matmul dP
-starts only after P has replaced S. A dQ tile takes 32 registers, so a thread of the dQ warpgroup needs at least 58.
+registers. If accumulators do not fit, ptxas serialises all matmuls (warning C7512). The matmul dP therefore starts only
+after P has replaced S. A dQ tile takes 32 registers, so a thread of the dQ warpgroup needs at least 58 registers.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608.
 """
@@ -92,17 +92,17 @@ def _bwd_kernel(
     CONFIG: gl.constexpr, HAS_SOFTCAP: gl.constexpr, GROUP: gl.constexpr, ALIGNMENT: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Computes dK and dV of work items, and adds the parts of dQ that come from the items' keys to the sum of dQ.
+    """Computes dK and dV of work items, and adds each item's part of dQ to the sum of dQ.
 
     An item is 128 keys of one KV head, with all query heads that share this KV head.
 
     Program i processes work item i first.
     counter_ptr: the counter of the queue of items (queue.py), or None. tiles_ptr: the order in which tiles of keys are
     processed, or None for ascending order. semaphore_ptr: the semaphores of the dQ order (order.py), or None. If
-    semaphores are given, tiles_ptr must be None. marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or
-    None. padded_q: the number of lse values per head, with padding. q_desc, k_desc and so on describe the first column
-    block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have only
-    one column block.
+    semaphores are given, tiles_ptr must be None. marks_ptr: the pointer to the NaN marks of dK and dV (nan_marks.py),
+    or None. padded_q: the number of lse values per head, with padding. q_desc, k_desc and so on describe the first
+    column block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have
+    only one column block.
     """
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[0]
@@ -168,7 +168,7 @@ def gradients_of_keys(
 
     If prepared.semaphores is not None, the additions to dq_sum have a fixed order. The fused kernel must support the
     call (fused_config.config_of). TMA must be able to load q, k, v and do (descriptors.loadable).
-    marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
+    marks: the tensor to which the NaN marks of dk and dv are written (nan_isolation.new_marks), or None.
     """
     rows, dq_sum, semaphores = prepared.rows, prepared.dq_sum, prepared.semaphores
     assert dq_sum is not None

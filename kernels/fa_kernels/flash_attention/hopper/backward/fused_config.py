@@ -1,7 +1,7 @@
 """Configurations of the fused backward kernel (fused.py), by head_dim and dtype, with and without a soft cap.
 
-The values were chosen by measurements on an H200. docs/hopper.md lists the changes to the kernels that were tried. If
-the accumulators in flight do not fit in the registers, ptxas serialises all matmuls.
+The values were chosen by measurements on an H200. docs/hopper.md lists the kernel changes that were tried. If the
+accumulators in flight do not fit in the registers, ptxas serialises all matmuls.
 """
 
 from functools import cache
@@ -19,11 +19,11 @@ class FusedConfig(NamedTuple):
     stages: int  # the number of steps whose Q and dO can be in shared memory at once
     ds_stages: int  # the number of steps whose dS can be in shared memory at once
     dynamic: bool = False  # whether programs draw items from a queue, instead of processing one item each
-    halves: bool = False  # whether dS = P * (derivative of the soft cap) * (dP - delta) is a product of bf16 factors
-    ahead: bool = False  # each step computes its exponentials, and then starts the matmul S of the next step
+    halves: bool = False  # whether dS = P * (derivative of the soft cap) * (dP - delta) is multiplied in bf16
+    ahead: bool = False  # whether a step starts the next step's matmul S after its own exponentials
     after_dp: bool = False  # with `ahead`: the next step's matmul S starts only when this step's dP is complete
-    lse_early: bool = True  # whether lse is read before the wait for dO, instead of after it
-    delta_early: bool = False  # whether delta is read before the wait for dP, instead of after it
+    lse_early: bool = True  # whether lse is read before the wait for dO, not after the wait
+    delta_early: bool = False  # whether delta is read before the wait for dP, not after the wait
     each_hands_over: bool = False  # whether all threads, not only one, signal that dS is written (barriers.hand_over)
 
 
@@ -56,7 +56,7 @@ def config_of(
 ) -> FusedConfig | None:
     """Returns the configuration of a call, or None if the fused kernel does not support the call.
 
-    ordered: whether tiles of keys add to dQ in a fixed order (order.py). group: query heads per KV head.
+    ordered: whether the additions to dQ have a fixed order (order.py). group: the number of query heads per KV head.
     """
     config = (CAPPED_CONFIGS if softcap else CONFIGS).get((head_dim, dtype))
     if config is None:
@@ -68,10 +68,10 @@ def config_of(
 
 @cache
 def _variant(config: FusedConfig, ordered: bool, late_lse: bool) -> FusedConfig:
-    """Returns `config` with the changes for `ordered` and `late_lse`.
+    """Returns `config`, changed for the options `ordered` and `late_lse`.
 
-    With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, tiles of keys add to dQ in a fixed
-    order. There is then no queue, and each program has only one work item. With a queue, a running program could wait
-    forever for a program that has not started.
+    With `late_lse`, a step reads lse only after the wait for dO. With `ordered`, the additions to dQ have a fixed
+    order. With `ordered`, there is no queue, and each program has only one work item. With a queue, a running program
+    could wait forever for a program that has not started.
     """
     return config._replace(dynamic=config.dynamic and not ordered, lse_early=config.lse_early and not late_lse)

@@ -77,7 +77,7 @@ class Keys:
 class Step:
     """One step (one block of queries of one head), and its places in the ring buffers."""
 
-    number: gl.tensor  # the index of the step; indices go on from one item of the program to the next
+    number: gl.tensor  # the index of the step, counted over all items of the program
     m: gl.tensor  # the first query
     stage: gl.tensor  # the place of Q and dO in their ring buffers
     phase: gl.tensor  # the phase of the mbarriers of Q and dO
@@ -97,8 +97,8 @@ class Gradients:
 class Probabilities:
     """P^T [64, M] of one step, in the two forms that the gradients dV and dS need."""
 
-    low: gl.tensor  # P^T in 16 bits, the operand for dV
-    factor: gl.tensor  # dS^T = factor * (dP - delta)^T; factor is P^T times the derivative of the soft cap, if any
+    low: gl.tensor  # P^T in 16 bits, the operand of the matmul dV
+    factor: gl.tensor  # P^T times the derivative of the soft cap (1 without a soft cap); dS^T = factor * (dP - delta)^T
 
 
 @gluon.jit
@@ -301,7 +301,7 @@ def _step_ahead(
 
 @gluon.jit
 def _next_place(step, following, STAGES: gl.constexpr):
-    """Returns the fields `stage` and `phase` of the `Step` after `step`. `following` is `step.number + 1`."""
+    """Returns the fields `stage` and `phase` of the `Step` that follows `step`. `following` is `step.number + 1`."""
     if STAGES & (STAGES - 1) == 0:
         stage, phase = place_of(following, STAGES)
     else:
@@ -402,7 +402,7 @@ def _sums_of(gradients):
 
 @gluon.jit
 def _store_gradients(item, gradients, k, v, k_tiles, v_tiles, stop, HALF: gl.constexpr, out_descs, work):
-    """Writes dK and dV to the buffers of K and V in shared memory, and starts to store them to global memory by TMA.
+    """Starts to store dK and dV in global memory by TMA, through the shared-memory buffers of K and V.
 
     k_tiles and v_tiles: all 128 rows of each buffer of K and V. k and v: this consumer's 64 rows of each buffer.
     """

@@ -1,4 +1,7 @@
-"""The dQ warpgroup of the fused backward kernel (fused.py). The warpgroup computes dQ = dS K, and adds dQ to a sum."""
+"""The dQ warpgroup of the fused backward kernel (fused.py).
+
+The warpgroup computes dQ = dS K, and adds dQ to an fp32 sum in global memory.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -107,7 +110,7 @@ def _add_columns(
     COLUMNS: gl.constexpr = buffers.shape[-2] // 2  # columns in a tile of dQ
     ACROSS: gl.constexpr = k.shape[1] // COLUMNS
     PIECES: gl.constexpr = BLOCK_M // ROWS * ACROSS
-    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # the dQ of `ROWS` queries of a head takes this many rows of 32 elements
+    ROWS_EACH: gl.constexpr = 2 * HEAD_DIM  # the number of rows of 32 elements that hold dQ of `ROWS` queries
     no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout=accumulator(COLUMNS))
     for piece in gl.static_range(PIECES):
         ds_rows = ds_tile.slice(piece // ACROSS * ROWS, ROWS, dim=1).permute((1, 0))

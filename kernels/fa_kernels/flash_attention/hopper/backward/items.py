@@ -1,4 +1,4 @@
-"""Work items of the backward kernels that compute dK and dV: their steps, their buffers and the producer warp.
+"""Work items of the backward kernels for dK and dV: the steps of an item, the buffers and the producer warp.
 
 A work item is 128 keys of one KV head. To compute dK and dV of an item, a program visits all queries that see the
 item's keys, in each query head that shares the KV head. A step of an item is one block of queries of one head. By
@@ -139,7 +139,7 @@ def first_step(item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWARDS: gl.c
     With `BACKWARDS`, item.start must be a multiple of `BLOCK_M`.
     """
     m = item.start
-    if BACKWARDS:  # LLVM would need one more register to compute m from the number of steps
+    if BACKWARDS:  # computing m from the number of steps would take one more register
         m = (item.end - 1) // BLOCK_M * BLOCK_M
     return m, item.kv_head * GROUP
 
@@ -149,8 +149,8 @@ def next_step(m, head, item, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BACKWAR
     """Returns the first query and the head of the next step.
 
     By default, the next step is the next block of queries of the same head. The last block of a head is followed by the
-    first block of the next head. With `BACKWARDS`, the next step is the same block of the next head. The last head is
-    followed by the first head and the preceding block.
+    first block of the next head. With `BACKWARDS`, the next step is the same block of the next head. After the last
+    head, the next step is the preceding block of the first head.
     """
     if BACKWARDS:
         if GROUP > 1:
@@ -224,9 +224,9 @@ def with_all_columns(buffers, descs):
 def new_item_barriers(STAGES: gl.constexpr, ITEMS: gl.constexpr):
     """Returns initialised mbarriers.
 
-    TMA arrives at the mbarriers named full, and all threads of both consumers arrive at the mbarriers named empty. If
-    `ITEMS` is 1, nothing waits for kv_empty. A kernel must use every mbarrier that it allocates (barriers.py), so with
-    `ITEMS` = 1, kv_empty is the same mbarrier as kv_full.
+    TMA arrives at `kv_full`, `q_full` and `do_full`. All threads of both consumers arrive at `kv_empty` and `empty`. If
+    `ITEMS` is 1, nothing waits for kv_empty. A kernel must use every mbarrier that it allocates (barriers.py), so
+    kv_empty is the same mbarrier as kv_full if `ITEMS` is 1.
     """
     kv_full = new_barriers(ITEMS)
     kv_empty = kv_full

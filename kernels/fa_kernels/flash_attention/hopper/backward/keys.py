@@ -51,8 +51,8 @@ from fa_kernels.launch.descriptors import elements, rows_of_heads
 from fa_kernels.launch.record import launch
 
 BLOCK_M = 64  # queries per step
-STAGES = 4  # shared memory has buffers for Q and dO of this many steps. The kernel uses 194 KiB of shared memory.
-# Registers per thread: all warps start with `REGISTERS`, and then change to the number for their role.
+STAGES = 4  # the number of steps with buffers for Q and dO. The kernel uses 194 KiB of shared memory.
+# All warps start with `REGISTERS` registers per thread, and then change to the number for their role.
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 168, 240, 24
 
 
@@ -115,7 +115,7 @@ def _step(dk, dv, step, m, keys, buffers, barriers, scale):
 
 @gluon.jit
 def _store(dk, dv, item, keys, buffers, scale, HALF: gl.constexpr, out_desc):
-    """Writes dK and dV to the buffers of K and V in shared memory, and stores them to global memory by TMA.
+    """Stores dK and dV in global memory by TMA, through the shared-memory buffers of K and V.
 
     The consumer with `HALF == 0` stores dK of both halves of the item, and the other consumer stores dV of both halves.
     """
@@ -165,7 +165,7 @@ def _dkdv_kernel(
 
     An item is 128 keys of one KV head, with all query heads that share this KV head. Program i processes work item i.
 
-    marks_ptr: receives the NaN marks of dK and dV (nan_marks.py), or None.
+    marks_ptr: the pointer to the NaN marks of dK and dV (nan_marks.py), or None.
     """
     descs = Descriptors((q_desc,), (k_desc,), (v_desc,), (do_desc,), rows_desc)
     buffers = new_buffers(descs, STAGES, 1)
@@ -188,8 +188,8 @@ def gradients_of_keys(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns dk and dv, which are contiguous.
 
-    rows: lse and delta in the layout of dq_sum.Prepared.
-    marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
+    rows: lse and delta, as in the field `rows` of dq_sum.Prepared.
+    marks: the tensor to which the NaN marks of dk and dv are written (nan_isolation.new_marks), or None.
     """
     n_heads = q.shape[1]
     total_k, n_kv_heads, _ = k.shape

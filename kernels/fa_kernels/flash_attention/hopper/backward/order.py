@@ -1,21 +1,21 @@
-"""The dQ order: tiles of keys add to dQ in ascending order, so that every run gives the same bits.
+"""The dQ order: the parts of dQ are added in ascending order of tiles of keys, so that every run gives the same bits.
 
 Each block of 64 queries of a head has a semaphore in global memory. A program computes the part of dQ that comes from
 one tile of keys. The program adds the tile's part to dQ of a block, waits until the sum is in memory, and then writes
-the number of the tile to the block's semaphore. Tile t adds to dQ only after the semaphore is at least t - 1.
-Each key is seen by one contiguous range of queries. The start and the end of a key's range of queries never decrease
-from one key to the next. The tiles of keys that add to dQ of one block of queries therefore have consecutive numbers.
-Tile t waits at a block only if tile t - 1 adds to dQ of that block.
+the number of the tile to the block's semaphore. Tile t adds to dQ of a block only when the block's semaphore is at
+least t - 1. Each key is seen by one contiguous range of queries. The start and the end of a key's range of queries
+never decrease from one key to the next. The tiles of keys that add to dQ of one block of queries therefore have
+consecutive numbers. Tile t waits at a block only if tile t - 1 adds to dQ of that block.
 
 The kernel cannot deadlock, because a tile waits only for the tile before it, and semaphores never decrease. Each
 program has one tile, and programs start in ascending order. The unfinished tile with the lowest number never waits,
 because the tile before it is finished.
 
 A program visits blocks of queries from the last to the first. For each block, the program visits all query heads of the
-KV head. Because blocks are visited from the last to the first, the tiles of a document run shortly after one another,
-and the data that these tiles share stays in L2. If blocks were visited from the first to the last, the first block of
-tile t could be the last block of tile t - 1. Tile t would then wait until tile t - 1 is almost finished, and the tiles
-of short documents would run almost one by one.
+KV head. Visiting the last block first lets the tiles of a document run shortly after one another, so that the data that
+these tiles share stays in L2. If blocks were visited from the first to the last, the first block of tile t could be the
+last block of tile t - 1. Tile t would then wait until tile t - 1 is almost finished, and the tiles of short documents
+would run almost one by one.
 
 Two extra warps handle the semaphores. `wait_for_order` waits for semaphores, and `raise_semaphores` sets semaphores.
 If the dQ warpgroup handled the semaphores, it would wait for global memory and for a fence in each step. A step has 64
@@ -71,7 +71,7 @@ def wait_for_order(
     dq_order, ds_empty, semaphore_ptr, order, ranges, GROUP: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, ALIGNMENT: gl.constexpr,
 ):  # fmt: skip
-    """Runs one warp, which signals `due` for each step. `due` allows the program to add the step's part to dQ.
+    """Runs the warp that signals `due` for each step. `due` allows the program to add the step's part to dQ.
 
     Before each signal, the warp waits until the step's place in the ring of dS is empty. If the previous tile of keys
     also adds to dQ of the step's queries, the warp also waits until the previous tile's part is in memory.
@@ -100,8 +100,9 @@ def wait_for_order(
 def note_added(dq_order, step, PENDING: gl.constexpr):
     """Signals that dQ of `step` is in memory. The dQ warpgroup calls this function.
 
-    First waits until TMA has added dQ of `step` to memory. The last `PENDING` TMA operations belong to later steps, and
-    may still be running when the function returns. If `step` is -1, the function gives no signal.
+    Before the signal, the function waits until TMA has added dQ of `step` to memory. The last `PENDING` TMA operations
+    belong to later steps, and may still be running when the function returns. If `step` is -1, the function gives no
+    signal.
     """
     asm: gl.constexpr = f"cp.async.bulk.wait_group {PENDING}; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,~{memory}", [], gl.int32, False, 1)
@@ -150,7 +151,7 @@ def _wait_for(semaphore, number):
 def _raise(semaphore, number):
     """Raises a semaphore to `number`. One warp calls this function.
 
-    When the call `_wait_for(semaphore, number)` of another program returns, that program sees all writes that this warp
+    When another program returns from `_wait_for(semaphore, number)`, the other program sees all writes that this warp
     saw before `_raise`.
     """
     asm: gl.constexpr = (

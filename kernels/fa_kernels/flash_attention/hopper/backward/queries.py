@@ -49,7 +49,7 @@ from fa_kernels.launch.record import launch
 
 BLOCK_M = WORK_TILE // 2  # queries of a warpgroup
 # All warps start with `THREAD_REGISTERS` registers per thread. The second consumer then changes to 240 registers per
-# thread, and the producer to 24 (`REGISTERS`). The first consumer gets the registers that are left: 240 per thread.
+# thread, and the producer to 24 (`REGISTERS`). The first consumer gets the remaining 240 registers per thread.
 THREAD_REGISTERS, REGISTERS = 168, (240, 24)
 
 
@@ -202,7 +202,7 @@ def _load_queries(item, CONSUMER: gl.constexpr, of_rows, buffers, ranges):
     inside = rows < ranges.total
     key_start = gl.load(ranges.start + rows, mask=inside, other=0)
     key_end = gl.load(ranges.end + rows, mask=inside, other=0)
-    # Rows that see no key, and rows past the last one, get lse = inf, so that P = 2^(score - inf) and dQ are 0.
+    # Rows that see no key, and rows past the last query, get lse = inf, so that P = 2^(score - inf) and dQ are 0.
     row_offset = item.head.to(gl.int64) * ranges.total
     lse = gl.load(of_rows.lse + row_offset + rows, mask=inside, other=float("-inf"))
     lse = gl.expand_dims(gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E), 1)
@@ -218,7 +218,7 @@ def _load_queries(item, CONSUMER: gl.constexpr, of_rows, buffers, ranges):
 def _probabilities(scores, key, queries, scale, HAS_SOFTCAP: gl.constexpr):
     """Computes P [M, N] of the block of keys that begins with `key`.
 
-    With a soft cap, P is multiplied by the slope of the cap, because dS needs this product.
+    With a soft cap, P is multiplied by the derivative of the soft cap, because dS needs this product.
     """
     BLOCK_N: gl.constexpr = scores.shape[1]
     if HAS_SOFTCAP:
@@ -260,7 +260,7 @@ def _add_block(dq, step, key, queries, k_ring, v_ring, scale, HAS_SOFTCAP: gl.co
 
 @gluon.jit
 def _store(dq, queries, scale, dq_desc):
-    """Writes dQ to this consumer's buffer of Q in shared memory, and stores dQ to global memory by TMA."""
+    """Stores dQ in global memory by TMA, through this consumer's shared-memory buffer of Q."""
     meet()  # waits until all warps of this consumer have read Q
     queries.q.store((dq * scale.softmax).to(queries.q.dtype))
     fence_async_shared()
@@ -302,7 +302,7 @@ def _dq_kernel(
 ):  # fmt: skip
     """A work item is dQ of 128 queries of one head. Program i processes work item i.
 
-    marks_ptr: receives the NaN marks of dQ (nan_marks.py), or None.
+    marks_ptr: the pointer to the NaN marks of dQ (nan_marks.py), or None.
     """
     q_bufs, do_bufs = new_buffer(q_desc, 2), new_buffer(do_desc, 2)
     k_bufs, v_bufs = new_buffer(k_desc, K_STAGES), new_buffer(v_desc, V_STAGES)
@@ -337,7 +337,7 @@ def gradient_of_queries(
     """Returns dq, which is contiguous and has the shape and dtype of q.
 
     head_dim must be 128 or 256, and descriptors.loadable must be True for q, k, v and do.
-    marks: receives the NaN marks of dq (nan_isolation.new_marks), or None.
+    marks: the tensor to which the NaN marks of dq are written (nan_isolation.new_marks), or None.
     Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim); lse and delta (n_heads,
     total_q) fp32.
     """

@@ -16,8 +16,8 @@ needs 512 cycles. Shared memory transfers 128 bytes per cycle.
 | dQ (queries.py) | 1536         | 1536          | 32 KiB        |
 
 A fused kernel, with a third warpgroup for dQ, was slower than this kernel and the kernel for dQ together. For one block
-of 64 x 64 scores, the fused kernel needs at least 2560 cycles of the tensor cores and 2624 cycles of shared memory. It
-also adds 64 KiB of fp32 values to dQ in L2.
+of 64 x 64 scores, the fused kernel needs at least 2560 cycles of the tensor cores and 2624 cycles of shared memory. The
+fused kernel also adds 64 KiB of fp32 values to dQ in L2.
 
 Source: arXiv:2307.08691, Alg. 2; arXiv:2407.08608, section 3.1.
 """
@@ -142,7 +142,7 @@ def _begin_halves(operand, b, halves):
 def _store_halves(halves, scale, buffer, desc, item):
     """Multiplies an accumulator by `scale`, unless `scale` is None, and stores the product in global memory.
 
-    The function overwrites `buffer` in shared memory, which held K or V, with the product. TMA then copies the product
+    The function first writes the product to `buffer` in shared memory, which held K or V. TMA then copies the product
     to global memory.
     """
     HALF: gl.constexpr = halves[0].shape[1]
@@ -161,7 +161,7 @@ def _consume_dv(
 ):  # fmt: skip
     """Runs the first consumer, which computes S, P and dV of each step, and writes P to p_ring for the second consumer.
 
-    With a soft cap, the first consumer multiplies the P in p_ring by the slope of the cap.
+    With a soft cap, the P in p_ring is multiplied by the derivative of the soft cap.
     """
     q_bufs, do_bufs, k_buf = buffers.q[0], buffers.do[0], buffers.k[0]
     BLOCK: gl.constexpr = k_buf.shape[0]
@@ -263,7 +263,7 @@ def _dkdv_kernel(
 ):  # fmt: skip
     """One program computes dK and dV of 64 keys of one KV head, over all query heads that share the KV head.
 
-    padded_q: the number of lse values per head, with padding. marks_ptr: receives the NaN marks of dK and dV
+    padded_q: the number of lse values per head, with padding. marks_ptr: the pointer to the NaN marks of dK and dV
     (nan_marks.py), or None.
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -314,8 +314,8 @@ def gradients_of_keys(
     """Returns dk and dv, which are contiguous and have the shapes and dtypes of k and v.
 
     head_dim must be 256, and descriptors.loadable must be True for q, k, v and do.
-    rows: lse and delta in the layout of dq_sum.Prepared.
-    marks: receives the NaN marks of dk and dv (nan_isolation.new_marks), or None.
+    rows: lse and delta, as in the field `rows` of dq_sum.Prepared.
+    marks: the tensor to which the NaN marks of dk and dv are written (nan_isolation.new_marks), or None.
     Shapes: q and do (total_q, n_heads, head_dim); k and v (total_k, n_kv_heads, head_dim).
     """
     n_heads, (total_k, n_kv_heads, _) = q.shape[1], k.shape

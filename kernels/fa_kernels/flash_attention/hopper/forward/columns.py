@@ -20,7 +20,7 @@ class Output:
 
 @gluon.jit
 def no_output(q):
-    """Returns accumulators of zeros with the shapes of q's column blocks."""
+    """Returns a tuple of accumulators of zeros, one for each column block of q."""
     o = ()
     for i in gl.static_range(len(q)):
         o += (_zeros_like(q[i]),)
@@ -37,7 +37,7 @@ def _zeros_like(q):
 
 @gluon.jit
 def operands(p, o, q):
-    """Returns a tuple that contains p once for each column block of o, as the first operand of the matmul P V.
+    """Returns p as the first operand of the matmul P V, once for each column block of o, in a tuple.
 
     p has the dtype of q. The function moves no data between threads.
     """

@@ -3,13 +3,15 @@
 The values were chosen by measurements on an H200 (docs/hopper.md). The following list explains the options.
 
 `pingpong`: consumers take turns on the tensor cores for each block, so all consumers must visit the same blocks.
-`ranged`: to save work on short documents, each consumer visits only the blocks of keys that its own 64 queries see.
+`ranged`: each consumer visits only the blocks of keys that its own 64 queries see, which saves work on short documents.
 `consumers`: with three consumers, each loaded block of K and V serves 192 queries, up from 128 with two. Three
-consumers help at head_dim 64 and 96. On short documents, larger tiles waste more work.
-`pv_first`: to free the registers of the previous P, the matmul P V of the previous block ends before softmax starts.
+consumers make some calls at head_dim 64 and 96 faster. On short documents, larger tiles waste more work.
+`pv_first`: the matmul P V of the previous block ends before softmax starts, which frees the registers of the previous
+P.
 `max_first`: softmax first updates `row_max` with the scores, and then computes P in the registers of the scores
 (softmax.py). By default, scores and P are in registers at the same time.
-`o_in_q`: o is stored through the buffer of Q, because shared memory has no room for o at head_dim 256.
+`o_in_q`: the output o is copied to global memory through the buffer of Q, because at head_dim 256, shared memory has no
+room for a buffer of o.
 
 With three consumers, a thread has too few registers for the default softmax. Configurations with three consumers
 therefore use `pv_first` or `max_first`.
@@ -33,11 +35,11 @@ class ForwardConfig(NamedTuple):
     pingpong: bool = False  # consumers alternate between the tensor cores and softmax
     max_first: bool = False  # softmax compares scores with row_max before the exponentials (softmax.py)
     pv_first: bool = False  # softmax starts after the matmul P V of the previous block has finished
-    o_in_q: bool = False  # o is stored through the buffer of Q
+    o_in_q: bool = False  # the output o is copied to global memory through the buffer of Q
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Registers per thread: for a consumer, for the producer, and for every warp when the kernel starts.
+        """The numbers of registers per thread of a consumer, of the producer, and of every warp when the kernel starts.
 
         The registers of all threads fit in the 64K registers of a multiprocessor.
         """

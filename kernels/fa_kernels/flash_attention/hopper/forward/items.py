@@ -1,4 +1,4 @@
-"""Work items of the forward kernel, and the producer: the warp that draws and posts items and loads Q, K and V."""
+"""Work items of the forward kernel, and the producer warp, which draws and posts items, and loads Q, K and V."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -130,7 +130,7 @@ def _post_item(queue, item_index, item, ranges, CONSUMERS: gl.constexpr, BLOCK_N
 
 @gluon.jit
 def produce(inputs, rings, queue, counter_ptr, n_items, order, ranges, CONFIG: gl.constexpr):
-    """Runs the producer warp. For each work item of the program, the warp loads Q, and then the blocks of K and V."""
+    """Runs the producer warp. For each work item, the producer warp loads Q, and then the blocks of K and V."""
     CONSUMERS: gl.constexpr = rings.q.buffers[0].shape[0]
     ROWS_EACH: gl.constexpr = rings.q.buffers[0].shape[1]
     STAGES: gl.constexpr = rings.k.buffers[0].shape[0]

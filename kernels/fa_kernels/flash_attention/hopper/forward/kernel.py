@@ -2,8 +2,8 @@
 
 A work item is a tile of queries of one head. The producer warp draws items, posts them for the consumers (queue.py),
 and loads Q, K and V into ring buffers by TMA. Each of two or three consumer warpgroups owns 64 queries of the tile.
-A consumer starts the matmul Q K^T of one block of keys together with P V of the previous block. The consumer computes
-the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
+A consumer starts the matmul Q K^T of one block of keys, and at the same time the matmul P V of the previous block. The
+consumer computes the softmax of Q K^T (softmax.py) while the tensor cores compute P V. P stays in registers.
 
 Each place of a ring buffer has two mbarriers. `full` means that the data has arrived by TMA. `empty` means that the
 consumers have read the data. With ping-pong, named barriers let consumers use the tensor cores in turn (barriers.py).
@@ -48,7 +48,7 @@ from fa_kernels.flash_attention.tile_order import heads_per_section
 from fa_kernels.launch.descriptors import columns_of_heads, loadable
 from fa_kernels.launch.record import launch
 
-# Kernel arguments that differ between batches, so Triton must not compile a new kernel for each of their values.
+# Kernel arguments that differ between batches. Triton must not compile a new kernel for each value of these arguments.
 _SIZES = ("n_items", "n_tiles", "n_heads", "group", "section", "total_q", "stride_qh", "stride_kh", "stride_vh")
 
 
@@ -63,7 +63,7 @@ def _fwd_kernel(
 
     Shapes: o (total_q, n_heads, head_dim), lse (n_heads, total_q). q_desc, k_desc and so on describe the first column
     block of each head. q_2_desc, k_2_desc and so on describe the second column block, and are None if heads have only
-    one column block. marks_ptr: receives the NaN marks (nan_marks.py), or None.
+    one column block. marks_ptr: the pointer to the NaN marks of o (nan_marks.py), or None.
     """
     CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
@@ -139,8 +139,8 @@ def attention_forward(
 def uses_sections(schedule: Schedule) -> bool:
     """Returns whether the heads are divided into sections whose K and V fit in L2 (tile_order.py).
 
-    Short documents need no sections: they run one after another, each with all its heads at the same time, and K and V
-    of one document fit in L2.
+    Short documents need no sections. Short documents run one after another, and K and V of all heads of one document
+    fit in L2.
     """
     return schedule.length_class in ("long", "very_long") or not schedule.crosses_documents
 
@@ -154,7 +154,7 @@ def run_forward(
     out_dtype: torch.dtype,
     config: ForwardConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the same results as `attention_forward`, but with the given configuration of the kernel."""
+    """Computes `attention_forward` with the given configuration of the kernel."""
     total_q, n_heads, head_dim = q.shape
     o = torch.empty(total_q, n_heads, head_dim, dtype=out_dtype, device=q.device)
     lse = torch.empty(n_heads, total_q, dtype=torch.float32, device=q.device)

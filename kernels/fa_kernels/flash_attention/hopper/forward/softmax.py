@@ -1,13 +1,14 @@
-"""The running softmax of the forward kernel, and operations on its probabilities and output in registers.
+"""The running softmax of the forward kernel, and operations on probabilities and outputs in registers.
 
-For each row, online softmax (arXiv:1805.02867) subtracts the row's largest score so far. The exponentials of a block
-therefore wait for the block's maximum. In this file, `row_max` is the value that softmax subtracts from the scores of a
-row. `row_max` may be less than the largest score of the row. Some exponentials are then larger than 1, and may
-overflow. Exponentials up to 2^15 are as accurate as exponentials up to 1, because fp32 and bf16 have the same relative
-precision at 2^15 as at 1. Later blocks of a row therefore use the `row_max` of the row's first block, and do not wait
-for their own maxima. If a partial sum of a thread's exponentials exceeds 2^15, the thread's warp increases `row_max` of
-the affected rows, and computes the exponentials of the block again. An exponential therefore never exceeds 2^15, which
-fp16 can represent. In bf16, o is as accurate as torch's o, because torch rounds P to bf16 too.
+Online softmax (arXiv:1805.02867) subtracts from each score the largest score of the row so far. The exponentials of a
+block therefore wait for the block's maximum. In this file, `row_max` is the value that softmax subtracts from the
+scores of a row. `row_max` may be less than the largest score of the row. If `row_max` is less than the largest score,
+some exponentials are larger than 1, and may overflow. Exponentials up to 2^15 are as accurate as exponentials up to 1,
+because fp32 and bf16 have the same relative precision at 2^15 as at 1. Later blocks of a row therefore use the
+`row_max` of the row's first block, and do not wait for their own maxima. If a partial sum of a thread's exponentials
+exceeds 2^15, the thread's warp increases `row_max` of the affected rows, and computes the exponentials of the block
+again. An exponential therefore never exceeds 2^15, which fp16 can represent. In bf16, o is as accurate as torch's o,
+because torch rounds P to bf16 too.
 
 By default, scores and probabilities are both in registers until the sum of exponentials is known. With `MAX_FIRST`, the
 scores are compared with `row_max` before exponentials are computed. `MAX_FIRST` needs fewer registers than the default,
@@ -31,8 +32,8 @@ from fa_kernels.flash_attention.hopper.primitives.registers import (
 from fa_kernels.flash_attention.scores import cap
 from fa_kernels.flash_attention.structure import structure
 
-# The score of a hidden key, and the row_max of a row that has seen no key. `HIDDEN` is a power of two, so `HIDDEN * c`
-# is exact for any scale c, and `fma(HIDDEN, c, -HIDDEN * c)` is 0.
+# `HIDDEN` is the score of a hidden key, and the row_max of a row that has seen no key. `HIDDEN` is a power of two, so
+# `HIDDEN * c` is exact for any scale c, and `fma(HIDDEN, c, -HIDDEN * c)` is 0.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 _LARGEST_SUM = gl.constexpr(2.0**15)  # the largest allowed partial sum of one thread's probabilities (`_under`)
@@ -41,10 +42,10 @@ _LARGEST_RISE = gl.constexpr(8.0)  # with `MAX_FIRST`, scores may exceed row_max
 
 @structure
 class Exponentials:
-    """P of one block of keys, and the running maxima and sums of P's rows after the block.
+    """P of one block of keys, and the running maxima and sums of all rows, including this block.
 
-    The caller must multiply o by `factor`, which is 1 unless row_max has risen. row_sum is already rescaled. row_max is
-    in the units of the scores.
+    The caller must multiply o by `factor`, which is 1 if row_max has not changed. row_sum is already rescaled. row_max
+    is in the units of the scores.
     """
 
     p: gl.tensor  # [M, N / 2], as pairs of 16-bit values
@@ -186,10 +187,11 @@ def _under(scores, N: gl.constexpr, exponent_0, exponent_1, scale, dtype: gl.con
 
     Each int32 packs two values: the values of p for two adjacent columns of a row. The first result contains each int32
     twice, once for each of the two columns. exponent_0 and exponent_1 are row_max of the thread's two rows, in log2
-    units. Partial sum i adds the values i, i + 4, i + 8 and so on. Without `MAX_FIRST`, `_of_thread` calls `_under` a
-    second time if a partial sum exceeds `_LARGEST_SUM`. For a row whose row_max does not change, the second call of
-    `_under` must return the same bits as the first call. `_under` therefore uses an explicit fma. Without an explicit
-    fma, the compiler would use an fma only in the first call. In the second call, it would round `score * scale`.
+    units. Partial sum i is the sum of the values with the indices i, i + 4, i + 8 and so on. Without `MAX_FIRST`,
+    `_of_thread` calls `_under` a second time if a partial sum exceeds `_LARGEST_SUM`. For a row whose row_max does not
+    change, the second call of `_under` must return the same bits as the first call. `_under` therefore uses an explicit
+    fma. Without an explicit fma, the compiler would use an fma only in the first call. In the second call, the compiled
+    code would round `score * scale` before the subtraction.
     """
     p = ()
     sums = (0.0, 0.0, 0.0, 0.0)
@@ -253,7 +255,7 @@ def _pair(low, high, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def _multiply_asm(n):
-    # A thread's n elements are two of row i, two of row i + 8, two of row i, and so on.
+    # A thread's n elements are two elements of row i, two of row i + 8, two of row i, and so on.
     lines = ["{", ".reg .pred p, r;", f"setp.neu.f32 p, ${2 * n}, 0f3F800000;"]
     lines += [f"setp.neu.or.f32 p, ${2 * n + 2}, 0f3F800000, p;", "vote.sync.any.pred r, p, 0xffffffff;"]
     lines += [f"mov.f32 ${i}, ${n + i};" for i in range(n)]

@@ -14,17 +14,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 # Numbers of the hardware's named barriers. Triton uses barrier 0, barrier 1, and one barrier for each worker partition.
 # All barriers of Triton have numbers below 8, so the numbers 8 to 15 are free.
-PINGPONG_BARRIER = gl.constexpr(8)  # the first of barriers 8, 9 and 10: each consumer of the forward kernel has one
+PINGPONG_BARRIER = gl.constexpr(8)  # consumer i of the forward kernel waits at barrier 8 + i, where i is 0, 1 or 2
 HALVES_BARRIER = gl.constexpr(10)  # in the backward kernels, the two consumers of an item meet at this barrier
-MARKS_BARRIER = gl.constexpr(11)  # the first of barriers 11 to 15, which nan_marks.mark_rows uses
+MARKS_BARRIER = gl.constexpr(11)  # nan_marks.mark_rows uses barriers 11 to 15
 WARPGROUP = gl.constexpr(128)  # threads in a warpgroup
-# meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for this barrier.
+# meet() blocks a warpgroup until all its threads arrive. Triton 3.6 and 3.7 have different names for meet().
 meet = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
 def _run(INSTRUCTION: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    # The asm is volatile and scalar, so that each calling thread runs it once. The result of the asm is not used.
+    # The asm is volatile and scalar, so that each calling thread runs the asm once. The result of the asm is not used.
     gl.inline_asm_elementwise(
         f"{INSTRUCTION} {BARRIER}, {THREADS}; mov.u32 $0, 0;", "=r,~{memory}", [], gl.int32, False, 1
     )
@@ -80,10 +80,10 @@ def hand_over(full):
 
 @gl._core.builtin
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Starts to add a tile of shared memory to global memory (cp.reduce.async.bulk.tensor).
+    """Starts to add a tile in shared memory to a tile in global memory (cp.reduce.async.bulk.tensor).
 
     tma.store_wait waits until TMA has read the tile. Rows past the end of the tensor are not written. Triton 3.6 and
-    3.7 can build this operation, but have no public function for it.
+    3.7 can build a TMA reduce-add, but have no public function for it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD

@@ -19,14 +19,14 @@ from fa_kernels.flash_attention.nan_isolation import ROWS_PER_MARK
 def mark_rows(columns, first, head, total, marks_ptr, WARPGROUP: gl.constexpr, THREADS: gl.constexpr = 128):
     """Writes the NaN mark of 64 rows of a head, beginning with row `first`.
 
-    The mark is 1 if any element is NaN or infinite, else 0.
+    The mark is 1 if any element of the 64 rows is NaN or infinite, else 0.
     columns: this warpgroup's results for the rows, as one tensor [64, width] per column block. marks_ptr: points to
     the result of nan_isolation.new_marks. THREADS: the number of threads that hold results for the 64 rows. All
     `THREADS` threads wait for each other in this function. WARPGROUP: a number from 0 to 4 that chooses the barrier.
     Warpgroups that hold different rows need different values of `WARPGROUP`.
     """
     if first < total:
-        zeros = gl.sum(columns[0] * 0.0, 1)  # NaN for each row with an element that is not finite
+        zeros = gl.sum(columns[0] * 0.0, 1)  # NaN for each row that contains infinity or NaN
         for i in gl.static_range(1, len(columns)):
             zeros += gl.convert_layout(gl.sum(columns[i] * 0.0, 1), zeros.type.layout, assert_trivial=True)
         marks_ptr += head.to(gl.int64) * gl.cdiv(total, ROWS_PER_MARK) + first // ROWS_PER_MARK

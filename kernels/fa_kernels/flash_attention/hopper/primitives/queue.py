@@ -128,7 +128,7 @@ def post(queue, item_index, fields):
 
 @gluon.jit
 def read(queue, item_index):
-    """Waits until an item is posted, and returns the item's fields. `field` reads one of the fields.
+    """Waits until an item is posted, and returns the item's fields. The function `field` reads one field of the item.
 
     A whole warpgroup calls this function.
     """

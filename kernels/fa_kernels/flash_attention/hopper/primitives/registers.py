@@ -98,7 +98,7 @@ def _doublings(n):
 
 @gluon.jit
 def keep_columns(x, start, end, OTHERWISE: gl.constexpr):
-    """Returns x [M, N], but with `OTHERWISE` in row i outside the columns start[i] to end[i] - 1.
+    """Returns x [M, N]. Row i keeps the columns start[i] to end[i] - 1, and its other elements become `OTHERWISE`.
 
     x is fp32 in the layout of a warpgroup's accumulator. start and end have the layout of x's rows. N is at most 128.
     """

@@ -41,7 +41,7 @@ class Ring:
 
 @gluon.jit
 def new_barriers(PLACES: gl.constexpr):
-    """Allocates one mbarrier per place in a ring, without initialising it."""
+    """Allocates one mbarrier for each place in a ring. The mbarriers are not initialised."""
     return gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
 
 
