@@ -102,7 +102,7 @@ def _varlen(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_se
 def calls_of(
     attention: Attention, shape: Shape, batches: Iterator[Tensor], tokens: int
 ) -> dict[str, Callable[[], None]]:
-    """Returns a function for each pass, which takes the next batch of documents from `batches` in each call."""
+    """Returns a function for each pass. Each call of a function takes the next batch of documents from `batches`."""
     q, k, v, do = (
         torch.randn(tokens, heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
         for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads, shape.n_heads)

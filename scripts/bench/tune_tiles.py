@@ -203,7 +203,7 @@ def launcher(candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, do: Tensor) 
     o, lse = forward.attention_forward(q, k, v, schedule, features, q.dtype)
     delta = attention_delta(o, do, None)
     # The schedule `half` has tiles either for the kernels of dk and dv, or for the kernel of dq. attention_backward
-    # launches no kernel for which the schedule has no tiles.
+    # launches only the kernels for which the schedule has tiles.
     none = schedule.key_tiles[:0]
     half = schedule._replace(key_tiles=none) if direction == "dq" else schedule._replace(query_tiles=none)
 

@@ -93,7 +93,7 @@ def test_a_damaged_or_foreign_file_is_one_line(damage, file):
     ("name", "damage"),
     [
         *((name, damage) for name in ("__0_0.distcp", "meta.pt") for damage in ("one-bit", "cut", "empty", "text")),
-        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # the next test changes bits of .metadata
+        *((".metadata", damage) for damage in ("cut", "empty", "text")),  # one-bit damage is tested in the next test
     ],
 )
 def test_a_damaged_folder_is_one_line(name, damage, folder):
@@ -165,7 +165,7 @@ def test_members_of_an_enum_may_be_pickled_with_getattr(folder, monkeypatch):
 
 
 class Attribute:
-    """An object whose pickle contains a call of getattr, which returns torch.Size.numel."""
+    """An object that is pickled as the call getattr(torch.Size, "numel")."""
 
     def __reduce__(self):
         return getattr, (torch.Size, "numel")

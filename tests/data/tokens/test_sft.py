@@ -256,7 +256,7 @@ def test_a_token_across_the_start_of_an_answer_is_trained_on():
     assert overlaps_spans(np.array([[0, 3], [4, 5]]), [(3, 5)]).tolist() == [False, True]
     # a token that begins inside an answer belongs to the answer, even if it ends outside
     assert overlaps_spans(np.array([[0, 3], [3, 6], [6, 7]]), [(3, 5)]).tolist() == [False, True, False]
-    # Some tokenizers insert a space that is not in the text. In the next case, the second token is such a space.
+    # Some tokenizers insert a space that is not in the text. In the next case, the second token is an inserted space.
     assert overlaps_spans(np.array([[0, 3], [3, 3], [3, 5]]), [(3, 5)]).tolist() == [False, True, True]
     # in the next case, two tokens share one character
     assert overlaps_spans(np.array([[0, 1], [0, 1], [1, 2]]), [(1, 2)]).tolist() == [False, False, True]
