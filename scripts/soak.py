@@ -61,7 +61,7 @@ class Change:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The host memory of one process in GiB. If n processes share a page, each counts 1/n of the page."""
+    """The host memory of one process in GiB. If n processes share a page, each process counts 1/n of the page."""
 
     pid: int
     process: str  # TRAINING, WORKERS or OTHERS

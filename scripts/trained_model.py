@@ -73,7 +73,7 @@ def name_variables(cfg: DictConfig) -> None:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     for key, value in values.items():
         if "${" in value:
-            OmegaConf.update(cfg, key, value.replace("${", "\\${"))  # `\$` keeps OmegaConf from resolving the name later
+            OmegaConf.update(cfg, key, value.replace("${", "\\${"))  # escaped, so that OmegaConf does not resolve it
 
 
 def _loaded(path: Path, needs: str) -> DictConfig:

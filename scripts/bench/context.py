@@ -142,7 +142,7 @@ class Case:
             "forward": lambda: attention(q, k, v, schedule),
             "alone": _both_passes(flash_attention, own, setting, device, local, n_keys),
             "moved": _exchange(schedule, local, setting, device),
-            # If only one GPU computed this part, it would become hotter and slower than the others in the next part.
+            # All GPUs compute this part, because a single busy GPU would become hotter and slower than the others.
             "one": _both_passes(flash_attention, whole, heads, device, tokens, tokens),
         }
         if PEER_PARTS[0] in setting.parts(stream):

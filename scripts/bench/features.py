@@ -202,7 +202,7 @@ def measure(
     """Returns the milliseconds of each feature: one dictionary for the forward pass, and one for the backward pass.
 
     With 16 heads, head_dim 256 and 64k tokens, q takes 0.5 GiB of memory, and all inputs together take about 4 GiB.
-    Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. For 14 features, the graphs take 56 GiB.
+    Each backward CUDA graph takes about 4 GiB for o, dq, dk, dv and an fp32 dq. The graphs of 14 features take 56 GiB.
     """
     inputs = gpu_inputs()
     forward = timed({f.name: partial(attention, f, inputs, n_heads, head_dim) for f in chosen}, rep)

@@ -312,7 +312,7 @@ def test_last_falls_back_to_the_newest_whole_checkpoint(file, tmp_path, capsys):
         path = shutil.copy(whole, folder / f"step_000000{step}.ckpt")
         DAMAGE[damage](Path(path))
         os.utime(path, (2**31 + step, 2**31 + step))
-    shutil.copy(whole, folder / "step_0000006.ckpt.partial")  # an unfinished save is not mentioned
+    shutil.copy(whole, folder / "step_0000006.ckpt.partial")  # no error mentions an unfinished save
     assert checkpoint_path("last", tmp_path) == str(whole)
     said = capsys.readouterr().out.splitlines()
     assert [line.split(" is damaged")[0][-17:] for line in said] == ["step_0000005.ckpt", "step_0000004.ckpt"]

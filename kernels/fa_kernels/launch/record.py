@@ -144,7 +144,7 @@ def _repeat_or_run(
         if len(_KEYS) >= MAX_KEYS:
             forget()
         _KEYS[key] = _Known.SEEN_ONCE
-    outputs = function(*arguments)  # if recording failed because `function` raised an error, `function` raises it again
+    outputs = function(*arguments)  # if `function` raised an error while it was recorded, it raises the error again
     if failure is not None:
         _KEYS[key] = _Known.UNCLEAR
         _say_once(failure)
@@ -411,8 +411,7 @@ class _Recorder(torch_private.TorchDispatchMode):
     def _launches(self, places: dict[int, int], n_addresses: int, stream: int) -> list[_Launch]:
         """Returns the launches.
 
-        Each launch picks its arguments from one list. The list holds the constants, then the addresses, then the TMA
-        descriptors.
+        Each launch picks its arguments from a list of the constants, then the addresses, then the TMA descriptors.
         """
         n_constants = len(self.constants)
 
@@ -457,8 +456,7 @@ class _Recorder(torch_private.TorchDispatchMode):
         The function looks for `address` only in the first row of each tensor, because the address ranges of whole
         tensors can overlap. For example, q, k and v can be views of one tensor. If several tensors start at the same
         address, `same` records that their addresses must also be equal in repeated calls.
-        Raises: _Unclear if the first row of no tensor contains `address`, or if the first rows of two tensors contain
-        `address` at different offsets.
+        Raises: _Unclear if no tensor's first row contains `address`, or if several first rows do at different offsets.
         """
         found = []
         for i, x in enumerate(self.tensors):
@@ -480,10 +478,7 @@ def _allocation(x: Tensor) -> Callable[[], Tensor]:
 
 
 def _in_a_row(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Places slices of the given sizes one after the other in one allocation.
-
-    Returns the slices' offsets and the size of the allocation, all in bytes.
-    """
+    """Returns the offsets of slices that share one allocation, and the size of the allocation, all in bytes."""
     *starts, end = accumulate((-(-size // SLICE_ALIGNMENT) * SLICE_ALIGNMENT for size in sizes), initial=0)
     return starts, end
 
@@ -499,7 +494,7 @@ def _getter(places: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def _holds(x: Tensor, y: Tensor) -> bool:
-    """Returns whether x and y are contiguous tensors over the same memory. Their shapes may differ."""
+    """Returns whether x and y are contiguous tensors over the same memory, possibly with different shapes."""
     if x.numel() == 0 or x.data_ptr() != y.data_ptr() or x.dtype != y.dtype:
         return False
     return x.numel() == y.numel() and x.is_contiguous() and y.is_contiguous()

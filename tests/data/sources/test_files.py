@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_read_is_named(linked, monkeypatch):
 
 
 def deny(monkeypatch, owner, name, denied):
-    """Makes a function fail for one path. File permissions would not do, because root can read all files."""
+    """Makes a function fail for one path. Changing permissions would not help, because root can read all files."""
     real = getattr(owner, name)
 
     def denying(path, *args, **options):

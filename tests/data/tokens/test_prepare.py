@@ -63,7 +63,7 @@ def test_any_number_of_processes_writes_the_same_bytes_of_texts(corpus, tmp_path
 
 @pytest.mark.slow
 def test_any_number_of_processes_writes_the_same_bytes_of_chats(tmp_path, monkeypatch):
-    """The workers are spawned as in a run, because the tokenizer has threads."""
+    """The workers are spawned and not forked, because the tokenizer has threads."""
     monkeypatch.setattr(module, "SHARD", 3)
     chats = ChatCorpus(str(write_jsonl(tmp_path / "chats.jsonl", many_chats(8))))
     encoder = ChatEncoder(HFTokenizer(save_tokenizer(tmp_path / "tokenizer")))
@@ -219,7 +219,7 @@ def test_a_plan_for_a_read_only_cache_stays_in_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reader", ["json.loads", "pyarrow.memory_map", "numpy.load"])
 def test_a_file_that_may_not_be_read_is_not_called_damaged(corpus, tmp_path, monkeypatch, reader):
-    """An error that calls a file damaged recommends to delete the tokens, which another user may have prepared."""
+    """The error about a damaged file recommends to delete the tokens, which another user may have prepared."""
 
     def refuse(*arguments, **options):
         raise PermissionError(errno.EACCES, "Permission denied")

@@ -184,7 +184,7 @@ def test_a_template_must_not_change_the_text_of_a_block(tmp_path):
 
 
 def test_an_answer_of_one_word_has_a_label_if_the_generation_prompt_ends_with_a_space(tmp_path):
-    """The first token of the answer is " sunny", and its space belongs to the prompt. transformers labels it too."""
+    """The first token of the answer is " sunny", and its space is in the prompt. transformers labels this token too."""
     chat_encoder, row = encoder(tmp_path, PLAIN), {"prompt": "the", "completion": "sunny"}
     encoded, hf = encode(chat_encoder, row), chat_encoder.tokenizer.hf
     assert runs(chat_encoder, encoded) == [" sunny\n"]
